@@ -50,7 +50,7 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import exposed_on_host
 from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.state.host import HostWork
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, Residency
 from hybridpar.train.step_result import StepResult
 
 SHAPES = {"waits": Shape(6, 64, 2, 64, 64, 2)}
@@ -106,7 +106,10 @@ class Side:
         self.work = EmulatedHost(0.0, 0.0)
         self.seconds = (0.0, 0.0)
         self.engine = Engine(
-            JobPlan(config), ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work
+            JobPlan(config),
+            ProcessGrid(pp=STAGES),
+            torch.device("cpu"),
+            residency=Residency(host_work=self.work),
         )
         host = self.engine.state.host
         self.groups = [] if host is None else list(map(float, host.sizes))

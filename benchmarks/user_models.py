@@ -223,7 +223,7 @@ def trained(
     shape: of a sample.
     """
     tracker = Tracker(torch.device("cpu"))
-    tracker.ghost_integers = True
+    tracker.make_ghosts_of_integers(True)
     torch.manual_seed(0)
     with tracker if ghosts else nullcontext():
         model = make()

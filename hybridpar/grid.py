@@ -53,6 +53,20 @@ class Traffic:
         self.calls[op] += 1
         self.num_bytes[op] += num_bytes
 
+    def copy(self) -> Traffic:
+        """Return the counts as they are now."""
+        return Traffic(self.calls.copy(), self.num_bytes.copy())
+
+    def restore(self, counts: Traffic) -> None:
+        """Set all counts to those of a copy."""
+        self.calls = counts.calls
+        self.num_bytes = counts.num_bytes
+
+    def add_since(self, before: Traffic, now: Traffic) -> None:
+        """Add what was counted between two copies."""
+        self.calls += now.calls - before.calls
+        self.num_bytes += now.num_bytes - before.num_bytes
+
     def clear(self) -> None:
         """Sets all counts to zero."""
         self.calls.clear()
@@ -144,6 +158,20 @@ class ProcessGrid:
     Raises: ConfigError if the sizes do not multiply to the number of processes.
     """
 
+    place: dict[str, int]
+    tp: Axis
+    dp: Axis
+    pp: Axis
+    pp_reverse: Axis
+    ends: Axis
+    world: Axis
+    site: Axis
+    home: Axis
+    _lines: Mapping[str, list[list[int]]]
+    _group: Callable[[str, list[int]], Any]
+    _again: dict[tuple[str, int], Axis]
+    _axes: dict[str, Axis]
+
     def __init__(
         self,
         sizes: AxisSizes | None = None,
@@ -211,7 +239,7 @@ class ProcessGrid:
         self.place = place_of(rank, self.sizes)
         self._lines = lines
         self._group = group
-        self._again: dict[tuple[str, int], Axis] = {}
+        self._again = {}
         self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
         for name, line in [
             (name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
 from hybridpar.state import StatePolicy
-from hybridpar.train.engine import Actions, Engine, StepResult
+from hybridpar.train.engine import Actions, Engine, Residency, StepResult
 
 Group = tuple[str, tuple[int, ...]]
 """A communicator: the name of its axis, and its global ranks."""
@@ -291,17 +292,6 @@ for _name in (
     setattr(_Group, _name, _collective(_name))
 
 
-class _Engine(Engine):
-    """An engine that notes where its host reads numbers of the device."""
-
-    events: list[Event]
-
-    def _take_result(self, batch: int) -> StepResult:
-        result = super()._take_result(batch)
-        self.events.append(Read())
-        return result
-
-
 def issued(config: Config, rank: int, steps: int) -> list[Event]:
     """Return what a rank issues in the first steps of training, from its own engine on ghosts."""
     events: list[Event] = []
@@ -317,14 +307,24 @@ def issued(config: Config, rank: int, steps: int) -> list[Event]:
 
         def watched(actions: Actions) -> Iterable[Any]:
             for action in actions:
-                tracker.ghost_integers = action.kind in COMPUTE
+                tracker.make_ghosts_of_integers(action.kind in COMPUTE)
                 yield action
 
         states = StatePolicy.of(config, 1, 1)
         memory = GhostChunks(tracker.device, states) if states.moves else None
-        engine = _Engine(config, grid, tracker.device, tamper=watched, memory=memory)
-        engine.events = events
-        engine.train(SampleLoader(config), steps, lambda result: None)
+        engine = Engine(
+            config, grid, tracker.device, wrap_plan=watched, residency=Residency(memory)
+        )
+        take = engine.batch_actions.results.take
+
+        def noting_the_read(batch: int) -> StepResult:
+            """Note where the host reads numbers of the device."""
+            result = take(batch)
+            events.append(Read())
+            return result
+
+        with patch.object(engine.batch_actions.results, "take", noting_the_read):
+            engine.train(SampleLoader(config), steps, lambda result: None)
     return events
 
 

@@ -79,20 +79,22 @@ class Saver:
         corpus: str,
         say: Callable[[str], None] = lambda text: None,
         flight: Flight = NO_FLIGHT,
+        on_save: Callable[[Path], None] = lambda folder: None,
     ):
         self._root = root
         self._engine = engine
         self._corpus = corpus
         self._say = say
         self._flight = flight
-        self.wrap: Callable[[Write], Write] = lambda write: write
-        """Called on ranks that write, when a save starts; what it returns writes this rank's
-        file."""
-        self.on_save: Callable[[Path], None] = lambda folder: None
-        """Told of each checkpoint that is there, on all ranks, when they agree that it is."""
+        self._wrap: Callable[[Write], Write] = lambda write: write
+        self._on_save = on_save
         self._snapshot = Snapshot()
         self._task: Task | None = None
         self._step = self._num_bytes = 0
+
+    def write_with(self, wrap: Callable[[Write], Write]) -> None:
+        """Write this rank's files by what `wrap` returns, which is called when a save starts."""
+        self._wrap = wrap
 
     def reserve(self) -> None:
         """Takes the memory of a copy now: as much as the state has once the optimizer has made a
@@ -127,7 +129,7 @@ class Saver:
                 if engine.config.checkpoint.read_back
                 else None
             )
-            task.writes(take, self.wrap(partial(part.write, aside, flight=self._flight)), check)
+            task.writes(take, self._wrap(partial(part.write, aside, flight=self._flight)), check)
         task.start()
         engine.state.hold(task.copied.wait)
         self._task = task
@@ -212,7 +214,7 @@ class Saver:
                 raise NotFiniteError(not_finite[0], self._step)
             raise CheckpointError(failures[0]) from task.error
         if (folder := everyone[0][3]) is not None:
-            self.on_save(folder)
+            self._on_save(folder)
         return folder
 
     def val_loss_of(self, step: int) -> float | None:

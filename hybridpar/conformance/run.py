@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -131,8 +131,8 @@ def _on_rank(case: Case, factory: Factory) -> Ran:
     dealt = [tuple(x[mine] if case.dealt == "rows" else x for x in inputs) for inputs in batch]
     ran = _train(built.module, dealt, mine if case.returned == "rows" else slice(None))
     built.finish()
-    ran.norm = None if built.norm is None else float(built.norm())
-    ran.parameters = _parameters(built)
+    norm = None if built.norm is None else float(built.norm())
+    ran = replace(ran, norm=norm, parameters=_parameters(built))
     with torch.no_grad():
         for parameter in built.module.parameters():
             if parameter.grad is not None:
@@ -181,10 +181,8 @@ def _plain(case: Case) -> Ran:
             "weight": value - _LR * grad,
             "required": name in required,
         }
-    ran.norm = math.sqrt(
-        sum(float(ran.parameters[name]["gradient"].square().sum()) for name in required)
-    )
-    return ran
+    squares = [float(ran.parameters[name]["gradient"].square().sum()) for name in required]
+    return replace(ran, norm=math.sqrt(sum(squares)))
 
 
 def _parameters(built: Built) -> dict[str, dict[str, Any]]:

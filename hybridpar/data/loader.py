@@ -101,6 +101,10 @@ class BatchLoader:
         self.start = start
         self._counts: OrderedDict[int, int] = OrderedDict()
 
+    def start_at(self, start: DataStart) -> None:
+        """Place batches in the stream of data from now on."""
+        self.start = start
+
     @property
     def batch_size(self) -> int:
         """Samples in a batch, over all replicas."""

@@ -40,6 +40,7 @@ from hybridpar.nn import (
 )
 from hybridpar.nn.mlp import activation_function
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
+from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.random import RandomKey
 
@@ -127,7 +128,7 @@ class Embedding(nn.Module):
         if self.segments is not None:
             out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
-            out = self.norm(out)
+            out = value_of(self.norm(out))
         return self.dropout(out, key, part.start)
 
 
@@ -213,24 +214,31 @@ class TransformerLayer(nn.Module):
 
     def remake(self) -> None:
         """From now on recompute outputs of norms and of the activation in the backward pass."""
-        self.attention_norm.remakes = self.mlp_norm.remakes = self.mlp.remakes = True
+        self.attention_norm.recompute()
+        self.mlp_norm.recompute()
+        self.mlp.recompute()
 
     def forward(
         self,
-        x: Tensor,
+        x: HiddenStates,
         batch: MicroBatch,
         key: RandomKey | None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor:
+    ) -> HiddenStates:
         start, _, sizes = part_of(batch, self.axis, self.sequence)
         how = batch.get("padding_mask"), key, cache, batch.get("positions"), sizes
         if self.post_norm:
             x, _ = self.attention_norm.add(
-                *self.attention.without_bias(x, *how), x, self.attention_dropout, key, start
+                *self.attention.without_bias(x, *how),
+                value_of(x),
+                self.attention_dropout,
+                key,
+                start,
             )
             return self.mlp_norm.add(
-                *self.mlp.without_bias(x, sizes), x, self.mlp_dropout, key, start
+                *self.mlp.without_bias(x, sizes), value_of(x), self.mlp_dropout, key, start
             )[0]
+        x = value_of(x)
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
             fed = self.mlp.without_bias(self.mlp_norm(x), sizes)
@@ -270,7 +278,7 @@ class LanguageModelHead(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: HiddenStates,
         batch: MicroBatch,
         key: RandomKey | None,
         sizes: tuple[int, ...] | None = None,
@@ -291,16 +299,15 @@ class LanguageModelHead(nn.Module):
             "backend": self.kernels.cross_entropy,
         }
         if self.logits_chunk:
-            weight = self.projection.weight
-            bias = self.projection.bias
             loss = vocab_parallel_linear_cross_entropy(
-                x,
-                weight,
-                bias,
+                value_of(x),
+                self.projection.weight,
+                self.projection.bias,
                 batch["labels"],
                 self.axis,
                 chunk=self.logits_chunk,
                 sizes=sizes,
+                consumer=self.projection.binding("weight").consumer,
                 **options,
             )
         else:
@@ -309,7 +316,7 @@ class LanguageModelHead(nn.Module):
             )
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [.., h] -> [..,
         v]."""
         return gather_from(
@@ -343,11 +350,11 @@ class GPTHead(nn.Module):
         )
         self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
+    def forward(self, x: HiddenStates, batch: MicroBatch, key: RandomKey | None) -> Losses:
         sizes = part_of(batch, self.axis, self.sequence).sizes
         return {"lm": self.language_model(self.norm(x), batch, key, sizes)}
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [b, s, h] -> [b,
         s, v]."""
         return self.language_model.logits(self.norm(x))
@@ -439,8 +446,8 @@ class BertHead(nn.Module):
             self.pooler = ReplicatedLinear(h, h, axis, std, **factory)
             self.classifier = ReplicatedLinear(h, 2, axis, std, **factory)
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
-        x = self.final_norm(x)
+    def forward(self, x: HiddenStates, batch: MicroBatch, key: RandomKey | None) -> Losses:
+        x = value_of(self.final_norm(x))
         if (sizes := part_of(batch, self.axis, self.sequence).sizes) is not None:
             x = gather_from(x, self.axis, 1, sizes)
         labels = rearrange(batch["labels"], "b s -> (b s)")
@@ -458,17 +465,19 @@ class BertHead(nn.Module):
     def transformed(self, x: Tensor) -> Tensor:
         """Return the hidden states that are projected to the vocabulary. Shapes: [.., h] ->
         same."""
-        return self.norm(self.activation(self.transform.without_bias(x), self.transform.bias))
+        return value_of(
+            self.norm(self.activation(self.transform.without_bias(x), self.transform.bias))
+        )
 
     def _scores(self, first: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(first)))
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [b, s, h] -> [b,
         s, v]."""
-        return self.language_model.logits(self.transformed(self.final_norm(x)))
+        return self.language_model.logits(self.transformed(value_of(self.final_norm(x))))
 
-    def sentence_logits(self, x: Tensor) -> Tensor:
+    def sentence_logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the sentence label, for a model with such a head. Shapes: x [b,
         s, h] -> [b, 2]."""
-        return self._scores(self.final_norm(x[:, 0]))
+        return self._scores(value_of(self.final_norm(value_of(x)[:, 0])))

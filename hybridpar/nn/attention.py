@@ -20,6 +20,7 @@ from hybridpar.grid import Axis
 from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
+from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.random import RandomKey, site
 
@@ -228,7 +229,7 @@ class ParallelAttention(ParallelModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: HiddenStates,
         padding_mask: Tensor | None = None,
         key: RandomKey | None = None,
         sizes: Sequence[int] | None = None,
@@ -238,7 +239,7 @@ class ParallelAttention(ParallelModule):
 
     def without_bias(
         self,
-        x: Tensor,
+        x: HiddenStates,
         padding_mask: Tensor | None,
         key: RandomKey | None,
         cache: KeyValueCache | None = None,
@@ -267,7 +268,7 @@ class ParallelAttention(ParallelModule):
         return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
 
     def _heads(
-        self, x: Tensor, positions: Tensor | None, sizes: Sequence[int] | None
+        self, x: HiddenStates, positions: Tensor | None, sizes: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the local heads at their positions.
 
@@ -279,7 +280,7 @@ class ParallelAttention(ParallelModule):
         turn = None
         if self.rotary_base is not None:
             turn = RotarySettings(self.rotary_base, self.rotary_dim, self.kernels.rotary)
-        if self.qkv.bias is not None and sums_bias(x, backend):
+        if self.qkv.bias is not None and sums_bias(value_of(x), backend):
             qkv = self.qkv.with_detached_bias(x, sizes)
             bias = self.qkv.bias
         else:

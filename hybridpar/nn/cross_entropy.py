@@ -20,6 +20,7 @@ from hybridpar.comm import Works, all_reduce, all_reduce_async, gather_sequence
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
+from hybridpar.nn.binding import GradientConsumer
 from hybridpar.nn.embedding import check_range, within
 
 
@@ -101,9 +102,10 @@ def vocab_parallel_linear_cross_entropy(
     ignore_index: int = -100,
     sizes: Sequence[int] | None = None,
     backend: str = "auto",
+    consumer: GradientConsumer | None = None,
 ) -> Tensor:
     """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and
-    are computed twice.
+    are computed twice. `consumer`: takes the gradient of the weight; None: autograd does.
 
     Four matrix products instead of three, and memory for `chunk` rows of logits instead of all.
 
@@ -122,7 +124,7 @@ def vocab_parallel_linear_cross_entropy(
     labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
     columns = _Columns.of(axis, vocab_start, weight.shape[0], valid_vocab, label_smoothing)
     return _LinearCrossEntropy.apply(
-        x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend
+        x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend, consumer
     )
 
 
@@ -253,6 +255,7 @@ class _LinearCrossEntropy(Function):
         chunk: int,
         sums: bool,
         backend: str,
+        consumer: GradientConsumer | None,
     ) -> Tensor:
         flat = x.detach().reshape(labels.numel(), x.shape[-1])
         column = columns.column(labels)
@@ -271,6 +274,7 @@ class _LinearCrossEntropy(Function):
         ctx.shape = x.shape
         ctx.chunk = chunk
         ctx.leaf = weight
+        ctx.consumer = consumer
         ctx.sums = sums
         return loss
 
@@ -299,7 +303,11 @@ class _LinearCrossEntropy(Function):
                     sums.append(all_reduce_async(dx[piece], ctx.columns.axis))
             if wants_weight:
                 product = matmul.weight_gradient(
-                    factor, part, ctx.leaf, now=ctx.columns.axis.size > 1 and ctx.sums
+                    factor,
+                    part,
+                    ctx.leaf,
+                    ctx.consumer,
+                    now=ctx.columns.axis.size > 1 and ctx.sums,
                 )
                 dw = product if dw is None or product.is_sparse else dw.add_(product)
             if wants_bias:
@@ -308,4 +316,4 @@ class _LinearCrossEntropy(Function):
         if dx is not None:
             Works(sums).wait()
             dx = dx.view(ctx.shape)
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None

@@ -17,6 +17,7 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import DataError, config_error
 from hybridpar.grid import Axis
 from hybridpar.nn import matmul
+from hybridpar.nn.binding import GradientConsumer
 from hybridpar.nn.linear import Device
 from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 
@@ -64,7 +65,9 @@ class VocabParallelEmbedding(ParallelModule):
         if ids.device.type == "cpu" if self.check_ids is None else self.check_ids:
             check_range(ids, self.num_embeddings, "token id")
         start = None if self.axis.size == 1 else self.start
-        rows = _LocalRows.apply(ids, self.weight, start, self.kernels.embedding)
+        rows = _LocalRows.apply(
+            ids, self.weight, start, self.kernels.embedding, self.binding("weight").consumer
+        )
         if sizes is not None:
             return scatter_sequence(rows, self.axis, sizes)
         return rows if start is None else reduce_from_(rows, self.axis)
@@ -147,7 +150,7 @@ class Rows(NamedTuple):
     passes: Any
 
     def add_to(self, gradient: Tensor, overwrite: bool) -> None:
-        """See `matmul.Part`."""
+        """See `GradientPart`."""
         self.passes.add_gradient_(gradient, self.dy, self.ids, self.start, overwrite)
 
 
@@ -155,11 +158,19 @@ class _LocalRows(Function):
     """The rows of ids that this rank holds, zero for the others."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int | None, backend: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        start: int | None,
+        backend: str,
+        consumer: GradientConsumer | None,
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.passes = ops.embedding(weight, backend)
         ctx.leaf = weight
+        ctx.consumer = consumer
         ctx.start = start
         return ctx.passes.rows(ids, weight, start)
 
@@ -168,10 +179,9 @@ class _LocalRows(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         part = Rows(dy, ids, ctx.start, ctx.passes)
-        sink = getattr(ctx.leaf, matmul.SINK, None)
-        if sink is not None:
-            sink.add(part)
-            return None, matmul.nothing(ctx.leaf), None, None
+        if ctx.consumer is not None:
+            ctx.consumer.add(part)
+            return None, matmul.nothing(ctx.leaf), None, None, None
         gradient = torch.empty_like(ctx.leaf)
         part.add_to(gradient, True)
-        return None, gradient, None, None
+        return None, gradient, None, None, None

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from hybridpar.ops.fp8 import FP8, quantize_fp8, quantize_fp8_weight_
 
-WEIGHT = "fp8_weight"
-"""Attribute of a leaf: its `Fp8Weight`, if its products are in fp8."""
-
 MULTIPLE = 16
 """Both dimensions of a weight must be multiples of this, for torch._scaled_mm."""
 

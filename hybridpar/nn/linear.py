@@ -34,8 +34,9 @@ from hybridpar.comm import (
 )
 from hybridpar.grid import Axis
 from hybridpar.nn import fp8, matmul
+from hybridpar.nn.binding import UNBOUND, ParameterBinding
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
-from hybridpar.nn.remake import recipe
+from hybridpar.nn.recomputable import HiddenStates, RecomputeFn, recompute_fn_of, value_of
 
 Device = str | torch.device | None
 
@@ -97,20 +98,20 @@ class ColumnParallelLinear(ParallelModule):
                 dtype=dtype,
             )
 
-    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.axis, sizes)
+    def forward(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
+        y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.binding("weight"))
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
-    def with_detached_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def with_detached_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [..,
         in_features] -> [.., out_local]."""
         bias = None if self.bias is None else self.bias.detach()
-        return column_linear(x, self.weight, bias, self.axis, sizes)
+        return column_linear(x, self.weight, bias, self.axis, sizes, self.binding("weight"))
 
-    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] ->
         [.., out_local]."""
-        return column_linear(x, self.weight, None, self.axis, sizes)
+        return column_linear(x, self.weight, None, self.axis, sizes, self.binding("weight"))
 
 
 class RowParallelLinear(ParallelModule):
@@ -168,24 +169,36 @@ class RowParallelLinear(ParallelModule):
                 dtype=dtype,
             )
 
-    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes)
+    def forward(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
+        return row_linear(
+            self._local(x),
+            self.weight,
+            self.bias,
+            self.axis,
+            sizes,
+            self.binding("weight"),
+        )
 
-    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes:
         as for forward."""
-        return row_linear(self._local(x), self.weight, None, self.axis, sizes)
+        return row_linear(
+            self._local(x), self.weight, None, self.axis, sizes, self.binding("weight")
+        )
 
-    def _local(self, x: Tensor) -> Tensor:
-        return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
+    def _local(self, x: HiddenStates) -> HiddenStates:
+        if self.scatter_sizes is None:
+            return x
+        return scatter_to(value_of(x), self.axis, -1, self.scatter_sizes)
 
 
 def column_linear(
-    x: Tensor,
+    x: HiddenStates,
     weight: Tensor,
     bias: Tensor | None,
     axis: Axis,
     sizes: Sequence[int] | None = None,
+    binding: ParameterBinding = UNBOUND,
 ) -> Tensor:
     """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
 
@@ -195,20 +208,23 @@ def column_linear(
         forward one all-gather;
     backward another one, and one reduce_scatter.
     """
+    make = recompute_fn_of(x)
+    x = value_of(x)
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
-        return matmul.linear(_gathered(x, axis, sizes), weight, bias)
-    make = recipe(x)
-    if _is_ours(weight) or make or (axis.size > 1 and (x.requires_grad or sizes is not None)):
-        return _Linear.apply(x, weight, bias, axis, None, sizes, make)
+        return _product(_gathered(x, axis, sizes), weight, bias, binding)
+    is_summed = axis.size > 1 and (x.requires_grad or sizes is not None)
+    if _is_ours(weight, binding) or make or is_summed:
+        return _Linear.apply(x, weight, bias, axis, None, sizes, make, binding)
     return F.linear(x, weight, bias)
 
 
 def row_linear(
-    x: Tensor,
+    x: HiddenStates,
     weight: Tensor,
     bias: Tensor | None,
     axis: Axis,
     sizes: Sequence[int] | None = None,
+    binding: ParameterBinding = UNBOUND,
 ) -> Tensor:
     """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see
     RowParallelLinear.
@@ -219,21 +235,35 @@ def row_linear(
         backward one
     all-gather.
     """
+    make = recompute_fn_of(x)
+    x = value_of(x)
     if not torch.is_grad_enabled():
-        return _row_linear(x, weight, bias, axis, sizes)
-    make = recipe(x)
-    if _is_ours(weight) or make or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis, sizes, make)
+        return _row_linear(x, weight, bias, axis, sizes, binding)
+    if _is_ours(weight, binding) or make or axis.size > 1:
+        return _Linear.apply(x, weight, bias, None, axis, sizes, make, binding)
     return F.linear(x, weight, bias)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, binding: ParameterBinding) -> Tensor:
+    """x W^T + b on this rank, outside of autograd; in fp8 where the weight has such a form."""
+    quantized = binding.fp8_weight(weight)
+    if quantized is not None:
+        return fp8.linear(x, quantized, bias)
+    return matmul.linear(x, weight, bias)
+
+
 def _row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sizes: Sequence[int] | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sizes: Sequence[int] | None,
+    binding: ParameterBinding,
 ) -> Tensor:
     """Outside of autograd."""
     if axis.size == 1:
-        return matmul.linear(x, weight, bias)
-    y = matmul.linear(x, weight)
+        return _product(x, weight, bias, binding)
+    y = _product(x, weight, None, binding)
     y = all_reduce(y, axis) if sizes is None else reduce_scatter(y, axis, 1, sizes)
     return y if bias is None else y.add_(bias)
 
@@ -262,14 +292,14 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _is_ours(weight: Tensor) -> bool:
+def _is_ours(weight: Tensor, binding: ParameterBinding) -> bool:
     """Whether nn.matmul's products, or its way to add up gradients, are better than torch's, or its
     factors wanted."""
     return (
         weight.dtype in (torch.float32, torch.float64)
         or matmul.by_float32(weight)
-        or getattr(weight, matmul.FACTORED, False)
-        or getattr(weight, fp8.WEIGHT, None) is not None
+        or (binding.consumer is not None and binding.consumer.wants_factors)
+        or binding.fp8_weight(weight) is not None
         or matmul.sums_in_float32(weight.device.type, weight.dtype)
     )
 
@@ -293,7 +323,8 @@ class _Linear(Function):
         dx_axis: Axis | None,
         y_axis: Axis | None,
         sizes: Sequence[int] | None,
-        make: Callable[[], Tensor] | None,
+        make: RecomputeFn | None,
+        binding: ParameterBinding,
     ) -> Tensor:
         ctx.save_for_backward(None if make else x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
@@ -301,10 +332,12 @@ class _Linear(Function):
         ctx.sizes = sizes
         ctx.leaf = weight
         ctx.make = make
+        ctx.consumer = binding.consumer
+        ctx.fp8_weight = binding.fp8_weight(weight)
         if y_axis is not None:
-            return _row_linear(x, weight, bias, y_axis, sizes)
+            return _row_linear(x, weight, bias, y_axis, sizes, binding)
         assert dx_axis is not None
-        return matmul.linear(_gathered(x, dx_axis, sizes), weight, bias)
+        return _product(_gathered(x, dx_axis, sizes), weight, bias, binding)
 
     @staticmethod
     @once_differentiable
@@ -322,11 +355,10 @@ class _Linear(Function):
             gather = start_all_gather(make() if make else x, dx_axis, 1, sizes)
         dx = dw = db = finish = None
         if wants_x:
-            quantized = getattr(ctx.leaf, fp8.WEIGHT, None)
-            if quantized is None:
+            if ctx.fp8_weight is None:
                 dx = matmul.input_gradient(factor, weight)
             else:
-                dx = fp8.input_gradient(_rows(dy), quantized)
+                dx = fp8.input_gradient(_rows(dy), ctx.fp8_weight)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
             if dx_axis is not None:
                 finish = _start_sum(dx, dx_axis, sizes)
@@ -338,10 +370,14 @@ class _Linear(Function):
             elif make:
                 x = make()
             dw = matmul.weight_gradient(
-                factor, _rows(x), ctx.leaf, now=finish is not None and dx_axis.size > 1
+                factor,
+                _rows(x),
+                ctx.leaf,
+                ctx.consumer,
+                now=finish is not None and dx_axis.size > 1,
             )
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None

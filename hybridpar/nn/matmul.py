@@ -19,25 +19,14 @@ from __future__ import annotations
 import math
 import platform
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hybridpar.cpu import cpu_fields
-from hybridpar.nn import fp8
-
-SINK = "gradient_sink"
-"""Attribute of a leaf: takes each `Part` of its gradient, by `add(part, now)`, at any time in a
-backward. now: it is to be added up at once, though others may wait.
-
-Whoever sets it promises that gradients are wanted in `.grad` only, never from torch.autograd.grad.
-"""
-
-FACTORED = "gradient_factored"
-"""Attribute of a leaf, from before its first forward: true where its SINK wants factors, and no
-gradient whole."""
+from hybridpar.nn.binding import GradientConsumer
 
 ONEDNN_BLOCK = 2**22
 """Elements of a weight's gradient that oneDNN computes at a time, before they are added: 16 MiB,
@@ -49,14 +38,6 @@ ADD_BLOCK = 2**18
 to the sum's type: 16 million of bfloat16 take 64 MiB more, in blocks 1 MiB."""
 
 
-class Part(Protocol):
-    """A part of a leaf's gradient, as a named tuple of the tensors that it is computed from: who
-    takes it may add it up now or later, or use the tensors."""
-
-    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
-        """Adds the part to the gradient, or is the first to write it."""
-
-
 class Product(NamedTuple):
     """dy^T x, a part of the gradient of a weight. Shapes: dy [rows, o] (or its `factor`), x [rows,
     i]."""
@@ -65,7 +46,7 @@ class Product(NamedTuple):
     x: Tensor
 
     def add_to(self, gradient: Tensor, overwrite: bool) -> None:
-        """See `Part`."""
+        """See `GradientPart`."""
         a = factor(self.dy).t()
         b = factor(self.x)
         if gradient.dtype == torch.float32 and sums_in_float32(b.device.type, b.dtype):
@@ -108,8 +89,6 @@ class _OneDNN(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, outside of autograd. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]."""
-    if (quantized := getattr(weight, fp8.WEIGHT, None)) is not None:
-        return fp8.linear(x, quantized, bias)
     if by_float32(weight):
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(
             weight.dtype
@@ -130,15 +109,22 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     return linear(dy, weight.t())
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, now: bool = False) -> Tensor:
-    """dy^T x as autograd is to have it: where the leaf has a SINK, which takes it, nothing in its
-    stead. now: as SINK has it.
+def weight_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor, consumer: GradientConsumer | None, *, now: bool = False
+) -> Tensor:
+    """Return dy^T x as autograd is to have it: `nothing` if a consumer takes it.
 
     Shapes: dy [rows, o] (or its `factor`), x [rows, i] -> [o, i].
+
+    Args:
+        dy: Gradient of the layer's output.
+        x: The layer's input.
+        weight: The leaf.
+        consumer: Takes the gradient; None: autograd does.
+        now: See `GradientConsumer.add`.
     """
-    sink = getattr(weight, SINK, None)
-    if sink is not None:
-        sink.add(Product(dy, x), now)
+    if consumer is not None:
+        consumer.add(Product(dy, x), now)
         return nothing(weight)
     a = factor(dy).t()
     b = factor(x)
@@ -148,7 +134,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, now: bool = False)
 
 
 def nothing(weight: Tensor) -> Tensor:
-    """Value that a backward returns in the stead of a gradient that a SINK has taken.
+    """Return the value that a backward has for autograd if a consumer has taken the gradient.
 
     An empty sparse tensor, which autograd adds at no cost, and then runs the leaf's hooks: once,
     when all gradients of this backward have come, also where the weight was used elsewhere too.

@@ -13,7 +13,7 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
-from hybridpar.nn.remake import remade
+from hybridpar.nn.recomputable import HiddenStates, recomputable
 from hybridpar.ops import gelu, swiglu
 from hybridpar.ops.activation import gelu_exact
 
@@ -40,8 +40,7 @@ class ParallelMLP(ParallelModule):
     'gelu' is the tanh form, 'gelu_exact' the one by the error function. With 'swiglu' the weight
     `up` holds the ffn rows of gate, then those of up; every rank holds the same rows of both.
     `out_init_std`: the standard deviation of `down` at the start (None: init_std), often smaller in
-    deeper models. `sequence`: calls have `sizes`. `remakes`: the input of `down` is computed again
-    in the backward pass, not kept.
+    deeper models. `sequence`: calls have `sizes`.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and
@@ -65,7 +64,7 @@ class ParallelMLP(ParallelModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(axis)
-        self.remakes = False
+        self.recomputes = False
         self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
         gated = activation == "swiglu"
@@ -94,18 +93,22 @@ class ParallelMLP(ParallelModule):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def recompute(self) -> None:
+        """Compute the input of `down` again in the backward pass from now on, instead of keeping
+        it."""
+        self.recomputes = True
+
+    def forward(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         y, bias = self.without_bias(x, sizes)
         return y if bias is None else y + bias
 
     def without_bias(
-        self, x: Tensor, sizes: Sequence[int] | None = None
+        self, x: HiddenStates, sizes: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `down`, and that bias, for a caller that adds it in
         another operator."""
         u = self.up.without_bias(x, sizes)
         bias = self.up.bias
-        y = self.activation(u, bias)
-        if self.remakes:
-            y = remade(y, partial(self.activation, u, bias))
+        activate = partial(self.activation, u, bias)
+        y = recomputable(activate(), activate) if self.recomputes else activate()
         return self.down.without_bias(y, sizes), self.down.bias

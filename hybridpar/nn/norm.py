@@ -1,9 +1,9 @@
 """Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every
 rank.
 
-With `sequence` each rank has its own rows, and a partial sum of the gradients. With `remakes` set,
-what a norm returns is made again in the backward pass from what it normalised, which is kept anyway
-(remake.py).
+With `sequence` each rank has its own rows, and a partial sum of the gradients. After
+`recompute`, the output of a norm is computed again in the backward pass from its input, which is
+kept anyway (recomputable.py).
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from hybridpar.grid import Axis
 from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.linear import Device
 from hybridpar.nn.placement import Init, ParallelModule, Placement
-from hybridpar.nn.remake import remade
+from hybridpar.nn.recomputable import HiddenStates, recomputable
 from hybridpar.random import RandomKey
 
 
 class _Norm(ParallelModule):
-    """What the norms have in common. bias: None where there is none. remakes: see above."""
+    """What the norms have in common. bias: None where there is none. recomputes: see above."""
 
     weight: Tensor
     bias: Tensor | None
-    remakes = False
 
     def __init__(
         self,
@@ -46,15 +45,20 @@ class _Norm(ParallelModule):
         super().__init__(axis, sequence)
         self.eps = eps
         self.kernels = kernels
+        self.recomputes = False
         self.register_parameter("bias", None)
         for name, init in (("weight", Init("ones")), *((("bias", Init("zeros")),) if bias else ())):
             self.add_parameter(
                 name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def recompute(self) -> None:
+        """Compute outputs again in the backward pass from now on, instead of keeping them."""
+        self.recomputes = True
+
+    def forward(self, x: Tensor) -> HiddenStates:
         make = self._maker(x)
-        return remade(make(), make) if self.remakes else make()
+        return recomputable(make(), make) if self.recomputes else make()
 
     def add(
         self,
@@ -64,7 +68,7 @@ class _Norm(ParallelModule):
         dropout: Dropout,
         key: RandomKey | None,
         first_row: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[HiddenStates, Tensor]:
         """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias
         [hidden] -> same."""
         y, total = ops.add_norm(
@@ -81,7 +85,7 @@ class _Norm(ParallelModule):
             first_row=first_row,
             backend=self.kernels.add_norm,
         )
-        return remade(y, self._maker(total)) if self.remakes else y, total
+        return recomputable(y, self._maker(total)) if self.recomputes else y, total
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         """The norm of `x` by the weights that are bound now."""

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from hybridpar.comm import all_reduce
 from hybridpar.errors import config_error
 from hybridpar.grid import BATCH, Axis, Place
+from hybridpar.nn.binding import UNBOUND, ParameterBinding
 
 Range = tuple[int, int]  # half open
 Matrices = tuple[tuple[Range, ...], ...]
@@ -219,6 +220,15 @@ class ParallelModule(nn.Module):
         self.axis = axis
         self._partial = (axis.name,) if sequence else ()
         self.placements: dict[str, Placement] = {}
+        self._bindings: dict[str, ParameterBinding] = {}
+
+    def bind_parameter(self, name: str, binding: ParameterBinding) -> None:
+        """Use what the training state binds to a parameter from now on."""
+        self._bindings[name] = binding
+
+    def binding(self, name: str) -> ParameterBinding:
+        """Return what the training state has bound to a parameter; nothing outside of training."""
+        return self._bindings.get(name, UNBOUND)
 
     def add_parameter(
         self,

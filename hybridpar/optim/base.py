@@ -110,6 +110,10 @@ class Optimizer(ABC):
         self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
     ) -> None: ...
 
+    def keep_in(self, memory: StateMemory | None) -> None:
+        """Keep the state in this memory; None: beside the parameters."""
+        self.memory = memory
+
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Creates the state that is missing, as zeros; moves what was loaded to where the
         parameters are."""
@@ -124,7 +128,7 @@ class Optimizer(ABC):
             elif any(t.device != device or t.dtype != dtype for t in self._state[name][:1]):
                 self._state[name] = [t.to(device, dtype) for t in self._state[name]]
         for inner in self.inner:
-            inner.memory = self.memory
+            inner.keep_in(self.memory)
             inner.allocate(device, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:

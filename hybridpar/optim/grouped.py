@@ -16,7 +16,7 @@ class GroupedOptimizer:
     def __init__(self, groups: Sequence[Optimizer], memory: StateMemory | None = None):
         self.groups = tuple(groups)
         for optimizer in groups:
-            optimizer.memory = memory
+            optimizer.keep_in(memory)
 
     @property
     def num_updates(self) -> int:

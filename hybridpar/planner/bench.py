@@ -372,6 +372,7 @@ class _Timing(Beside):
         self._now = bench.clock.now
         self._stamps = stamps
         self._what = what
+        self._start: Any = None
 
     def before(self, place: int, following: int | None, *, backward: bool) -> None:
         self._start = self._now()

@@ -62,6 +62,18 @@ class Candidate:
     because: str = ""
     tried_recomputation: bool = False
 
+    def reject(self, reason: str) -> None:
+        """Say why it cannot run."""
+        self.reason = reason
+
+    def explain(self, because: str) -> None:
+        """Say why its state moves."""
+        self.because = because
+
+    def set_memory(self, memory: list[StageMemory]) -> None:
+        """Set its predicted memory."""
+        self.memory = memory
+
     @cached_property
     def spread(self) -> Spread | None:
         """Its step times with stragglers, where the machine has them."""

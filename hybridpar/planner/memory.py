@@ -94,9 +94,8 @@ class MemoryCheck:
 
     def measure(self, candidate: Candidate) -> None:
         """Predicts its memory exactly."""
-        candidate.memory = predict(
-            candidate.cost.job, device=candidate.cost.machine.device, trace=self._footprints
-        )
+        device = candidate.cost.machine.device
+        candidate.set_memory(predict(candidate.cost.job, device=device, trace=self._footprints))
 
     def fits(self, cost: StepCost) -> bool:
         """Whether the estimated peak of every rank is within the limit."""

@@ -97,7 +97,7 @@ def _found(config: Config, machine: Machine, request: Request) -> Result:
     for candidate in ranked[: request.top]:
         search.explain(candidate)
     for candidate in search.failed:
-        candidate.reason = candidate.reason or why_not(candidate, ranked, search.memory.limit)
+        candidate.reject(candidate.reason or why_not(candidate, ranked, search.memory.limit))
     return Result(ranked[: request.top], search.failed, search.considered, search.memory.limit)
 
 
@@ -155,7 +155,7 @@ class _Search:
             if not self._add_recomputed(candidate):
                 self.failed.append(candidate)
         elif wrong := problems(candidate.config, candidate.cost.machine.num_devices):
-            candidate.reason = str(wrong[0])
+            candidate.reject(str(wrong[0]))
             self.failed.append(candidate)
         else:
             insort(self.ranked, candidate, key=_rank)
@@ -264,7 +264,7 @@ class _Search:
             hosted = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)
             self.considered += 1
             if _rank(hosted) < _rank(candidate) and self.memory.fits(hosted.cost):
-                hosted.because = (
+                hosted.explain(
                     "with the optimizer on the host "
                     f"{1 - hosted.cost.step_time / cost.step_time:.1%} "
                     "faster than without"
@@ -292,9 +292,8 @@ class _Search:
                     break
                 self.memory.measure(away)
                 if away.peak <= self.memory.limit:
-                    away.because = "activations in a file are " + (
-                        "faster than recomputation" if some_fit else "all that fits"
-                    )
+                    why = "faster than recomputation" if some_fit else "all that fits"
+                    away.explain(f"activations in a file are {why}")
                     self.ranked.append(away)
                     break
         self.ranked.sort(key=_rank)
@@ -314,7 +313,7 @@ class _Search:
                 if smaller.cost.step_time * (1 + CODEC_GAIN) < before and self.memory.fits(
                     smaller.cost
                 ):
-                    smaller.because = loss_of_codecs(made)
+                    smaller.explain(loss_of_codecs(made))
                     self.ranked.append(smaller)
                     before = smaller.cost.step_time
         self.ranked.sort(key=_rank)
@@ -339,7 +338,7 @@ class _Search:
                 made := self.memory.in_file(Candidate(config, StepCost(config, machine)))
             ) is not None:
                 moved = max(stage.file for stage in made.memory or ())
-                made.because = (
+                made.explain(
                     f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
                 )
                 found.append(made)
@@ -352,7 +351,7 @@ class _Search:
             less = replace(candidate.config, parallel=replace(parallel, zero=1))
             whole = Candidate(less, StepCost(less, candidate.cost.machine))
             self.memory.measure(whole)
-            candidate.because = (
+            candidate.explain(
                 f"ZeRO-{parallel.zero}, as with ZeRO-1 a process needs {whole.peak / 1e9:.2f} of "
                 f"{self.memory.limit / 1e9:.2f} GB"
             )
@@ -374,7 +373,7 @@ class _Search:
             ):
                 self.memory.measure(candidate)
             if reason := host_shortage(candidate):
-                candidate.reason = reason
+                candidate.reject(reason)
                 self.failed.append(candidate)
             elif candidate.memory is None or candidate.peak <= self.memory.limit:
                 sure.append(candidate)

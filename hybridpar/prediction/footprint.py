@@ -116,7 +116,7 @@ def trace_stage(
     with Tracker(device, results) as tracker:
         traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
-        tracker.ghost_integers = True  # a forward looks into the micro-batch only
+        tracker.make_ghosts_of_integers(True)  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
         first_backward, waiting = traced.backward(first=True)
         missing = traced.missing()
@@ -129,7 +129,7 @@ def trace_stage(
         if config.pipeline.split_backward:
             traced.forward(batch)
             whole_backward, _ = traced.backward(first=False, split=False)
-        tracker.ghost_integers = False
+        tracker.make_ghosts_of_integers(False)
         whole_weights, whole_gradients = traced.state.whole_bytes()
         return Footprint(
             **traced.static(),

@@ -15,7 +15,7 @@ Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose
 keep what those of GPUs do, and are counted as a GPU's allocator would.
 
 Tensors of integers and booleans are real, as code looks into them (which positions have a label);
-they are counted too. With `ghost_integers`, only those are real that come from outside, and what is
+they are counted too. With `make_ghosts_of_integers`, only those are real that come from outside, and what is
 computed from these alone.
 """
 
@@ -112,7 +112,7 @@ class Tracker(QuietMode):
         super().__init__()
         self.device = _present(device)
         self.is_cuda = device.type == "cuda"
-        self.ghost_integers = False
+        self._ghost_integers = False
         self.current = self.peak = 0
         self._real: list[tuple[StorageWeakRef, _Block]] = []
         self._results = (
@@ -124,6 +124,10 @@ class Tracker(QuietMode):
         restarted."""
         self._forget_dead()
         return Usage(self.current, self.peak)
+
+    def make_ghosts_of_integers(self, wanted: bool) -> None:
+        """Make ghosts of integers, too, from now on, but for those that come from outside."""
+        self._ghost_integers = wanted
 
     def restart_peak(self) -> None:
         """Lets the peak be that of what follows."""
@@ -139,7 +143,7 @@ class Tracker(QuietMode):
         elif (
             not found
             and _is_factory(kwargs)
-            and (self.ghost_integers or _makes_floats(func, kwargs))
+            and (self._ghost_integers or _makes_floats(func, kwargs))
         ):
             out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
         else:

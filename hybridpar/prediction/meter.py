@@ -79,6 +79,7 @@ class CpuMeter:
             _Flag("caffe2_log_level", ctypes.c_int, _ERROR),
         ]
         os.putenv("KINETO_LOG_LEVEL", "99")  # else two lines on stderr for each reading
+        self._listening = False
         self._open()
 
     def _open(self) -> None:

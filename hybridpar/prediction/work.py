@@ -175,7 +175,7 @@ def _one_block(
             config, range(number, number + 1), Recomputation(), Buffers(1, 1), tracker
         )
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
-        tracker.ghost_integers = True
+        tracker.make_ghosts_of_integers(True)
         traced.axis.traffic.clear()
         yield traced, batch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -131,6 +132,12 @@ class Buffer:
             tuple(chunks) or (Chunk(0, layout.numel),),
         )
         self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]
+
+    def detached(self) -> Buffer:
+        """Return the same memory as tensors that autograd does not watch."""
+        made = copy(self)
+        made.tensors = [tensor.data for tensor in self.tensors]
+        return made
 
     def __getitem__(self, where: slice) -> Tensor:
         number = self._number(where.start, where.stop)

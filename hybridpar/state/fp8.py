@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from hybridpar.nn.fp8 import MULTIPLE, WEIGHT, Fp8Weight
+from hybridpar.nn.fp8 import MULTIPLE, Fp8Weight
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 _LAYERS = ColumnParallelLinear, RowParallelLinear
@@ -26,19 +26,20 @@ class Fp8Weights:
     """Owns the quantized forms of the named parameters of several buffers of weights.
 
     Args:
-        buffers: Leaves of each buffer, by name. Each quantized leaf gets its `Fp8Weight` as an
-            attribute.
+        buffers: Leaves of each buffer, by name.
         names: Parameters whose products are in fp8.
     """
 
     def __init__(self, buffers: Sequence[Mapping[str, Tensor]], names: Collection[str]):
         self._weights: list[list[Fp8Weight]] = []
+        self.by_leaf: dict[int, Fp8Weight] = {}
+        """Quantized forms by the id of the leaf that they are made from."""
         for leaves in buffers:
             weights = []
             for name in leaves:
                 if name in names:
                     weight = Fp8Weight(leaves[name])
-                    setattr(leaves[name], WEIGHT, weight)
+                    self.by_leaf[id(leaves[name])] = weight
                     weights.append(weight)
             self._weights.append(weights)
         self._stale = set(range(len(buffers)))
@@ -78,9 +79,12 @@ def unquantized_layers(stage: nn.Module) -> list[str]:
     fp8."""
     found = []
     for name, module in stage.named_modules():
-        is_hidden = isinstance(module, _LAYERS) and module.placements["weight"].matrices
-        if (is_hidden or isinstance(module, nn.Linear)) and getattr(
-            module.weight, WEIGHT, None
-        ) is None:
+        if isinstance(module, _LAYERS):
+            is_hidden = bool(module.placements["weight"].matrices)
+            is_quantized = module.binding("weight").fp8_weight(module.weight) is not None
+        else:
+            is_hidden = isinstance(module, nn.Linear)
+            is_quantized = False
+        if is_hidden and not is_quantized:
             found.append(name)
     return found

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
-from hybridpar.nn.matmul import SINK, Part, add_
+from hybridpar.nn.binding import GradientPart
+from hybridpar.nn.matmul import add_
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 
@@ -31,9 +32,9 @@ class GradientAccumulator:
     reported. Backward must not build a graph itself (create_graph), and gradients must come from
     `backward`, not from torch.autograd.grad.
 
-    With `defers`, `bind` comes before every backward. Parts that are given to a sink
-    (nn.matmul.SINK) may wait: those of the backward that follows `collect(key)` are added by
-    `apply(key)`, in the same order, to the same bits. Some parts are still added at once, but none
+    With `defers`, `bind` comes before every backward. Parts that are given to a `consumer` may wait:
+    those of the backward that follows `collect(key)` are added by `apply(key)`, in the same order,
+    to the same bits. Some parts are still added at once, but none
     of the parameters in `tied`, which are used in several places.
 
 
@@ -66,23 +67,28 @@ class GradientAccumulator:
             Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
             for i in range(num_buffers)
         )
-        self.collecting: dict[str, list[Part]] | None = None
+        self.collecting: dict[str, list[GradientPart]] | None = None
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
         self._waiting: dict[
-            Hashable, tuple[int, dict[str, list[Part]]]
+            Hashable, tuple[int, dict[str, list[GradientPart]]]
         ] = {}  # by key: buffer, and parts
         self.on_final: Callable[[str], None] | None = None
         self._apply_with: (
-            Callable[[dict[str, list[Part]], int, Callable[[], None]], None] | None
+            Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None] | None
         ) = None
         # of the armed backward, by parameter
-        self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
+        self._parts: tuple[dict[str, list[GradientPart]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(
             set() for _ in self.buffers
         )  # parameters without a gradient so far
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
+        self._hooks: dict[int, tuple[Tensor, _Report]] = {}  # by the id of a leaf, which they keep
+
+    def consumer(self, name: str) -> LayerGradients:
+        """Return the consumer that a layer hands parts of a parameter's gradient to."""
+        return LayerGradients(self, name)
 
     def buffer_index(self, batch: int) -> int:
         """The buffer that batch number `batch` accumulates in."""
@@ -119,22 +125,25 @@ class GradientAccumulator:
         names = views.keys() | self.absent
         assert leaves.keys() == names, f"leaves and layout differ: {sorted(leaves.keys() ^ names)}"
         for name, leaf in leaves.items():
-            hook = getattr(leaf, SINK, None)
-            if hook is None or hook.owner is not self:
-                in_place = leaf.dtype == self.layout.dtype and not self.defers
-                hook = (_Report if in_place else _AddAndReport)(self, name)
-                leaf.register_post_accumulate_grad_hook(hook)
-                setattr(leaf, SINK, hook)
-            hook.view = views.get(name)
-            hook.void = self._void[index]
+            hook = self._hook(name, leaf)
+            hook.point_at(views.get(name), self._void[index])
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
+
+    def _hook(self, name: str, leaf: Tensor) -> _Report:
+        """Return the hook of a leaf, registered once."""
+        if id(leaf) not in self._hooks:
+            in_place = leaf.dtype == self.layout.dtype and not self.defers
+            hook = (_Report if in_place else _AddAndReport)(self, name)
+            leaf.register_post_accumulate_grad_hook(hook)
+            self._hooks[id(leaf)] = leaf, hook
+        return self._hooks[id(leaf)][1]
 
     def waits(self, name: str) -> bool:
         """Whether parts of a parameter wait, or may come from elsewhere, too."""
         return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
-        """Makes the parts that a sink takes in the next backward through the bound leaves wait for
+        """Makes the parts that consumers take in the next backward through the bound leaves wait for
         `apply`."""
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
@@ -160,13 +169,13 @@ class GradientAccumulator:
             self._apply_with(waiting, index, add)
 
     def apply_with(
-        self, add: Callable[[dict[str, list[Part]], int, Callable[[], None]], None]
+        self, add: Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None]
     ) -> None:
         """Call `add` with waiting parts, their buffer, and a function that adds them, instead of
         that function."""
         self._apply_with = add
 
-    def take(self, name: str, part: Part, index: int | None = None) -> None:
+    def take(self, name: str, part: GradientPart, index: int | None = None) -> None:
         """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is
         `factored`."""
         index = self._bound_index if index is None else index
@@ -177,7 +186,7 @@ class GradientAccumulator:
             part.add_to(self._views[index][name], name in void)
         void.discard(name)
 
-    def parts(self, index: int) -> dict[str, list[Part]]:
+    def parts(self, index: int) -> dict[str, list[GradientPart]]:
         """The parts of the batch in buffer `index` that are not added up, by parameter; to be taken
         away."""
         return self._parts[index]
@@ -218,6 +227,25 @@ class GradientAccumulator:
         void.difference_update(names)
 
 
+class LayerGradients:
+    """Takes the parts of a parameter's gradient from its layers: a `GradientConsumer`."""
+
+    def __init__(self, owner: GradientAccumulator, name: str):
+        self._owner = owner
+        self._name = name
+        self.wants_factors = name in owner.factored or name in owner.tied
+        """Parts of a tied parameter are added in the order of its uses, in one backward or more."""
+
+    def add(self, part: GradientPart, now: bool = False) -> None:
+        """Add a part into the buffer, at once or later. now: at once, unless earlier ones wait."""
+        owner = self._owner
+        waiting = owner.collecting
+        if waiting is not None and (not now or owner.waits(self._name)):
+            waiting.setdefault(self._name, []).append(_detached(part))
+            return
+        owner.take(self._name, part)
+
+
 class _Report:
     """Runs after autograd has accumulated into a leaf's `.grad`: 0.7 us for each parameter in each
     backward."""
@@ -227,24 +255,20 @@ class _Report:
     def __init__(self, owner: GradientAccumulator, name: str):
         self.owner = owner
         self.name = name
-        self.view: Tensor | None  # None: only factors are kept
-        self.void: set[str]
+        self.view: Tensor | None = None
+        self.void: set[str] = set()
 
-    def add(self, part: Part, now: bool = False) -> None:
-        """Takes a part that is written into the buffer itself (see nn.matmul.SINK), at once or
-        later. now: at once, unless earlier ones wait."""
-        waiting = self.owner.collecting
-        if waiting is not None and (not now or self.owner.waits(self.name)):
-            waiting.setdefault(self.name, []).append(_detached(part))
-            return
-        self.owner.take(self.name, part)
+    def point_at(self, view: Tensor | None, void: set[str]) -> None:
+        """Add to this view from now on; None: only factors are kept."""
+        self.view = view
+        self.void = void
 
     def __call__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         assert gradient is not None
         if (
             gradient is not self.view
-        ):  # the batch's first backward; what a sink takes is in the view already
+        ):  # the batch's first backward; what a consumer takes is in the view already
             self._store(gradient)
             leaf.grad = self.view
         self.owner.report(self.name)
@@ -263,11 +287,11 @@ class _Report:
         if self.name in self.void:
             self.view.copy_(gradient)
             self.void.remove(self.name)
-        elif not gradient.is_sparse:  # sparse: empty, in place of what a sink took
+        elif not gradient.is_sparse:  # sparse: empty, in place of what a consumer took
             add_(self.view, gradient)
 
 
-def _detached(part: Any) -> Part:
+def _detached(part: Any) -> GradientPart:
     """The part without its tensors' graph, which they would keep alive."""
     return type(part)._make(x.detach() if isinstance(x, Tensor) else x for x in part)
 

@@ -40,6 +40,15 @@ NUM_NOTES = 4
 """Numbers that sites tell each other with every message."""
 
 
+Wait = Callable[[Callable[[], None]], None]
+"""Called with a function that waits for other ranks."""
+
+
+def wait_here(wait: Callable[[], None]) -> None:
+    """Wait for other ranks, unobserved."""
+    wait()
+
+
 def _pieces(slot: ParameterSlot) -> list[int]:
     """Sizes of the pieces of a slot's tensor; rows that others hold as well are pieces of their
     own, so all write them alike."""
@@ -51,11 +60,9 @@ def _pieces(slot: ParameterSlot) -> list[int]:
 class OuterStep:
     """The outer optimizer of what this rank updates, the `slots`, and its messages over `site`.
 
-    dtype: of the master copy, if there is one, else of the weights. `notes`: numbers that this rank
-    sends with the next message; `heard`: those of the message taken last, one row per site, until
-    somebody takes them out. `remainder`: if messages are lossy, what a parameter's last one left
-    out, which goes with the next; of one under way, all that it was made of. Between two versions
-    at most one message is under way.
+    dtype: of the master copy, if there is one, else of the weights. `remainder`: if messages are
+    lossy, what a parameter's last one left out, which goes with the next; of one under way, all
+    that it was made of. Between two versions at most one message is under way.
     """
 
     def __init__(
@@ -93,12 +100,10 @@ class OuterStep:
         self._room = memory.zeros(
             "sums", Chunk(0, 2 * min(max((slot.numel for slot in slots), default=1), _PIECE)), dtype
         )
-        self.notes: Sequence[float] = (0.0,) * NUM_NOTES
-        self.heard: Tensor | None = None
+        self._notes: Sequence[float] = (0.0,) * NUM_NOTES
+        self._heard: Tensor | None = None
         self._told = torch.zeros(site.size * NUM_NOTES, dtype=torch.float64, device=memory.device)
         self._under_way: Works | None = None
-        self.waits_by: Callable[[Callable[[], None]], None] = lambda wait: wait()
-        """Called with a function that waits for other sites."""
 
     @property
     def room(self) -> list[Tensor]:
@@ -143,7 +148,7 @@ class OuterStep:
         Collectives: as `step`."""
         fragment = self.timeline.under_way(version)
         if fragment is not None and self._under_way is None:
-            self.notes = (0.0,) * NUM_NOTES
+            self._notes = (0.0,) * NUM_NOTES
             for i, message in self._own(fragment) if self._form.is_lossy else ():
                 for out, kept in zip(
                     message.split(self._cuts[i]), self._split(i, self._remainders[i]), strict=True
@@ -159,10 +164,21 @@ class OuterStep:
             self.timeline.leaving(version) is not None or self.timeline.taken(version) is not None
         )
 
+    def tell(self, notes: Sequence[float]) -> None:
+        """Send these notes with the next message."""
+        self._notes = notes
+
+    def take_heard(self) -> Tensor | None:
+        """Return the notes of all sites that came with a message since the last call, if any. Shapes:
+        [sites, notes]."""
+        heard = self._heard
+        self._heard = None
+        return heard
+
     @torch.no_grad()
-    def step(self, version: int, weights: Weights) -> None:
+    def step(self, version: int, weights: Weights, wait: Wait = wait_here) -> None:
         """Takes and sends what is due as a version is made; `weights`: the new ones of all slots,
-        in order.
+        in order. `wait`: called with a function that waits for other sites.
 
         Collectives: where a fragment leaves, all-gathers of it and of the notes over `site`.
         """
@@ -170,13 +186,13 @@ class OuterStep:
         arriving = self.timeline.taken(version)
         leaving = self.timeline.leaving(version)
         if arriving is not None and not at_once:
-            self._take(arriving, weights)
+            self._take(arriving, weights, wait)
         if leaving is not None:
             for i, message in self._own(leaving):
                 self._subtract(i, message, weights.new[i])
             self._send(leaving)
         if arriving is not None and at_once:
-            self._take(arriving, weights)
+            self._take(arriving, weights, wait)
 
     def _spans(self, fragment: int) -> list[tuple[int, tuple[int, int]]]:
         """Slots of a fragment by number, and where they lie in a message."""
@@ -206,7 +222,7 @@ class OuterStep:
         sites = self.site.size
         rank = self.site.rank
         self._told[rank * NUM_NOTES : (rank + 1) * NUM_NOTES] = torch.tensor(
-            self.notes, dtype=torch.float64
+            self._notes, dtype=torch.float64
         )
         most = max(_PARCEL_BYTES // self.wire.element_size(), 1)
         parcels = [
@@ -222,11 +238,11 @@ class OuterStep:
             )
         )
 
-    def _take(self, fragment: int, weights: Weights) -> None:
+    def _take(self, fragment: int, weights: Weights, wait: Wait) -> None:
         assert self._under_way is not None, "nothing has left: go_on comes before training"
-        self.waits_by(self._under_way.wait)
+        wait(self._under_way.wait)
         self._under_way = None
-        self.heard, messages = (
+        self._heard, messages = (
             self._told.view(self.site.size, NUM_NOTES).clone(),
             self._messages(fragment),
         )

@@ -66,10 +66,11 @@ class StageParameters:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.blocks[by_id[id(parameter)]].append(block_of(f"{path}."))
-        # every place in the module tree that holds a parameter; a tied one has several
-        self.places = [
-            (module._parameters, key, by_id[id(parameter)])
+        # every module that holds a parameter, and under which key; a tied one has several
+        self.holders = [
+            (module, key, by_id[id(parameter)])
             for module in stage.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
         ]
+        self.places = [(module._parameters, key, name) for module, key, name in self.holders]

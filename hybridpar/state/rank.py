@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
+from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.init import initialize
-from hybridpar.nn.matmul import FACTORED
+from hybridpar.nn.placement import ParallelModule
 from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
@@ -29,7 +30,7 @@ from hybridpar.state.fp8 import fp8_parameters
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
-from hybridpar.state.outer import OuterStep
+from hybridpar.state.outer import OuterStep, Wait, wait_here
 from hybridpar.state.parameters import StageParameters, move_buffers
 from hybridpar.state.partition import Partition, frozen_routes, make_routes
 from hybridpar.state.policy import StatePolicy
@@ -116,11 +117,6 @@ class RankState:
             if self.compression is None
             else (self.compression.factored, self.compression.absent)
         )
-        for leaves in self.weights.leaves if factored or tied else ():
-            for name in (
-                factored | tied
-            ):  # of tied ones in the order of their uses, in one backward or in several
-                setattr(leaves[name], FACTORED, True)
         self.gradients = GradientAccumulator(
             parameters.layout,
             self.memory,
@@ -141,6 +137,7 @@ class RankState:
             or (policy.splits_gradients and self.compression is not None),
             of_all=not policy.moves_gradients,
         )
+        self._bind_layers(parameters)
         self._moves_gradients = policy.moves_gradients
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
@@ -189,6 +186,15 @@ class RankState:
         ]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
+
+    def _bind_layers(self, parameters: StageParameters) -> None:
+        """Have parallel layers hand gradients to the accumulator, and use quantized weights."""
+        fp8_weights = {} if self.weights.fp8 is None else self.weights.fp8.by_leaf
+        for module, key, name in parameters.holders:
+            if isinstance(module, ParallelModule):
+                trained = self.placements[name].trainable
+                consumer = self.gradients.consumer(name) if trained else None
+                module.bind_parameter(key, ParameterBinding(consumer, fp8_weights))
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:
@@ -339,14 +345,21 @@ class RankState:
         self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
 
     def update(
-        self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0
+        self,
+        batch: int,
+        lr: float,
+        factor: float | None,
+        *,
+        predict: bool = True,
+        group: int = 0,
+        wait: Wait = wait_here,
     ) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`;
         None: an equal one.
 
         `predict`: whether to predict this version, if weights are predicted. `group`: part of the
-        update. If the host updates, `begin_update` and `host.wait` come before, and `factor` only
-        says whether there is a step.
+        update. `wait`: called with a function that waits for other sites. If the host updates,
+        `begin_update` and `host.wait` come before, and `factor` only says whether there is a step.
         Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
@@ -370,7 +383,7 @@ class RankState:
                 gradients = [owned[i] for i in self._groups[number]]
                 self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
             if outer is not None:
-                outer.step(version, weights)
+                outer.step(version, weights, wait)
 
         self.weights.advance(step, predict=predict, group=group)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -179,8 +178,7 @@ class Shares:
         for name in partition.layout.names:
             self._names.setdefault(partition.uses(name), []).append(name)
         # autograd need not know that a chunk comes back with what it had
-        self._unwatched = copy(whole)
-        self._unwatched.tensors = [tensor.data for tensor in whole.tensors]
+        self._unwatched = whole.detached()
 
     @staticmethod
     def of(

@@ -1,75 +1,98 @@
-"""One rank's training engine: a stage, its state, the policy on its batches, and the executor that
-runs them.
-
-batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
-          accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
-          (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
-with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
-"""
+"""One rank's training engine: its stages, its state, and the executor that runs its plan."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridpar.comm import Work, all_reduce, all_reduce_async
+from hybridpar.comm import all_reduce
+from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
-from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
+from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
+from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.schedules import drained
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run import graphs
-from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
+from hybridpar.pipeline.run.executor import Executor
+from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Stash
-from hybridpar.state import RankState
+from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import state_memory
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
+from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
 from hybridpar.state.touches import Touches
+from hybridpar.train.batch_actions import BatchActions
+from hybridpar.train.batch_results import OnGradients, OnStep, TrainCall
 from hybridpar.train.offload_room import reserved_bytes
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.train.replicas import SharedChunks
-from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.step_result import StepResult
 from hybridpar.train.tiers import RankTiers
 
-__all__ = ["Engine", "StepResult"]
+__all__ = ["Engine", "Residency", "StepResult"]
 _log = logging.getLogger(__name__)
 
 Actions = Iterator[Action]
 
 
-def as_planned(actions: Actions) -> Actions:
-    """Changes nothing."""
+def identity(actions: Actions) -> Actions:
+    """Return the actions as they are."""
     return actions
 
 
-class Engine:
-    """Builds this rank's part of the model of `job` on `grid` and trains it.
+@dataclass(frozen=True)
+class Residency:
+    """Where a rank keeps its state and its activations. None: as the configuration says.
 
-    `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of
-    `train` and yields the same actions; it may do something between two. `memory`: for its state
-    (None: as the configuration says). `host_work`: how the host works, where it updates.
-    `stage`: all blocks of the rank as one, for whatever has to do with parameters.
-    `stop_requested`: set it to end `train` early. `data_start`: the place of batches in the stream
-    of data, which loaders are made with.
-    Collectives: every method that is not a property must be called on all ranks of the grid.
+    Attributes:
+        memory: Holds the state.
+        host_work: Does the host's work, if the host updates.
+        stash: Keeps the activations that leave, if any do.
+    """
+
+    memory: ItemMemory | WholeChunks | None = None
+    host_work: HostWork | None = None
+    stash: Stash | None = None
+
+
+AS_CONFIGURED = Residency()
+
+
+class Engine:
+    """Trains this rank's part of the model of `job` on `grid`.
+
+    Every method that is not a property is collective over the grid.
+
+    Args:
+        job: All that follows from the configuration.
+        grid: The process grid.
+        device: The device of this rank.
+        policy: Decides what happens to each batch. Default: as the configuration says.
+        wrap_plan: Takes the plan of `train` and yields the same actions; it may do something
+            between two.
+        residency: Where state and activations are kept.
+
+    Attributes:
+        stage: All blocks of the rank as one, for whatever has to do with parameters.
+        data_start: The place of batches in the stream of data, which loaders are made with.
     """
 
     def __init__(
@@ -79,9 +102,8 @@ class Engine:
         device: torch.device,
         *,
         policy: BatchPolicy | None = None,
-        tamper: Callable[[Actions], Actions] = as_planned,
-        memory: ItemMemory | WholeChunks | None = None,
-        host_work: HostWork | None = None,
+        wrap_plan: Callable[[Actions], Actions] = identity,
+        residency: Residency = AS_CONFIGURED,
     ):
         config = job.config
         self.job = job
@@ -89,37 +111,18 @@ class Engine:
         self.grid = grid
         self.device = device
         self.policy = policy or BatchPolicy(job)
-        self._tamper = tamper
-        model = config.model
+        self._wrap_plan = wrap_plan
         self.sizes = job.shape
         self.schedule = job.schedule
-        held = job.held(grid.pp.rank)
-        self.loss_names = model.losses
-        self.number_names = (*model.losses, *model.metric_names)
-        """Names of the losses and metrics of a batch, all of which are summed over the grid."""
+        self.loss_names = config.model.losses
         states = job.state_policy(
             self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
-        numbers = [number for blocks in held.values() for number in blocks]
-        sequence = config.parallel.sequence
-        blocks = build_blocks(
-            model,
-            grid.tp,
-            numbers,
-            kernels=config.kernels,
-            sequence=sequence,
-            dtype=states.dtype,
-            groups=config.optim.groups,
-        )
         self.parts = job.segments(grid.pp.rank)
-        stages = {
-            stage: [
-                Stage({n: blocks[n] for n in numbers}, job.recomputed[stage], model)
-                for numbers in parts
-            ]
-            for stage, parts in self.parts.of_stage.items()
-        }
+        blocks = build_held_blocks(config, grid, self.parts, states)
+        stages = build_stages(job, blocks, self.parts)
         self.stage = Stage(blocks)
+        memory = residency.memory
         if memory is None:
             memory = state_memory(config, device, states)
         self.state = RankState(
@@ -129,26 +132,12 @@ class Engine:
             device,
             parts=self.parts.ranges,
             memory=memory,
-            host_work=host_work,
+            host_work=residency.host_work,
         )
-        if config.train.fp8 and grid.is_first_copy and (others := unquantized_layers(self.stage)):
-            _log.warning(
-                "train.fp8 has no effect on %d linear layers, which stay in bf16: %s%s",
-                len(others),
-                ", ".join(others[:3]),
-                ", .." if len(others) > 3 else "",
-            )
+        warn_of_unquantized_layers(config, grid, self.stage)
         self._division = self.parts.division(self.state)
-        self.touches = (
-            Touches(memory, self.state, self.parts, self.sizes, norms=self._division.norms)
-            if isinstance(memory, ItemMemory)
-            else None
-        )
-        self.tiers = (
-            RankTiers(memory, self.touches)
-            if self.touches and isinstance(memory, TieredMemory)
-            else None
-        )
+        self.touches = build_touches(memory, self.state, self.parts, self.sizes, self._division)
+        self.tiers = build_tiers(memory, self.touches)
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
         self.replicas = (
             None
@@ -161,85 +150,74 @@ class Engine:
             self.state.weights,
             Lane.of(job, grid, states.dtype, device),
             self.sizes,
-            self.replicas or self.tiers,
-            self._stash(),
+            tiers=self.replicas or self.tiers,
+            stash=self._build_stash(residency),
+            graphs=build_graphs(job, stages, self.parts, self.state, device),
         )
-        if (
-            config.train.cuda_graphs
-            and device.type == "cuda"
-            and not config.train.record_memory  # a graph's pool is apart
-            and not self.parts.is_divided
-        ):
-            self.executor.graphs = graphs.recorder(
-                job,
-                {stage: whole for stage, (whole,) in stages.items()},
-                self.state.gradients,
-                device,
-                self.state.reducer.summed_beside,
-                grid,
-            )
-        self._talk: SiteTalk | None = None
-        if self.state.outer is not None:
-            self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
-        self._pending: dict[int, tuple[Tensor, Work]] = {}
-        self.stop_requested = self._stopping = False
-        self.batches_done = 0
+        self.batch_actions = BatchActions(
+            self.policy, self.state, self.executor, self.parts, self._division, self.tiers
+        )
         self.data_start = DataStart()
 
-    def _stash(self) -> Stash | None:
-        """Of what this rank's micro-batches keep; none where nothing leaves."""
+    def _build_stash(self, residency: Residency) -> Stash | None:
+        """Build the store of this rank's activations that leave; None if none do."""
         if not self.job.num_away(self.grid.pp.rank):
             return None
-        return self._make_stash()
-
-    def _make_stash(self) -> Stash:
+        if residency.stash is not None:
+            return residency.stash
         if in_host_memory(self.device):
             return Stash(HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank)))
         return Stash(FileTier(slow_folder(self.config)))
+
+    @property
+    def batches_done(self) -> int:
+        """Batches that this rank's weights have taken."""
+        return self.batch_actions.updates.batches_done
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the losses and metrics of a batch, all of which are summed over the grid."""
+        return self.batch_actions.results.names
+
+    def request_stop(self, wanted: bool = True) -> None:
+        """Ask all ranks to end `train` early, with the sums of the next batch; or take it back."""
+        self.batch_actions.results.request_stop(wanted)
 
     def train(
         self,
         loader: Loader,
         num_batches: int,
-        on_step: Callable[[StepResult], None],
-        on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None,
+        on_step: OnStep,
+        on_gradients: OnGradients | None = None,
     ) -> None:
-        """Runs `num_batches` batches from where training stands, then drains; `on_step` is called
-        after every update, `on_gradients(batch, gradients)` before it: summed over the whole batch,
-        not clipped, to be copied if kept.
+        """Train `num_batches` batches from where training stands, then drain.
 
-        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`, or the
-        judge has found an anomaly that is not just skipped; those of the batches that were under
-        way come after it. Several sites do so when their messages have told all of them.
+        Ends early, on the same batch on all ranks, when any rank has called `request_stop`, or the
+        judge has found an anomaly that is not just skipped; results of the batches that were under
+        way come after it. Several sites end when their messages have told all of them.
+
+        Args:
+            loader: The batches.
+            num_batches: How many to train.
+            on_step: Called with the result of each batch, after its update.
+            on_gradients: Called with a batch and its gradients before its update: summed over the
+                whole batch, not clipped, to be copied if kept.
         """
-        self.policy.first = self.batches_done
-        self._end = self.batches_done + num_batches
-        self._on_step = on_step
-        self._on_gradients = on_gradients
+        first = self.batches_done
+        self.policy.start_at(first)
+        results = self.batch_actions.results
+        results.start(TrainCall(loader, num_batches, on_step, on_gradients), first)
         if self.state.outer is not None:
-            self.state.outer.go_on(self.batches_done)
-        hooks = BatchHooks(
-            self._before_backward,
-            self._after_backward,
-            self._reduce,
-            self._norm,
-            self._host,
-            self._update,
-            self._weight_gradients,
-        )
+            self.state.outer.go_on(first)
         recorded = self.executor.graphs
-        self._loader = loader
         source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
+        actions = self._until_end(self._with_moves(self.plan(num_batches)))
         with nullcontext() if recorded is None else recorded.stream():
-            self.executor.run(
-                self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks
-            )
-            for batch in sorted(self._pending):
-                self._report(self._take_result(batch), lead=0)
-        self._stopping = False
+            self.executor.run(self._wrap_plan(actions), source, self.batch_actions)
+            results.finish()
 
     def close(self) -> None:
-        """Gives back the file and the memory of what comes and goes, and ends the threads that move
+        """Give back the file and the memory of what comes and goes, and end the threads that move
         it."""
         self.state.memory.close()
         if self.executor.stash is not None:
@@ -264,7 +242,7 @@ class Engine:
                     parts=self._division,
                 )
 
-    def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def _with_moves(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The plan with what it moves between the tiers of the state, or to and from replicas."""
         moves = self.replicas or self.tiers
         return actions if moves is None else moves.plan(actions)
@@ -273,164 +251,13 @@ class Engine:
         """The plan without the batches that a stop request has cut off: draining is leaving out
         what is not begun."""
         m = self.sizes.num_microbatches
+        results = self.batch_actions.results
         for action in actions:
             batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // m
-            if action.kind in PER_ITEM or batch < self._end:
+            if action.kind in PER_ITEM or batch < results.end:
                 yield action
-            elif self.batches_done >= self._end:
+            elif self.batches_done >= results.end:
                 return
-
-    # -- what the plan's batch actions mean
-
-    def _before_backward(self, action: Action) -> float:
-        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        is_last = index == self.sizes.num_microbatches - 1
-        part = self.parts.number(action)
-        if part == self.parts.last:  # whose backwards come first
-            if index == 0:
-                self.state.begin(batch)
-            if is_last:
-                self.state.close(batch, self.policy.loss_scale(batch))
-        self.state.bind(batch, self.policy.versions_in(action), last=is_last, part=part)
-        if action.kind is Kind.I:
-            self.state.collect((part, action.microbatch))
-        return self.policy.loss_gradient(action)
-
-    def _weight_gradients(self, action: Action) -> None:
-        is_last = (action.microbatch + 1) % self.sizes.num_microbatches == 0
-        part = self.parts.number(action)
-        self.state.apply((part, action.microbatch), last=is_last, part=part)
-
-    def _after_backward(self, action: Action) -> None:
-        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        if self.parts.is_divided and index == self.sizes.num_microbatches - 1:
-            part = self.parts.number(action)
-            self.state.finish(batch, part)
-            if self.tiers is not None and not self.state.is_alone(part):
-                self.tiers.hold_gradients(batch, part)
-
-    def _reduce(self, action: Action) -> None:
-        self.state.reduce(action.microbatch)
-        self.executor.watch(self.state.reducer.newest.is_done)
-
-    def _norm(self, action: Action) -> None:
-        if action.part == (
-            self.state.num_groups - 1 if self._division.norms else 0
-        ):  # which comes first
-            self.executor.wait(partial(self.state.await_sums, action.microbatch))
-        if action.part:
-            self.state.square(action.microbatch, action.part)
-        else:
-            self._sum_up(action.microbatch)
-
-    def _sum_up(self, batch: int) -> None:
-        """Starts the grid-wide sums of a batch."""
-        square = self.state.square_norm(batch)
-        self.state.send(batch)
-        stages = self.grid.pp.size
-        totals = torch.zeros(
-            stages + 1 + len(self.number_names), dtype=torch.float64, device=self.device
-        )
-        totals[self.grid.pp.rank] = square
-        totals[stages] = float(self.stop_requested)
-        losses = self.executor.losses.pop(batch, {})
-        if self.grid.is_first_copy:
-            for i, name in enumerate(self.number_names):
-                totals[stages + 1 + i] = losses.get(name, 0.0)
-        work = all_reduce_async(totals, self.grid.home)
-        self.executor.watch(work.is_done)
-        self._pending[batch] = totals, work
-
-    def _host(self, action: Action) -> None:
-        batch = action.microbatch
-        host = self.state.host
-        assert host is not None
-        self._result = self._take_result(batch)
-        self._show_gradients(batch)
-        policy = self.policy
-        self.state.begin_update(
-            policy.learning_rate(batch),
-            policy.factor(batch, self._result),
-            predict=policy.predicts(batch),
-        )
-        self.executor.watch(host.is_done)
-
-    def _show_gradients(self, batch: int) -> None:
-        if self._on_gradients is not None:
-            self._on_gradients(batch, self.state.full_gradients(batch))
-
-    def _update(self, action: Action) -> None:
-        batch = action.microbatch
-        part = action.part
-        is_last = action.part == self.state.num_groups - 1
-        if self.config.norms_first:
-            if self.state.host is not None:
-                self.executor.wait(partial(self.state.host.wait, part))
-            elif part == 0:
-                self._result = self._take_result(batch)
-                self._show_gradients(batch)
-            if self._talk is not None:
-                self._talk.before(self._result, self._stopping)
-            self._apply(batch, part, self._result)
-            if self._talk is not None:
-                self._result = replace(self._result, news=self._talk.after(batch + 1))
-            if is_last:
-                self._report(
-                    self._result, lead=3
-                )  # no rank has begun batch + 3 when any applies this update
-            return
-        # no stage waits for another: the numbers of a batch are reported once all stages must have
-        # finished it
-        if part == 0:
-            self.executor.wait(partial(self.state.await_sums, batch))
-        if is_last:
-            self._sum_up(batch)
-        else:
-            self.state.square(batch, part)
-        if part == 0:
-            self._show_gradients(batch)
-        self._apply(batch, part, None)
-        lag = -(-self.sizes.num_stages // self.sizes.num_microbatches)
-        if is_last and batch - lag >= self.policy.first:
-            self._report(self._take_result(batch - lag), lead=lag + 3)
-
-    def _apply(self, batch: int, part: int, result: StepResult | None) -> None:
-        """Makes a part of W(batch + 1); equal to W(batch) where the step is skipped. `result` None:
-        not known, no clipping."""
-        policy = self.policy
-        self.state.update(
-            batch,
-            policy.learning_rate(batch),
-            policy.factor(batch, result),
-            predict=policy.predicts(batch),
-            group=part,
-        )
-        if self.tiers is not None:
-            self.tiers.hold_weights(batch + 1, part)
-        if part < self.state.num_groups - 1:
-            return
-        if self.state.partition.is_sharded:
-            self.executor.watch(lambda: not self.state.weights.is_arriving(batch + 1))
-        policy.updated(batch, result)
-        self.batches_done = batch + 1
-
-    def _take_result(self, batch: int) -> StepResult:
-        totals, work = self._pending.pop(batch)
-        self.executor.wait(work.wait)
-        with self.grid.home.waiting("all_reduce"):  # which on a GPU is now
-            numbers = totals.tolist()
-        stages = self.grid.pp.size
-        num_targets = self._loader.num_targets(batch)
-        result = self.policy.result(batch, numbers[:stages], numbers[stages + 1 :], num_targets)
-        self._stopping |= numbers[stages] > 0 or (
-            result.anomaly is not None and result.anomaly.policy != "skip"
-        )
-        return result
-
-    def _report(self, result: StepResult, lead: int) -> None:
-        if self._stopping if self._talk is None else result.news is not None and result.news.ending:
-            self._end = min(self._end, result.step - 1 + lead)
-        self._on_step(result)
 
     # -- checkpoints
 
@@ -453,7 +280,7 @@ class Engine:
         """
         self.state.load(tensors, meta["versions"], meta["num_updates"], meta.get("outer_start", 0))
         self.policy.load_state(meta)
-        self.batches_done = meta["batches_done"]
+        self.batch_actions.updates.resume_at(meta["batches_done"])
         self.data_start = DataStart(**meta.get("data_start", {}))
 
     # -- evaluation
@@ -469,7 +296,7 @@ class Engine:
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
-        actions = self._in_tiers(
+        actions = self._with_moves(
             forward_actions(
                 self.sizes,
                 self.grid.pp.rank,
@@ -480,9 +307,7 @@ class Engine:
         )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
-            self.executor.run(
-                actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS
-            )
+            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated))
         totals = torch.zeros(len(self.number_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
@@ -490,3 +315,92 @@ class Engine:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.number_names])
         all_reduce(totals, self.grid.world)
         return dict(zip(self.number_names, (totals / self.grid.site.size).tolist(), strict=True))
+
+
+# -- decisions of the constructor
+
+
+def build_held_blocks(
+    config: Config, grid: ProcessGrid, parts: Parts, states: StatePolicy
+) -> dict[int, nn.Module]:
+    """Build the blocks of this rank's stages on the meta device, by number."""
+    numbers = [n for ranges in parts.of_stage.values() for blocks in ranges for n in blocks]
+    return build_blocks(
+        config.model,
+        grid.tp,
+        numbers,
+        kernels=config.kernels,
+        sequence=config.parallel.sequence,
+        dtype=states.dtype,
+        groups=config.optim.groups,
+    )
+
+
+def build_stages(
+    job: JobPlan, blocks: Mapping[int, nn.Module], parts: Parts
+) -> dict[int, list[Stage]]:
+    """Build this rank's stages from its blocks, each as a list of its parts."""
+    stages = {}
+    for stage, ranges in parts.of_stage.items():
+        stages[stage] = [
+            Stage({n: blocks[n] for n in numbers}, job.recomputed[stage], job.config.model)
+            for numbers in ranges
+        ]
+    return stages
+
+
+def build_touches(
+    memory: ItemMemory | WholeChunks | None,
+    state: RankState,
+    parts: Parts,
+    sizes: Sizes,
+    division: Division,
+) -> Touches | None:
+    """Build the map from actions to the state that they touch; None if state does not move."""
+    if not isinstance(memory, ItemMemory):
+        return None
+    return Touches(memory, state, parts, sizes, norms=division.norms)
+
+
+def build_tiers(
+    memory: ItemMemory | WholeChunks | None, touches: Touches | None
+) -> RankTiers | None:
+    """Build the tiers of the state; None if all of it is always resident."""
+    if touches is None or not isinstance(memory, TieredMemory):
+        return None
+    return RankTiers(memory, touches)
+
+
+def build_graphs(
+    job: JobPlan,
+    stages: Mapping[int, Sequence[Stage]],
+    parts: Parts,
+    state: RankState,
+    device: torch.device,
+) -> MicroBatchGraphs | None:
+    """Build the CUDA graphs of this rank's micro-batches; None if they run kernel by kernel."""
+    train = job.config.train
+    # a graph's memory is a pool apart, in which blocks cannot be followed
+    if not train.cuda_graphs or device.type != "cuda" or train.record_memory or parts.is_divided:
+        return None
+    return graphs.recorder(
+        job,
+        {stage: whole for stage, (whole,) in stages.items()},
+        state.gradients,
+        device,
+        state.reducer.summed_beside,
+        state.grid,
+    )
+
+
+def warn_of_unquantized_layers(config: Config, grid: ProcessGrid, stage: Stage) -> None:
+    """Warn once of the linear layers that train.fp8 leaves in bf16."""
+    if not config.train.fp8 or not grid.is_first_copy:
+        return
+    if others := unquantized_layers(stage):
+        _log.warning(
+            "train.fp8 has no effect on %d linear layers, which stay in bf16: %s%s",
+            len(others),
+            ", ".join(others[:3]),
+            ", .." if len(others) > 3 else "",
+        )

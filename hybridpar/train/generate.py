@@ -282,6 +282,7 @@ class Pieces:
         self._tokenizer = tokenizer
         self._tokens = list(behind)
         self._read = 0
+        self._shown = 0
         self._go_on()
 
     def add(self, token: int) -> str:

@@ -312,7 +312,9 @@ def _train_on_grid(
         job_plan.prove()
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(job_plan, place.device) if watched else None
-        engine = place.build(lambda: Engine(job_plan, grid, place.device, tamper=injector.tamper))
+        engine = place.build(
+            lambda: Engine(job_plan, grid, place.device, wrap_plan=injector.wrap_plan)
+        )
         require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)
         if rank == 0:

@@ -56,6 +56,10 @@ class BatchPolicy:
         """Number of weight versions alive at once on a rank of the pipeline."""
         return self.original.num_versions(rank)
 
+    def start_at(self, batch: int) -> None:
+        """Start a stretch of training with a batch, before which the pipeline is drained."""
+        self.first = batch
+
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """Weight version per stage and micro-batch of a batch of the stretch that is being
         trained."""

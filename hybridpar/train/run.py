@@ -142,7 +142,7 @@ class Run:
         self.resumed = resumed
         self.report = RunReport(engine, reporter, resumed, links)
         self.train_loader = batch_loader(engine, data.train)
-        self.train_loader.start = engine.data_start
+        self.train_loader.start_at(engine.data_start)
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
         self.memory = _memory_log(engine, resumed, reporter.say)
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
@@ -156,8 +156,8 @@ class Run:
             data.train.fingerprint,
             reporter.say,
             self.saving,
+            self.callbacks.on_save,
         )
-        self.saver.on_save = self.callbacks.on_save
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
@@ -379,7 +379,7 @@ class Run:
         self.flight.phase("recovering", self.faults.start_timeout_s)
         self._settle(wait=True)
         notes = self.anomalies.resolve()
-        self.train_loader.start = self.engine.data_start
+        self.train_loader.start_at(self.engine.data_start)
         self.evaluated = None
         self.report.log.cut_back(self.engine.batches_done)
         self.report.log.write({"step": self.engine.batches_done}, notes)
@@ -414,7 +414,7 @@ class Run:
             self.anomalies.note_state(error)
 
     def _on_signal(self, number: int) -> None:
-        self.engine.stop_requested = True
+        self.engine.request_stop()
         self.reporter.say(
             f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
             "again after a second to quit at once"
@@ -422,7 +422,7 @@ class Run:
 
     def _stop_soon(self) -> None:
         """Asks all ranks to stop, with the sums of the next batch."""
-        self.engine.stop_requested = True
+        self.engine.request_stop()
 
     def _agree(self, number: int) -> StopReason:
         """The reason of any rank to stop: all leave together, for the same reason. number: of a

@@ -18,7 +18,9 @@ class SiteTalk:
 
     def __init__(self, outer: OuterStep):
         self._outer = outer
-        self._begin()
+        self._loss = 0.0
+        self._steps = 0
+        self._skipped = 0
 
     def _begin(self) -> None:
         self._loss = 0.0
@@ -31,14 +33,13 @@ class SiteTalk:
         if result.num_targets and isfinite(result.loss):
             self._loss = self._loss + result.loss
             self._steps = self._steps + 1
-        self._outer.notes = float(ending), self._loss, float(self._steps), float(self._skipped)
+        self._outer.tell((float(ending), self._loss, float(self._steps), float(self._skipped)))
 
     def after(self, version: int) -> SiteNews | None:
         """After the update that has made a version: what was told with the message that it took."""
         if self._outer.timeline.leaving(version) is not None:
             self._begin()
-        heard = self._outer.heard
-        self._outer.heard = None
+        heard = self._outer.take_heard()
         if heard is None:
             return None
         ending, losses, steps, skipped = heard.T.tolist()

@@ -98,12 +98,12 @@ class Recorder:
         """Ends the recording, if it has not ended."""
         if self._recording is not None:
             self.events, self.usage = self._recording.events(), self._recording.usage()
-        self._recording = self._executor.recording = None
+        self._recording = None
+        self._executor.record(None)
 
     def _begin(self) -> None:
-        self._recording = self._executor.recording = Recording(
-            make_clock(self._executor.lane.device)
-        )
+        self._recording = Recording(make_clock(self._executor.lane.device))
+        self._executor.record(self._recording)
 
 
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:

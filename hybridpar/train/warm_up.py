@@ -64,7 +64,7 @@ def warm_up(
             yield action
 
     alone = silent_grid(config, grid.world.rank, _send_zeros)
-    engine = build(lambda: Engine(JobPlan(config), alone, device, tamper=watched))
+    engine = build(lambda: Engine(JobPlan(config), alone, device, wrap_plan=watched))
     loader = SyntheticLoader(
         config.model,
         config.train.micro_batch_size,

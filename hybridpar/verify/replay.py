@@ -256,7 +256,7 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, original)
     _load(engine, bundle, folder, data, say)
     if staged is not None:
-        staged.start = engine.batches_done
+        staged.resume_at(engine.batches_done)
         _check_versions(bundle, staged.versions_of(bundle.step - 1))
     return engine, BatchLoader(
         data.train,

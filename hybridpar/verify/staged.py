@@ -29,21 +29,21 @@ from hybridpar.train.run import mark_intervals
 
 
 class StagedPolicy(BatchPolicy):
-    """The decisions of the run `original`, for training with `job`, which is the same on one process.
-
-    `start`: the batch before which training went on from a checkpoint, to be set once that is
-    loaded.
-    """
+    """The decisions of the run `original`, for training with `job`, which is the same on one process."""
 
     def __init__(self, job: JobPlan, original: JobPlan, judge: Judge):
         super().__init__(job, judge, original=original)
         self._marks = mark_intervals(original.config)
-        self.start = 0
+        self._start = 0
+
+    def resume_at(self, batch: int) -> None:
+        """Continue before a batch, from a checkpoint that has been loaded."""
+        self._start = batch
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """Weight version per stage and micro-batch, where the pipeline drained at the marks of the
         original run."""
-        drained = max(self.start, *(batch // n * n for n in self._marks), 0)
+        drained = max(self._start, *(batch // n * n for n in self._marks), 0)
         return self.schedule.versions_of(self.sizes, batch, drained)
 
     def versions_by_stage(self, action: Action) -> list[int]:

@@ -86,11 +86,13 @@ class Board:
         self._read: dict[str, tuple[object, Any, str]] = {}
         self._memory: list[dict[str, Any]] | None = None
         self._unpredicted = ""
+        self._curves: dict[str, Curve] = {}
+        self._latest: dict[str, Any] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._curves = {name: Curve() for name in CURVES}
-        self._latest: dict[str, Any] = {}
+        self._latest = {}
 
     def look(self, most_bytes: int = 256 << 20) -> dict[str, Any]:
         """Return all that the page shows, as JSON has it.

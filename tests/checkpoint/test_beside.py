@@ -212,7 +212,7 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
         return write_and_note
 
     saver = checkpoint.Saver(tmp_path / "root", engine, "corpus", flight=flight)
-    saver.wrap = noted
+    saver.write_with(noted)
     saver.start(beside=False)
     saver.settle()
     note()

@@ -46,7 +46,7 @@ def test_a_damaged_file_is_not_published_where_it_is_read_back(
 
         return damage
 
-    saver.wrap = damaging
+    saver.write_with(damaging)
     engine.train(loader, 1, lambda step: None)
     saver.start(beside=beside)
     if read_back:

@@ -239,10 +239,10 @@ def test_a_pause_and_the_end() -> None:
         a = x()
         b = x()
         c = x()
-        recorder.paused = True
+        recorder.pause(True)
         unseen = x()
         del a
-        recorder.paused = False
+        recorder.pause(False)
         unseen += 1
     del b
     recorder.close()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import ParallelMLP, matmul
+from hybridpar.nn.binding import UNBOUND, ParameterBinding
 from hybridpar.nn.linear import column_linear
 from hybridpar.state import GradientAccumulator
 from hybridpar.state.layout import FlatLayout
@@ -52,12 +53,12 @@ def test_adds_in_place(dtype: torch.dtype) -> None:
         lambda leaf: calls.append(torch.equal(leaf.grad, w_ref.grad))
     )
     ids = torch.tensor([0, 6, 6])
+    bound = ParameterBinding(accumulator.consumer("w"))
     for i in range(1, 4):
-        for weight in (w_ref, w):
+        for weight, binding in ((w_ref, UNBOUND), (w, bound)):
             x = F.embedding(ids, weight)
-            column_linear(
-                column_linear(x, weight, None, AXIS)[:, :5], weight, None, AXIS
-            ).square().sum().backward()
+            y = column_linear(x, weight, None, AXIS, binding=binding)[:, :5]
+            column_linear(y, weight, None, AXIS, binding=binding).square().sum().backward()
         torch.testing.assert_close(flat.view(7, 5), w_ref.grad)
         assert len(calls) == i
         assert w.grad.data_ptr() == flat.data_ptr()
@@ -125,8 +126,9 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
     accumulator.buffers[0].tensors[0].fill_(float("nan"))
     accumulator.begin(0)
     accumulator.bind({"w": inputs[1]}, 0)
+    binding = ParameterBinding(accumulator.consumer("w"))
     for _ in range(2):
-        y = column_linear(*inputs, AXIS)
+        y = column_linear(*inputs, AXIS, binding=binding)
         y_ref = F.linear(*wide)
         dy = torch.randn(17, *y.shape[:-1]).movedim(0, -1)  # strided
         y.backward(dy)

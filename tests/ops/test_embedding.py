@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridpar import ops
 from hybridpar.grid import Axis
 from hybridpar.nn import VocabParallelEmbedding
+from hybridpar.nn.binding import ParameterBinding
 from hybridpar.state import GradientAccumulator
 from hybridpar.state.layout import FlatLayout
 
@@ -97,6 +98,7 @@ def test_gradients_go_straight_into_the_buffer(dtype: torch.dtype) -> None:
     accumulator = GradientAccumulator(FlatLayout(["w"], [(11, 6)], torch.float32))
     accumulator.buffers[0].tensors[0].fill_(torch.nan)
     accumulator.begin(0)
+    layer.bind_parameter("weight", ParameterBinding(accumulator.consumer("w")))
     reported: list[str] = []
     accumulator.arm(reported.append)
     wanted = torch.zeros(11, 6)

@@ -76,7 +76,7 @@ def test_integers_of_its_own_making_may_be_ghosts() -> None:
     them shows the rest."""
     data = torch.tensor([1, 0, 2])
     with measure(CPU) as meter, Tracker(CPU) as tracker:
-        tracker.ghost_integers = True
+        tracker.make_ghosts_of_integers(True)
         assert (data != 0).nonzero().flatten().tolist() == [0, 2], "what comes from outside is real"
         assert isinstance(data + torch.arange(3), Ghost)
         x = torch.zeros(64, 1024, 1024)

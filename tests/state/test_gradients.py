@@ -6,6 +6,7 @@ import torch
 
 from hybridpar.comm import Work
 from hybridpar.grid import Axis
+from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.embedding import _LocalRows
 from hybridpar.nn.linear import column_linear, row_linear
 from hybridpar.prediction.fake_neighbours import silent_axis, silent_group
@@ -119,7 +120,7 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
                 if defers:
                     accumulator.collect((batch, k))
                     waiting.append((batch, k))
-                deep(leaves, ids, axis).backward()
+                deep(leaves, ids, axis, accumulator).backward()
                 while len(waiting) > late:
                     apply(accumulator, waiting.pop(0), final)
             while waiting:
@@ -136,13 +137,20 @@ def apply(accumulator, key, final):
     accumulator.apply(key)
 
 
-def deep(leaves, ids, axis):
+def linear(x, leaves, name, axis, accumulator, layer=column_linear):
+    """A linear layer whose weight's gradient goes to the accumulator."""
+    binding = ParameterBinding(accumulator.consumer(name))
+    return layer(x, leaves[name], None, axis, binding=binding)
+
+
+def deep(leaves, ids, axis, accumulator):
     """Parts of `tied` come from an embedding, a linear layer, and autograd itself; of `w` from two
     linear layers."""
-    x = _LocalRows.apply(ids, leaves["tied"], None, "auto")
+    bound = axis, accumulator
+    x = _LocalRows.apply(ids, leaves["tied"], None, "auto", accumulator.consumer("tied"))
     y = torch.tanh(column_linear(x, leaves["w"].new_ones(3, 4), leaves["b"], axis))
-    z = column_linear(column_linear(y, leaves["w"], None, axis), leaves["tied"], None, axis)
-    again = column_linear(z[:, :3], leaves["w"], None, axis)
+    z = linear(linear(y, leaves, "w", *bound), leaves, "tied", *bound)
+    again = linear(z[:, :3], leaves, "w", *bound)
     return (again @ leaves["tied"].t()).square().mean() + z.square().mean()
 
 
@@ -166,7 +174,8 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
     for key in (0, 1):
         accumulator.bind(leaves, 0)
         x = torch.randn(3, 4, requires_grad=True)
-        y = row_linear(column_linear(x, leaves["column"], None, axis), leaves["row"], None, axis)
+        y = linear(x, leaves, "column", axis, accumulator)
+        y = linear(y, leaves, "row", axis, accumulator, row_linear)
         accumulator.collect(key)
         if key:
             accumulator.collecting["column"] = []
@@ -185,9 +194,9 @@ def test_what_waits_keeps_no_graph_alive():
     accumulator.begin(0)
     accumulator.bind(leaves, 0)
     accumulator.collect(0)
-    y = column_linear(torch.randn(2, 3), leaves["w"], None, AXIS)
+    y = linear(torch.randn(2, 3), leaves, "w", AXIS, accumulator)
     gone = weakref.ref(y.grad_fn)
-    column_linear(y, leaves["tied"], None, AXIS).sum().backward()
+    linear(y, leaves, "tied", AXIS, accumulator).sum().backward()
     del y
     gc.collect()
     assert gone() is None

@@ -185,11 +185,11 @@ def _stop(config: Config) -> tuple[int, int, list[float]]:
     def on_step(step: StepResult) -> None:
         steps.append(step)
         if step.step == 5 and engine.grid.rank == 2:
-            engine.stop_requested = True
+            engine.request_stop()
 
     engine.train(loader, 15, on_step)
     end = engine.batches_done
-    engine.stop_requested = False
+    engine.request_stop(False)
     engine.train(loader, 2, on_step)  # goes on as if nothing had been
     return end, len(steps), [s.loss for s in steps]
 

@@ -34,7 +34,7 @@ from hybridpar.pipeline.run.recording import HostClock, Recording
 from hybridpar.prediction import predict
 from hybridpar.state.chunks import Chunk, Memory
 from hybridpar.state.host import HostMemory, HostUpdates, HostWork
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, Residency
 from hybridpar.train.host_forecast import Speeds, forecast_host
 from hybridpar.validate import resolve
 
@@ -53,7 +53,7 @@ def hosted(config: Config, host: bool = True) -> Config:
 
 
 def build(config: Config, work: HostWork | None = None) -> Engine:
-    return start(config, host_work=work)[0]
+    return start(config, residency=Residency(host_work=work))[0]
 
 
 def run(config: Config, work: HostWork | None = None) -> Outcome:

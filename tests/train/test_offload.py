@@ -296,9 +296,7 @@ def test_saved_and_stopped(tmp_path: Path) -> None:
         first[0].train(
             first[1],
             10,
-            lambda result, engine=first[0]: setattr(  # type: ignore[misc]
-                engine, "stop_requested", True
-            ),
+            lambda result, engine=first[0]: engine.request_stop(),  # type: ignore[misc],
         )
         checkpoint.save(tmp_path / str(number), first[0], "corpus")
         checkpoint.resume(tmp_path / str(number), second[0], "corpus", print)

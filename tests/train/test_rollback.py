@@ -15,8 +15,9 @@ from hybridpar.config import Config, Launch
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.optim import learning_rate
 from hybridpar.train import loop
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.batch_updates import WeightUpdates
 from hybridpar.train.errors import AnomalyError
+from hybridpar.train.policy import StepResult
 from hybridpar.verify.replay import replay
 
 ALONE = Launch(0, 0, 1, 1)
@@ -59,9 +60,9 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(
         train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
         checkpoint={"keep": 10},
     )
-    advance = Engine._apply
+    advance = WeightUpdates.apply
 
-    def broken(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+    def broken(self: WeightUpdates, batch: int, part: int, result: StepResult | None) -> None:
         advance(self, batch, part, result)
         if batch == 8 and not hasattr(self, "broken"):
             self.broken = True  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(
                 for leaf in self.state.weights.leaves_of(batch + 1).values():
                     leaf.mul_(30.0)
 
-    monkeypatch.setattr(Engine, "_apply", broken)
+    monkeypatch.setattr(WeightUpdates, "apply", broken)
     assert loop.train(config, ALONE).step == 14
     rows = metrics(config.run.folder)
     event = next(row for row in rows if "rolled_back_to" in row)
@@ -112,13 +113,13 @@ def test_a_run_stops_where_it_is_told_to(
 def spoil_updates(monkeypatch: pytest.MonkeyPatch, update: int, *, once: bool = False) -> None:
     """An update gives the head's weight an infinity, from gradients that are finite. once: not
     after a roll back."""
-    healthy = Engine._apply
+    healthy = WeightUpdates.apply
     spoiled = set[int]()
 
-    def overflowing(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+    def overflowing(self: WeightUpdates, batch: int, part: int, result: StepResult | None) -> None:
         healthy(self, batch, part, result)
         if (
-            self.grid.pp.is_last
+            self.state.grid.pp.is_last
             and self.state.optimizer.num_updates == update
             and not (once and spoiled)
         ):
@@ -126,7 +127,7 @@ def spoil_updates(monkeypatch: pytest.MonkeyPatch, update: int, *, once: bool = 
             self.state.await_copy()
             list(self.state.weights.leaves_of(batch + 1).values())[-1].data.view(-1)[0] = torch.inf
 
-    monkeypatch.setattr(Engine, "_apply", overflowing)
+    monkeypatch.setattr(WeightUpdates, "apply", overflowing)
 
 
 NOT_FINITE = r"is not finite, so that state is not saved: try a lower optim\.lr than 0\.01"
@@ -247,16 +248,16 @@ def test_replicas_that_differ_are_rolled_back_together(
     )
     run_job(2, "train", config, *flags)
     whole = steps(metrics(tmp_path / "runs" / "run"))
-    healthy = Engine._apply
+    healthy = WeightUpdates.apply
 
-    def spoiled(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+    def spoiled(self: WeightUpdates, batch: int, part: int, result: StepResult | None) -> None:
         healthy(self, batch, part, result)
-        if batch == 4 and self.grid.rank == 1 and not hasattr(self, "spoiled"):
+        if batch == 4 and self.state.grid.rank == 1 and not hasattr(self, "spoiled"):
             self.spoiled = True  # type: ignore[attr-defined]
             self.state.await_copy()
             next(iter(self.state.weights.leaves_of(batch + 1).values())).data.view(-1)[0] += 1.0
 
-    monkeypatch.setattr(Engine, "_apply", spoiled)
+    monkeypatch.setattr(WeightUpdates, "apply", spoiled)
     out = run_job(2, "train", config, *flags, "--run.name", "spoiled")
     assert "step 6: replicas differ: weights/" in out
     assert "of rank 1 is not what rank 0 has: roll back" in out

@@ -194,7 +194,7 @@ def stop_one(config: Config) -> tuple[int, list[int], list[int]]:
     def on_step(result: StepResult) -> None:
         seen.append(result.step)
         told.extend([result.step] if result.news is not None else [])
-        engine.stop_requested = engine.grid.rank == 1 and result.step == 2
+        engine.request_stop(engine.grid.rank == 1 and result.step == 2)
 
     engine.train(loader, 30, on_step)
     return engine.batches_done, seen, told

@@ -42,7 +42,7 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
             ran.add(action.kind.value)
             yield action
 
-    engine, loader = start(config, tamper=watched)
+    engine, loader = start(config, wrap_plan=watched)
     engine.train(
         loader,
         3,

@@ -33,7 +33,7 @@ from hybridpar.state.store import PAGE, DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
 from hybridpar.train.costs import describe, run_costs
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, Residency
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30
@@ -71,7 +71,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
         JobPlan(replace(config, memory=MemoryConfig(budget, str(folder)))),
         grid,
         CPU,
-        memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None,
+        residency=Residency(DeviceTieredMemory(budget, CPU, whole) if on_host else None),
     )
 
 
@@ -246,11 +246,9 @@ def resumed(config: Config, folder: Path) -> int:
         engine.train(
             samples(engine),
             50,
-            lambda result, engine=engine: setattr(  # type: ignore[misc]
-                engine, "stop_requested", True
-            ),
+            lambda result, engine=engine: engine.request_stop(),  # type: ignore[misc],
         )
-        engine.stop_requested = False
+        engine.request_stop(False)
         assert 4 < engine.batches_done < 20
     train(second, 1).check(train(plain, 1))
     return close(first) + close(second)

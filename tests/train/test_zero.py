@@ -212,11 +212,9 @@ def stopped(config: Config) -> tuple[int, list[str]]:
         engine.train(
             run.loader,
             100,
-            lambda result, engine=engine: setattr(  # type: ignore[misc]
-                engine, "stop_requested", True
-            ),
+            lambda result, engine=engine: engine.request_stop(),  # type: ignore[misc],
         )
-        engine.stop_requested = False
+        engine.request_stop(False)
         outcomes.append((engine.batches_done, run.train(2).outcome()))
     assert outcomes[0][0] == outcomes[1][0]
     return outcomes[0][0] - 2, differing(outcomes[0][1], outcomes[1][1])

@@ -14,8 +14,9 @@ from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, to_toml
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.train import loop
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.batch_updates import WeightUpdates
 from hybridpar.train.errors import AnomalyError
+from hybridpar.train.policy import StepResult
 from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import bundle_of_step, replay
 
@@ -28,15 +29,15 @@ def test_a_weight_that_is_not_finite_is_named_by_replay(
     """An update makes it so, also when it is made again. No checkpoint has such a weight."""
     config = tiny(tmp_path, train={"num_steps": 5, "eval_interval": 0, "save_interval": 5})
     name = "blocks.2.mlp.up.weight"
-    apply = Engine._apply
+    apply = WeightUpdates.apply
 
-    def spoil(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+    def spoil(self: WeightUpdates, batch: int, part: int, result: StepResult | None) -> None:
         apply(self, batch, part, result)
         if batch == 2:
             for leaves in self.state.weights.leaves:
                 leaves[name].data.view(-1)[7] = math.inf
 
-    monkeypatch.setattr(Engine, "_apply", spoil)
+    monkeypatch.setattr(WeightUpdates, "apply", spoil)
     with pytest.raises(AnomalyError, match=f"step 5: weights/./{name} is not finite"):
         loop.train(config, ALONE)
     capsys.readouterr()

@@ -85,8 +85,9 @@ class MegatronFiles:
             raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
         self._vocab_size = sys.maxsize
         self.rows = self._shape(_WORDS)[0]
+        self._vocab_size = self.rows
         self.dtypes = {name: self._dtype(name) for name in self._parts}
-        self.cut_vocabulary(self.rows)
+        self.shapes = {name: self._shape(name) for name in self._parts}
 
     def cut_vocabulary(self, size: int) -> None:
         """Keeps so many rows of embedding and output layer."""

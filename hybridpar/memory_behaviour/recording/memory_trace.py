@@ -37,7 +37,7 @@ from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.prediction.predict import default_device
 from hybridpar.state.shares import WholeChunk
 from hybridpar.state.tiered import ItemMemory
-from hybridpar.train.engine import Actions, Engine
+from hybridpar.train.engine import Actions, Engine, Residency
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
 
@@ -104,7 +104,7 @@ class EngineRecorder:
         self._recorder.resized("activations", content)
 
     def _enter(self, layer: int) -> None:
-        self._recorder.layer = layer
+        self._recorder.enter_layer(layer)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -236,11 +236,11 @@ class _Unseen:
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
         if not self._recorder.is_active:
             return self._inner.microbatch(batch, index)
-        self._recorder.paused = True
+        self._recorder.pause(True)
         try:
             made = self._inner.microbatch(batch, index)
         finally:
-            self._recorder.paused = False
+            self._recorder.pause(False)
         self._recorder.adopt("batch", made.values())
         return made
 
@@ -300,11 +300,6 @@ class _Nowhere:
         """There is nothing to give back."""
 
 
-class _GhostEngine(Engine):
-    def _make_stash(self) -> Stash:
-        return Stash(_Nowhere(), GHOSTS)
-
-
 def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid.
     Nothing is computed.
@@ -336,16 +331,16 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
 
         def watched(actions: Actions) -> Actions:
             for action in actions:
-                tracker.ghost_integers = (
-                    action.kind in COMPUTE
-                )  # which look into the micro-batch only
+                # these actions look into the micro-batch only
+                tracker.make_ghosts_of_integers(action.kind in COMPUTE)
                 yield action
 
         job = JobPlan(config)
         states = job.state_policy(1, 1)
         whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
-        engine = _GhostEngine(job, grid, tracker.device, tamper=watched, memory=memory)
+        residency = Residency(memory, stash=Stash(_Nowhere(), GHOSTS))
+        engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():
             engine.train(recorder.loader(loader), steps, lambda result: None)

@@ -44,8 +44,8 @@ class ModeObserver(QuietMode):
 
     def __init__(self, now: Callable[[], Any]):
         super().__init__()
-        self.layer = -1
-        self.paused = False
+        self._layer = -1
+        self._is_paused = False
         self._operators: dict[int, Operator] = {}  # by identity: torch hashes them in Python
         self._blocks: dict[int, _Block] = {}  # by owner
         self._freed: deque[_Block] = deque()  # by other threads
@@ -60,6 +60,14 @@ class ModeObserver(QuietMode):
 
     def exit(self) -> None:
         self.__exit__(None, None, None)
+
+    def enter_layer(self, layer: int) -> None:
+        """See Observer."""
+        self._layer = layer
+
+    def pause(self, paused: bool) -> None:
+        """See Observer."""
+        self._is_paused = paused
 
     def adopt(self, name: str, tensors: list[Tensor]) -> None:
         self._note_freed()
@@ -77,7 +85,7 @@ class ModeObserver(QuietMode):
                 self._events[place] = (*self._events[place][:-1], name)
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        if not self.paused:
+        if not self._is_paused:
             self._access(op, Use(list(reads), list(writes)), [])
 
     def resized(self, name: str, tensor: Tensor) -> None:
@@ -101,7 +109,7 @@ class ModeObserver(QuietMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
+        if self._is_paused:
             return func(*args, **kwargs)
         operator = self._operator(func)
         if operator.is_view:
@@ -138,7 +146,7 @@ class ModeObserver(QuietMode):
         writes = _owned(use.writes)
         made_here = _owned(made)
         blocks = self._blocks
-        layer = self.layer
+        layer = self._layer
         for given in (reads, writes, made_here):
             for key, (tensor, num_bytes) in given.items():
                 block = blocks.get(key)
@@ -184,11 +192,11 @@ class ModeObserver(QuietMode):
         self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = ""
     ) -> None:
         self._watch(self._next, num_bytes, key, tensor)
-        self._events.append((What.MALLOC, self._next, num_bytes, op, now, self.layer, name))
+        self._events.append((What.MALLOC, self._next, num_bytes, op, now, self._layer, name))
         self._next += 1
 
     def _free(self, block: _Block, now: Any) -> None:
-        self._events.append((What.FREE, block.number, block.num_bytes, "", now, self.layer, ""))
+        self._events.append((What.FREE, block.number, block.num_bytes, "", now, self._layer, ""))
 
     def _watch(self, number: int, num_bytes: int, key: int, tensor: Tensor) -> None:
         block = self._blocks[key] = _Block(_owner(tensor), self._gone)

@@ -78,8 +78,11 @@ class Observer(Protocol):
     """Sees what happens to blocks while it is entered, and when they are given back until it is
     closed."""
 
-    layer: int
-    paused: bool
+    def enter_layer(self, layer: int) -> None:
+        """Note which block of the model runs; -1: none."""
+
+    def pause(self, paused: bool) -> None:
+        """Let operators pass unseen, or see them again."""
 
     def enter(self) -> None: ...
     def exit(self) -> None: ...
@@ -92,14 +95,6 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
-def _passed_on(to: str, name: str) -> Any:
-    """A property that is another one's, of the object that the attribute `to` holds."""
-    return property(
-        lambda self: getattr(getattr(self, to), name),
-        lambda self, value: setattr(getattr(self, to), name, value),
-    )
-
-
 class _NativeObserver:
     """The observer in C++. It keeps events as text, and times of the host's clock."""
 
@@ -109,7 +104,11 @@ class _NativeObserver:
         self.exit = self._inner.exit
         self.close = self._inner.close
 
-    layer, paused = _passed_on("_inner", "layer"), _passed_on("_inner", "paused")
+    def enter_layer(self, layer: int) -> None:
+        self._inner.layer = layer
+
+    def pause(self, paused: bool) -> None:
+        self._inner.paused = paused
 
     def adopt(self, name: str, tensors: list[Tensor]) -> None:
         self._inner.adopt(json.dumps(name), tensors)
@@ -168,10 +167,13 @@ class Recorder:
         self.is_active = False
         self._observer.exit()
 
-    layer = _passed_on("_observer", "layer")
-    """Number of the model's block that runs, as the owner sets it; -1: none."""
-    paused = _passed_on("_observer", "paused")
-    """Whether operators are let pass."""
+    def enter_layer(self, layer: int) -> None:
+        """Note which block of the model runs; -1: none."""
+        self._observer.enter_layer(layer)
+
+    def pause(self, paused: bool) -> None:
+        """Let operators pass unseen, or see them again."""
+        self._observer.pause(paused)
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Names blocks: from now on in the trace those that were there, from their birth those made

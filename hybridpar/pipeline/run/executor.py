@@ -2,8 +2,8 @@
 
     F       wait for its receive, bind the version, run the stage, keep the graph
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
-    I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients (batch hooks)
-    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch hooks
+    I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients
+    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch actions
     FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the
                                     state that it touches
     OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for
@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,27 +50,20 @@ class Source(Protocol):
     def microbatch(self, number: int) -> tuple[MicroBatch, RandomKey | None]: ...
 
 
-@dataclass(frozen=True)
-class BatchHooks:
+class BatchActions(Protocol):
     """Work of the layer above the pipeline, once a batch or around a backward."""
 
-    before_backward: Callable[[Action], float]
-    """Points gradients at the right buffer; returns the loss's own gradient (the loss scale)."""
-    after_backward: Callable[[Action], None]
-    """Called once a part's gradients of a micro-batch are there."""
-    reduce: Callable[[Action], None]
-    norm: Callable[[Action], None]
-    host: Callable[[Action], None]
-    update: Callable[[Action], None]
-    weight_gradients: Callable[[Action], None]
-    """Adds the gradients of weights that the micro-batch's I left for later."""
+    def run(self, action: Action) -> None:
+        """Carry out a REDUCE, NORM, HOST or UPDATE."""
 
+    def before_backward(self, action: Action) -> float:
+        """Point gradients at the right buffer; return the loss's own gradient (the loss scale)."""
 
-def _refuse(_: object) -> NoReturn:
-    raise AssertionError("a forward-only plan has no batch actions")
+    def add_weight_gradients(self, action: Action) -> None:
+        """Add the gradients of weights that the micro-batch's I left for later."""
 
-
-NO_HOOKS = BatchHooks(*[_refuse] * len(fields(BatchHooks)))
+    def after_backward(self, action: Action) -> None:
+        """Called once a part's gradients of a micro-batch are there."""
 
 
 @dataclass(slots=True)
@@ -113,7 +106,7 @@ class Executor:
     neighbours.
 
     `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None:
-    none leave.
+    none leave. `graphs`: replays the micro-batches that it can; None: all run kernel by kernel.
     """
 
     def __init__(
@@ -122,14 +115,17 @@ class Executor:
         weights: WeightStore,
         lane: Lane,
         sizes: Sizes,
+        *,
         tiers: Tiers | None = None,
         stash: Stash | None = None,
+        graphs: MicroBatchGraphs | None = None,
     ):
         self.stages = stages
         self.weights = weights
         self.lane = lane
         self.tiers = tiers
         self.stash = stash
+        self.graphs = graphs
         self.sizes = sizes
         self.num_microbatches = sizes.num_microbatches
         self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
@@ -138,13 +134,14 @@ class Executor:
         entry takes it out.
         """
         self.recording: Recording | None = None
-        """Records what is executed from now on."""
+        """Records what is executed; set by `record`."""
         self.current: Action | None = None
         """The action being executed."""
         self.listeners: list[Callable[[Action | None], None]] = []
         """Told of every action before it is executed, and of the end (None)."""
-        self.graphs: MicroBatchGraphs | None = None
-        """Replays the micro-batches that it can."""
+        self._source: Source | None = None
+        self._batch_actions: BatchActions | None = None
+        self._loss_dtype: torch.dtype | None = None
         self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
         self._handed: dict[
             tuple[Kind, int, int, int], Tensor
@@ -162,11 +159,12 @@ class Executor:
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._weight_gradients,
-            Kind.REDUCE: lambda a: self._hooks.reduce(a),
-            Kind.NORM: lambda a: self._hooks.norm(a),
-            Kind.HOST: lambda a: self._hooks.host(a),
-            Kind.UPDATE: lambda a: self._hooks.update(a),
-        } | {
+            Kind.REDUCE: self._run_batch_action,
+            Kind.NORM: self._run_batch_action,
+            Kind.HOST: self._run_batch_action,
+            Kind.UPDATE: self._run_batch_action,
+        }
+        self._table |= {
             kind: self._send if row.met_by else self._post_receive
             for kind, row in ROWS.items()
             if row.side
@@ -175,10 +173,13 @@ class Executor:
             OF_STASH, self._move_stash
         )
 
-    def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
-        """Executes the actions in order; at the end nothing is in flight."""
+    def run(
+        self, actions: Iterable[Action], source: Source, batch_actions: BatchActions | None = None
+    ) -> None:
+        """Executes the actions in order; at the end nothing is in flight. `batch_actions`: None: the
+        plan is forward only."""
         self._source = source
-        self._hooks = hooks
+        self._batch_actions = batch_actions
         for action in actions:
             self._turn_to(action)
             self._note(action)
@@ -228,10 +229,23 @@ class Executor:
         if self.recording is not None and self.current is not None:
             self.recording.watch(self.current, is_done)
 
+    def record(self, recording: Recording | None) -> None:
+        """Record what is executed from now on; None: stop."""
+        self.recording = recording
+
+    @property
+    def _batch(self) -> BatchActions:
+        assert self._batch_actions is not None, "a forward-only plan has no batch actions"
+        return self._batch_actions
+
+    def _run_batch_action(self, action: Action) -> None:
+        self._batch.run(action)
+
     def _forward(self, action: Action) -> None:
         stage = action.stage
         part = action.part
         k = action.microbatch
+        assert self._source is not None
         batch, key = self._source.microbatch(k)
         grad = torch.is_grad_enabled()
         here = self.stages[stage][part]
@@ -275,7 +289,7 @@ class Executor:
         stage = action.stage
         part = action.part
         k = action.microbatch
-        factor = self._hooks.before_backward(action)
+        factor = self._batch.before_backward(action)
         flight = self._flight.pop((stage, part, k), None)
         is_last = part + 1 == len(self.stages[stage]) and stage + 1 not in self.stages
         gradient = (
@@ -309,11 +323,11 @@ class Executor:
             for kind in (Kind.RECV_B, Kind.SEND_B):
                 self._places.pop((kind, stage, k), None)
         if action.kind is Kind.B:
-            self._hooks.after_backward(action)
+            self._batch.after_backward(action)
 
     def _weight_gradients(self, action: Action) -> None:
-        self._hooks.weight_gradients(action)
-        self._hooks.after_backward(action)
+        self._batch.add_weight_gradients(action)
+        self._batch.after_backward(action)
 
     def _move(self, action: Action) -> None:
         assert self.tiers is not None

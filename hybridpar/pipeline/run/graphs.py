@@ -434,14 +434,13 @@ class MicroBatchGraphs:
         """Note in `calls` the communication meanwhile; forget it if an exception ends it, as none
         of it happens."""
         traffic = self._tp.traffic
-        before = traffic.calls.copy(), traffic.num_bytes.copy()
+        before = traffic.copy()
         try:
             yield
         except BaseException:
-            traffic.calls, traffic.num_bytes = before
+            traffic.restore(before)
             raise
-        calls.calls = traffic.calls - before[0]
-        calls.num_bytes = traffic.num_bytes - before[1]
+        calls.add_since(before, traffic)
 
     def _attempt(self, record: Callable[[], _Recorded]) -> _Recorded | None:
         """Return what `record` captures; None, on all ranks of tp alike, if a capture failed on one

@@ -150,6 +150,7 @@ class Recording:
         self._actions: list[tuple[Action, Any, Any, list[tuple[Any, Any]], bool]] = []
         self._waits: list[tuple[Any, Any]] = []
         self._for_state = False
+        self._start: Any = None  # of the action that began last
         self._watched: list[tuple[Action, Callable[[], bool]]] = []
         self._over: dict[Action, Any] = {}
         self._begun = _usage()

@@ -11,6 +11,7 @@ from hybridpar.autograd import recomputed
 from hybridpar.config import ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
+from hybridpar.nn.recomputable import Recomputable
 from hybridpar.pipeline.run.packing import Packing
 from hybridpar.random import RandomKey
 
@@ -68,4 +69,6 @@ class Stage(nn.Module):
                 out = recomputed(block, out, batch, key)
             else:
                 out = block(out, batch, key)
+        if isinstance(out, Recomputable):
+            out = out.value
         return out if self._out is None else self._out.pack(out)

@@ -172,6 +172,7 @@ class _Table:
         self.downsets = downsets
         self.limit = np.inf
         self.deadline = deadline
+        self.lowest = self.highest = np.zeros(0, np.int64)
         self.layers = np.zeros((len(downsets), instance.num_layers), np.bool_)
         self.layers[:, order] = downsets.members.astype(np.bool_)
         for v in set(behind).difference(order):

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridpar.comm import Work, Works
 from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
 from hybridpar.cpu import zeros
-from hybridpar.nn.matmul import Part
+from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import Buffer, Memory
 from hybridpar.state.compression.feedback import NONE, Feedback
@@ -133,7 +133,7 @@ class Compression:
             largest = max((prod(shape) for shape in kept.values()), default=0)
             self._scratch = zeros(largest, layout.dtype, memory.device)
         for each in self._methods.values():
-            each.scratch = self._scratch
+            each.decode_into(self._scratch)
 
     @staticmethod
     def of(
@@ -168,7 +168,7 @@ class Compression:
     def begin(
         self,
         batch: int,
-        parts: dict[str, list[Part]],
+        parts: dict[str, list[GradientPart]],
         scale: float = 1.0,
         gradients: Mapping[str, Tensor] = NONE,
         sums: Shares | None = None,
@@ -181,8 +181,7 @@ class Compression:
             self.feedback.open(scale, gradients)
         self._batch = batch
         for method in self._methods.values():
-            method.parts = parts
-            method.sums = sums
+            method.begin(parts, sums)
 
     def covers(self, bucket: Bucket) -> bool:
         """Whether anything of a bucket is compressed."""
@@ -202,10 +201,7 @@ class Compression:
         """The amount that this rank has sent since the start of the run."""
         total = Sent()
         for method in self._methods.values():
-            total.elements += method.sent.elements
-            total.num_bytes += method.sent.num_bytes
-            total.whole_elements += method.sent.whole_elements
-            total.whole_bytes += method.sent.whole_bytes
+            total.add_all(method.sent)
         return total
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridpar.comm import Works, all_reduce_async
 from hybridpar.config import CompressionConfig, Config, KernelsConfig
 from hybridpar.grid import Axis
-from hybridpar.nn.matmul import Part
+from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Placement
 from hybridpar.state.chunks import Buffer
 from hybridpar.state.compression.feedback import Feedback
@@ -55,6 +55,17 @@ class Sent:
     num_bytes: int = 0
     whole_elements: int = 0
     whole_bytes: int = 0
+
+    def add(self, elements: int, num_bytes: int) -> None:
+        """Count what was sent."""
+        self.elements += elements
+        self.num_bytes += num_bytes
+
+    def add_all(self, other: Sent) -> None:
+        """Count what another has sent."""
+        self.add(other.elements, other.num_bytes)
+        self.whole_elements += other.whole_elements
+        self.whole_bytes += other.whole_bytes
 
     def __str__(self) -> str:
         return (
@@ -107,7 +118,7 @@ class Method(ABC):
             Wire(other, axis, device),
         )
         self.sent = Sent()
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[GradientPart]] = {}
         self.sums: Shares | None = None
         """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the
         gradients."""
@@ -147,6 +158,15 @@ class Method(ABC):
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
+
+    def begin(self, parts: dict[str, list[GradientPart]], sums: Shares | None) -> None:
+        """Begin a batch: take factors from `parts`, and put sums into `sums`."""
+        self.parts = parts
+        self.sums = sums
+
+    def decode_into(self, scratch: Tensor | None) -> None:
+        """Multiply sums out in this tensor, one at a time; None: in the gradients."""
+        self.scratch = scratch
 
     def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
         """Sums a bucket of a flat buffer over the axis; yields works to be waited for before it

@@ -44,8 +44,7 @@ class Rounded(Method):
                 part = message.take(self._form.size(len(piece)), self._form.unit)
                 self._form.write(part, piece)
                 piece.sub_(self._form.read(torch.empty_like(piece), part))
-            self.sent.elements += entry.numel
-        self.sent.num_bytes += message.num_bytes
+        self.sent.add(sum(entry.numel for entry in self.packed), message.num_bytes)
         yield self.wire.gather([message.num_bytes] * self.axis.size)
         messages = list(self.messages())
         for total in self.totals(gradients):

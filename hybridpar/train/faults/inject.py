@@ -199,6 +199,7 @@ class Injector:
         self.pending: list[Fault] = []
         self._folder = folder
         self._flight = flight
+        self._attached: Engine | None = None
         for fault in (fault for fault in faults if fault.rank == rank):
             if not (folder / INJECTED / fault.name).exists():
                 self.pending.append(fault)
@@ -208,17 +209,22 @@ class Injector:
     def attach(self, engine: Engine, saver: Saver) -> None:
         """Lets faults happen from now on; those of step 0 at once."""
         if self.pending:
-            self._engine = engine
-            saver.wrap = self._wrap
+            self._attached = engine
+            saver.write_with(self._wrap)
         for fault in [fault for fault in self.pending if fault.step == 0]:
             self._mark(fault)
             self._stop_here(fault)
 
-    def tamper(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The plan of an engine, in which they happen."""
-        return self._tampered(actions) if self.pending else actions
+    @property
+    def _engine(self) -> Engine:
+        assert self._attached is not None, "faults happen to an engine that is attached"
+        return self._attached
 
-    def _tampered(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def wrap_plan(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """The plan of an engine, in which they happen."""
+        return self._faulty(actions) if self.pending else actions
+
+    def _faulty(self, actions: Iterator[Action]) -> Iterator[Action]:
         for action in actions:
             due = [fault for fault in self.pending if self._is_due(fault, action)]
             hooks: list[Any] = []

@@ -87,8 +87,8 @@ class Thresholds(Method):
         counts = self.other.own.take(len(self.packed), _COUNT)
         counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
         self._pack(thresholds, message)
-        self.sent.elements += sum(count for _, count in thresholds)
-        self.sent.num_bytes += counts.nbytes + message.num_bytes
+        num_bytes = counts.nbytes + message.num_bytes
+        self.sent.add(sum(count for _, count in thresholds), num_bytes)
         yield self.other.gather([counts.nbytes] * self.axis.size)
         of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
         yield self.wire.gather([self._num_bytes(own) for own in of_all])

@@ -106,8 +106,8 @@ class PowerSGD(LowRank):
         return products
 
     def _count_factors(self, first: Reader, second: Reader) -> None:
-        self.sent.elements += sum(sum(entry.shape) * self._rank(entry) for entry in self.packed)
-        self.sent.num_bytes += first.num_bytes + second.num_bytes
+        elements = sum(sum(entry.shape) * self._rank(entry) for entry in self.packed)
+        self.sent.add(elements, first.num_bytes + second.num_bytes)
 
 
 def orthonormal(x: Tensor) -> Tensor:

@@ -173,10 +173,8 @@ class StreamingPCA(LowRank):
 
     def _gather(self, message: Reader, *, is_first: bool = False) -> Iterator[Works]:
         """Starts to bring a message to all ranks."""
-        self.sent.num_bytes += message.num_bytes
-        self.sent.elements += (
-            message.num_bytes // self.dtype.itemsize - is_first * self._dense_numel
-        )
+        elements = message.num_bytes // self.dtype.itemsize - is_first * self._dense_numel
+        self.sent.add(elements, message.num_bytes)
         yield (self.wire if is_first else self.other).gather([message.num_bytes] * self.axis.size)
 
 
