@@ -336,7 +336,8 @@ class DisturbedJob:
     # -- what comes of a fault
 
     def _await_failure(self, fault: Fault, entry: dict[str, Any]) -> None:
-        limit_s = entry["limit_s"] + SLACK_S
+        # without a folder, the supervisor's note waits for the ranks that make it
+        limit_s = entry["limit_s"] + (SLACK_S if self.folder.is_dir() else AGAIN_S)
         try:
             failure = self._until(
                 lambda: self._failures()[self._seen_failures :], limit_s, "its failure"

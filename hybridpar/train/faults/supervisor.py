@@ -150,6 +150,7 @@ class Supervisor(RankAgent):
         self._start: StartWatch | None = None
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
+        self._unwritten: list[bytes] = []
         self._newest = self._saved()
         self._blamed = -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
@@ -170,6 +171,8 @@ class Supervisor(RankAgent):
         assert self._start is not None
         seen, began = self._look(), time.time()
         self._start.look(seen)
+        if self._unwritten and all(one.record is not None for one in seen):
+            self._write_failures()
         if all(one.exit_code == 0 for one in seen):
             return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
@@ -286,8 +289,17 @@ class Supervisor(RankAgent):
         begun = (
             found.kind != "refused" or found.record is not None
         )  # else the folder may be another job's
-        if begun and self._folder.is_dir():
-            self._records.append(FAILURES, f"{json.dumps(line)}\n".encode())
+        if begun:
+            self._unwritten.append(f"{json.dumps(line)}\n".encode())
+        self._write_failures()
+
+    def _write_failures(self) -> None:
+        """Write what failed to failures.jsonl; before the first ranks make the folder it waits."""
+        if not self._folder.is_dir():
+            return
+        for line in self._unwritten:
+            self._records.append(FAILURES, line)
+        self._unwritten.clear()
 
     def _await_save(self) -> None:
         """Gives ranks that live some seconds to publish the checkpoint that they are writing."""

@@ -547,6 +547,8 @@ def test_a_rank_that_hangs_before_it_has_begun_is_found(
     assert re.findall(r"hybridpar: (rank.*): nothing for .* s(.*; starting again.*)", out) == [
         (f"rank 1 {hangs}", " before it had begun; starting again after step 0")
     ], out
+    written = (tmp_path / "runs" / "run" / "failures.jsonl").read_text().splitlines()
+    assert [json.loads(line)["rank"] for line in written] == [1]  # though there was no folder then
 
 
 ENDLESS = (
