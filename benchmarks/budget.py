@@ -193,7 +193,7 @@ class Bench:
         self, name: str, shape: Shape, config: Config, compute: float, group: Path | None = None
     ) -> dict[str, Any]:
         """One entry of the result file, with the disk measured before and after."""
-        said: TierForecast = apart(None, 1, forecast, config)
+        said: TierForecast = apart(None, 1, forecast, JobPlan(config))
         disk = [self.bandwidth(shape)]
         run = self.run(shape, config, group)
         disk.append(self.bandwidth(shape))

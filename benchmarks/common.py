@@ -177,7 +177,7 @@ def engine_config(
     warmup: str = "depth",
     zero_bubble: bool = False,
     device: str = "cpu",
-    placement: Literal["loop", "v"] = "loop",
+    stage_layout: Literal["loop", "v"] = "loop",
 ) -> Config:
     """hybridpar's settings: AdamW as torch's defaults, constant rate, global gradient norm clipped
     to 1 as usual."""
@@ -189,9 +189,9 @@ def engine_config(
             num_microbatches=num_microbatches,
             split=split,
             warmup=warmup,
-            split_backward=zero_bubble or placement == "v",
+            split_backward=zero_bubble or stage_layout == "v",
             zero_bubble=zero_bubble,
-            placement=placement,
+            stage_layout=stage_layout,
         ),
         optim=OptimConfig(lr=LR, decay="constant", weight_decay=0.01, clip_grad=CLIP),
         train=TrainConfig(

@@ -89,7 +89,7 @@ DRAINS: dict[str, dict[str, Any]] = {
     f"{OURS} 1f1b": {"schedule": "1f1b"},
     f"{OURS} 1f1b, zero bubble": {"schedule": "1f1b", "zero_bubble": True},
     f"{OURS} interleaved": {"schedule": "interleaved"},
-    f"{OURS} v": {"schedule": "1f1b", "placement": "v"},
+    f"{OURS} v": {"schedule": "1f1b", "stage_layout": "v"},
 }
 """Our schedules that drain, with their options."""
 RECORDED = 8

@@ -53,7 +53,7 @@ class Case:
     @property
     def chunks(self) -> int:
         """Stages on each rank."""
-        return PipelineConfig(schedule=self.schedule).num_chunks
+        return PipelineConfig(schedule=self.schedule).num_virtual_stages
 
     def simulated(self, source: RunCosts) -> float:
         """This case's step time with the costs of another run."""

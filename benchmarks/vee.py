@@ -46,13 +46,13 @@ CPU = torch.device("cpu")
 _BOTH = {"schedule": "2bw"}
 SIDES: dict[str, dict[str, Any]] = {
     "2bw": _BOTH,
-    "V-Half": _BOTH | {"placement": "v", "activations": "half", "split_backward": True},
-    "V-Min": _BOTH | {"placement": "v", "activations": "min", "split_backward": True},
+    "V-Half": _BOTH | {"stage_layout": "v", "activations": "half", "split_backward": True},
+    "V-Min": _BOTH | {"stage_layout": "v", "activations": "min", "split_backward": True},
 }
 
 
 def config_of(shape: Shape, pp: int, m: int, pipeline: dict[str, Any]) -> Config:
-    stages = pp * (1 + ("placement" in pipeline))
+    stages = pp * (1 + ("stage_layout" in pipeline))
     each = shape.num_layers // stages
     split = [each + 1, *[each] * (stages - 2), each + 1]  # the embedding and the head
     return from_mapping(

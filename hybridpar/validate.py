@@ -167,7 +167,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     model = config.model
     pipeline = config.pipeline
     pp = config.parallel.pp
-    chunks = config.pipeline.num_chunks
+    chunks = config.pipeline.num_virtual_stages
     device = None if config.train.device == "auto" else config.train.device
     said = {problem.field for problem in model.conflicts()}
     groups = (

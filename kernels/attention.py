@@ -68,14 +68,16 @@ def attention(
     keep_scale: float,
     start: int,
 ) -> tuple[Tensor, Tensor]:
-    """out, and lse: +infinity where a query sees no key, whose out is zero.
+    """Return out and lse; for a query that sees no key lse is +infinity and out is zero.
 
-    `kv_head`: the key and value head of each query head. Dropout with threshold > 0: probability
-    (head, query, key) of a sample has the bits of index start + (head * s + query) * s + key, stays
-    where they are at least `threshold`, and is then multiplied by `keep_scale`.
+    Args:
+        kv_head: The key and value head of each query head.
+        threshold: Dropout if above 0: probability (head, query, key) of a sample has the bits of
+            index start + (head * s + query) * s + key, stays if they are at least `threshold`, and
+            is then multiplied by `keep_scale`.
 
     Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d],
-        float32 [b, n, s].
+    float32 [b, n, s].
     """
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -112,7 +114,8 @@ def attention_backward(
     keep_scale: float,
     start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv, d]."""
+    """Return the gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv,
+    d]."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
@@ -142,7 +145,7 @@ def _common(
     causal: bool,
     mask: tuple[int, int, Tensor | None, int, float, int],
 ) -> dict[str, Any]:
-    """The arguments of all kernels, besides strides."""
+    """Return the arguments of all kernels, besides strides."""
     assert scale > 0, (
         f"scale must be positive, got {scale}"
     )  # the largest score must give the largest scaled one
@@ -174,8 +177,8 @@ def _common(
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """In units of 16 bytes where all are multiples, so that the compiler sees whole vectors; in
-    elements otherwise."""
+    """Return strides in units of 16 bytes if all are multiples, so that the compiler sees full
+    vectors; otherwise in elements."""
     strides = {
         f"{name}_{dim}": x.stride(i) if x.shape[i] > 1 else 0
         for name, x in tensors.items()
@@ -188,8 +191,11 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
-    """The kv head of each query head [n]; the query heads by kv head [n]; where those of each begin
-    [n_kv + 1]."""
+    """Return the kv head of each query head, the query heads by kv head, and where each kv
+    head's begin.
+
+    Shapes: [n], [n], [n_kv + 1], in one tensor.
+    """
     assert all(0 <= g < kv_heads for g in kv_head), f"{kv_head} names a head that is not there"
     order = sorted(range(len(kv_head)), key=lambda head: kv_head[head])
     begins = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]

@@ -1,8 +1,7 @@
-"""A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without
-atomics.
+"""A rank's rows of an embedding table: look ids up, and add gradients to the rows, without atomics.
 
 Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of
-one id, and adds each sum to the id's row. Runs that go on into the next program's part leave their
+one id, and adds each sum to the id's row. Runs that continue in the next program's part leave their
 pieces in `partial`; one program a run then adds these in order. So the order of additions depends
 on the ids alone, an id that comes a thousand times costs what a thousand ids cost, and only rows
 that have an id are touched.
@@ -38,8 +37,10 @@ _WIDEST = 1024
 
 
 def embedding(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """weight[id - start], zero where that is no row. Shapes: ids int64 [..], weight [rows, h] ->
-    [.., h]."""
+    """Return weight[id - start], zero if there is no such row.
+
+    Shapes: ids int64 [..], weight [rows, h] -> [.., h].
+    """
     _check(ids, weight)
     rows, cols = weight.shape
     out = weight.new_empty((*ids.shape, cols))
@@ -64,8 +65,7 @@ def embedding(ids: Tensor, weight: Tensor, start: int) -> Tensor:
 def embedding_backward_(
     gradient: Tensor, dy: Tensor, ids: Tensor, start: int, overwrite: bool
 ) -> None:
-    """Adds to each row of `gradient` what dy has for it, in dy's or a wider type; overwrite: to
-    zero.
+    """Add to each row of `gradient` its rows of dy, in dy's or a wider type; overwrite: to zero.
 
     Shapes: gradient [rows, h], dy [.., h], ids int64 [..].
     """
@@ -124,8 +124,11 @@ def embedding_backward_(
 
 
 def _sorted(ids: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is.
-    Both int32 or int64."""
+    """Return each id's row in ascending order (`rows` for ids of other ranks), and its index in
+    `ids`.
+
+    Both are int32 or int64.
+    """
     count = len(ids)
     if count <= _MOST_RANKED:
         keys, order = ids.new_empty((2, count), dtype=torch.int32)
@@ -183,8 +186,7 @@ def rows_kernel(
 def rank_kernel(
     ids_ptr, keys_ptr, order_ptr, count, rows, start, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Puts each id where it comes in order: behind as many as are smaller, or equal and before
-    it."""
+    """Put each id at its place in order: behind smaller ones, and equal ones before it."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = _key(ids_ptr, at, count, rows, start)
     mine = (key.to(tl.int64) << 32 | at)[:, None]
@@ -200,7 +202,7 @@ def rank_kernel(
 
 @triton.jit
 def _key(ids_ptr, at, count, rows, start):
-    """The row of the table, int32; `rows` for those of other ranks."""
+    """Return the row of the table, int32; `rows` for ids of other ranks."""
     row = tl.load(ids_ptr + at, mask=at < count, other=0) - start
     return tl.where((row >= 0) & (row < rows), row, rows).to(tl.int32)
 

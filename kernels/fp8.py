@@ -10,7 +10,7 @@ first kernel finds the largest magnitude of each row and column, and a second on
 writes both forms. Traffic of an element: 2 + 2 bytes read, 1 + 1 written. The maxima are combined
 by atomic maxima of integers, which give the same bits in any order.
 
-Rounding is that of hybridpar/ops/fp8.py: the factor of a row is rounded to bfloat16, the product
+Rounding follows hybridpar/ops/fp8.py: the factor of a row is rounded to bfloat16, the product
 with it to bfloat16, and that to e4m3. Magnitudes are compared as integers, so NaN is the largest
 and reaches the scale.
 

@@ -1,8 +1,8 @@
-"""The k numbers of each row that are farthest from zero, packed with a bit for each number of the
-row, and back.
+"""The k numbers of each row with the largest magnitudes, packed with a bit for each number, and
+back.
 
-A program takes a row. The k-th largest size is found bit by bit, each by counting how many sizes
-are above it; of equal ones the first are taken, so bytes are those of the reference
+A program takes a row. The k-th largest magnitude is found bit by bit, each by counting how many
+magnitudes are above it; of equal ones the first are taken, so bytes equal the reference's
 (hybridpar/ops/largest.py). Values are written byte by byte, as rows of a message may begin at odd
 addresses.
 
@@ -205,7 +205,7 @@ def _marked(places_ptr, col, cols, taken):
 
 @triton.jit
 def _value(x, ROUNDED: tl.constexpr):
-    """What is sent of numbers, in the lowest bits: theirs, or those of the nearest bfloat16."""
+    """Return the bits of numbers that are sent, or of the nearest bfloat16, in the lowest bits."""
     if ROUNDED:
         bits = _bfloat16_bits(x.to(tl.float32))
     elif x.dtype.primitive_bitwidth == 32:
@@ -217,8 +217,7 @@ def _value(x, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _bfloat16_bits(x):
-    """Of float32 numbers, rounded to the nearest, to even where two are: 16 bits, as torch
-    rounds."""
+    """Round float32 numbers to 16 bits: to the nearest, ties to even, like torch."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest)

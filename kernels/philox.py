@@ -76,7 +76,7 @@ def philox_dropout(
 
 
 def _signed(*words: int) -> list[int]:
-    """The same 32 bits as int32, so that an argument always has one type."""
+    """Return these 32 bits as int32, so that an argument always has one type."""
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
@@ -131,8 +131,10 @@ def _counter(counter_ptr, i):
 
 @triton.jit
 def _generate(quad, key0, key1, step, sample):
-    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 *
-    quad.shape[-1]]."""
+    """Return the words of the counters in `quad`, four words of a counter side by side.
+
+    Shapes: uint32 [.., 4 * quad.shape[-1]].
+    """
     c0, c1, c2, c3 = _words(quad, key0, key1, step, sample)
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
 

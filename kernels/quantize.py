@@ -1,9 +1,8 @@
-"""Tiles of 64 numbers as a bfloat16 scale and codes of 8 or 4 bits, and back;
-hybridpar/ops/quantize.py has the form.
+"""Tiles of 64 numbers as a bfloat16 scale and codes of 8 or 4 bits, and back.
 
-A program takes _TILES tiles. Every operation is rounded by itself, quotients to the nearest, so
-bytes and numbers are those of the reference. The Hadamard matrix is six steps between numbers of a
-tile, in registers.
+hybridpar/ops/quantize.py describes the form. A program takes _TILES tiles. Every operation is
+rounded by itself, quotients to the nearest, so bytes and numbers equal the reference's. The
+Hadamard matrix is six steps between numbers of a tile, in registers.
 
 Traffic an element: encoding reads it and writes 1 or 1/2 byte, decoding the other way; 2 bytes a
 tile.
@@ -173,8 +172,8 @@ def decode_kernel(
 
 @triton.jit
 def _rotated(x, TILES: tl.constexpr):
-    """Rows times the Hadamard matrix: six equal steps, the order of sums being that of the
-    reference."""
+    """Multiply rows by the Hadamard matrix: six equal steps, whose sums have the reference's
+    order."""
     for _ in tl.static_range(6):
         first, second = _halves(x, TILES)
         x = tl.join(first + second, first - second).reshape(TILES, _TILE)

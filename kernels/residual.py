@@ -1,9 +1,9 @@
 """residual + dropout(x + bias), and its gradients.
 
 Traffic a bf16 element: forward reads x and the residual and writes the sum, 6 bytes; backward reads
-the sum's gradient and writes that of x, 4 bytes (2 without dropout, for the bias alone). Masks are
-made again where they are needed, as in philox.py: about 25 integer operations an element, which is
-more than the arithmetic, and hides behind the traffic.
+the sum's gradient and writes x's, 4 bytes (2 without dropout, for the bias alone). Masks are
+recomputed (philox.py): about 25 integer operations an element, which is more than the arithmetic,
+and hides behind the traffic.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .rows import add_up, check, launch, share, tile
 OPERATORS = {"bias_dropout_add": (), "bias_dropout_add_backward": ()}
 
 WORDS = ("key0", "key1", "threshold", "scale", "sample_rows", "stride", "start")
-"""The kernels' arguments of dropout: they vary from call to call, and kernels are compiled once for
-all values."""
+"""The kernels' arguments of dropout: they vary from call to call; one compiled kernel takes all
+values."""
 _WIDEST = 512
 _OF_THREAD = 8  # elements, in the backward
 _PROGRAMS = 2048  # that sum columns, of all columns
@@ -41,8 +41,10 @@ def bias_dropout_add(
     stride: int,
     start: int,
 ) -> Tensor:
-    """residual + dropout(x + bias), rounded once. Shapes: x, residual [.., h], bias [h] -> [.., h],
-    all contiguous."""
+    """Return residual + dropout(x + bias), rounded once.
+
+    Shapes: x, residual [.., h], bias [h] -> [.., h], all contiguous.
+    """
     check(x=x, bias=bias, residual=residual)
     out = torch.empty_like(x)
     words, kind = dropout_words(x, key0, key1, counter, threshold, scale, stride, start)

@@ -1,13 +1,12 @@
-"""Parts that the row-wise kernels share: how they are started, how wide their tiles are, sums of
-columns, logistic.
+"""Parts that the row-wise kernels share: launches, widths of tiles, sums of columns, logistic.
 
-A tile is ROWS rows of COLS columns, powers of two, in the layout that memory has: a thread of a
-whole tile reads neighbours, 16 bytes at a time where a row's size is a multiple of 16 elements. A
-thread has 16 elements of it, or 8 where it keeps much for each; narrow rows share a program of 4
-warps, wide ones have more warps. Sizes are those that an H200 was fastest with, on every GPU.
+A tile is ROWS rows of COLS columns, powers of two, in the layout of memory: a thread of a
+full tile reads neighbours, 16 bytes at a time if a row's size is a multiple of 16 elements. A
+thread has 16 elements of it, or 8 if it keeps much for each; narrow rows share a program of 4
+warps, wide ones have more warps. Sizes are the fastest on an H200, and used on every GPU.
 
 Sums of columns: each of a number of programs, which depends on the shape alone, adds its own rows
-in order to one row of `partial`; sum_kernel adds those in order. So the bits are those of any GPU,
+in order to one row of `partial`; sum_kernel adds those in order. So bits are equal on any GPU,
 and there are no atomics. Traffic: a partial sum is written and read, 8 bytes for the 8 (norm) or 32
 rows of a column that it has at least, and mostly within the L2 cache.
 """
@@ -33,7 +32,7 @@ _SUM_WARPS = 8
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Starts the programs, if any, on the device of the first argument, a tensor."""
+    """Start the programs, if any, on the device of the first argument, a tensor."""
     if programs == 0:
         return
     device = args[0].device
@@ -42,7 +41,7 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
 
 
 def check(**tensors: Tensor | None) -> None:
-    """Asserts that tensors are of one type and without gaps, as the kernels take them to be."""
+    """Assert that tensors are of one type and without gaps, which the kernels rely on."""
     present = {name: x for name, x in tensors.items() if x is not None}
     dtypes = {name: x.dtype for name, x in present.items()}
     assert len(set(dtypes.values())) == 1, f"tensors must be of one type, got {dtypes}"

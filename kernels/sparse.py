@@ -1,10 +1,10 @@
-"""The elements of a tensor that are far from zero, packed into values and places, and added to
+"""The elements of a tensor with large magnitudes, packed into values and places, and added to
 another.
 
-hybridpar/ops/sparse.py has the form of messages. A piece of a tensor is some rows of places: 8
+hybridpar/ops/sparse.py describes messages. A piece of a tensor is some rows of places: 8
 elements of a byte of bits, or 255 with a count. How many elements each piece has is counted first,
-so where it writes follows from counts alone, and bytes are those of the reference. The k-th largest
-size is found by its digits of 8 bits, highest first.
+so where it writes follows from counts alone, and bytes equal the reference's. The k-th largest
+magnitude is found by its digits of 8 bits, highest first.
 
 Traffic an element of float32: a threshold reads 16 bytes, counting 4, packing 8 (it counts again),
 and what is sent is read and written once; adding touches what is sent alone, but for the bits.
@@ -31,7 +31,7 @@ _DIGIT = 256
 _SPAN = 16384  # elements of which a program counts digits
 _BLOCK = 1024  # at a time
 _FORMS = {True: {"ROWS": 256, "COLS": 8, "WIDTH": 8}, False: {"ROWS": 8, "COLS": 256, "WIDTH": 255}}
-"""Of pieces, by whether places are bits."""
+"""Sizes of pieces, by whether places are bits."""
 
 
 def sparse_threshold(x: Tensor, k: int) -> Tensor:
@@ -156,7 +156,7 @@ def _rounded(x: Tensor, values: Tensor) -> bool:
 
 
 def _counts(x: Tensor, threshold: Tensor, piece: int) -> Tensor:
-    """Of each piece. Shapes: -> int64 [pieces]."""
+    """Return how many marked elements each piece has. Shapes: -> int64 [pieces]."""
     check(x=x, threshold=threshold)
     counts = torch.empty(triton.cdiv(x.numel(), piece), dtype=torch.int64, device=x.device)
     launch(
@@ -277,8 +277,10 @@ def add_kernel(
 
 @triton.jit
 def _numbers(ends_ptr, marked):
-    """Which of all marked elements each of this piece is. Triton 3.6 scans no tensor that is one
-    column."""
+    """Return the index of each element of this piece among all marked elements.
+
+    Triton 3.6 scans no tensor that is one column.
+    """
     of_row = tl.sum(marked, 1)
     before = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(of_row) + tl.cumsum(of_row, 0) - of_row
     return before[:, None] + tl.cumsum(marked, 1) - 1

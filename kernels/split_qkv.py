@@ -1,5 +1,4 @@
-"""Joins the gradients of q, k and v into that of the fused qkv product, and sums the gradient of
-its bias.
+"""Join the gradients of q, k and v into the fused qkv product's, and sum the gradient of its bias.
 
 A row of the product is a row of slots of d features, group by group: the group's query heads, its
 key, its value. The first and the last group of a rank may have fewer query heads than the others.
@@ -8,7 +7,7 @@ With rotary positions queries and keys are turned back on the way.
 Traffic a bf16 element: reads and writes it, 4 bytes. Without this pass: rotary reads and writes two
 of three elements, a concatenation reads and writes all, and a sum reads all: 2.7 + 4 + 2 bytes.
 
-The bias's gradient is the columns' sums of what is written before it is rounded, see rows.py: a
+The bias's gradient is the sum of each written column before it is rounded, see rows.py: a
 program has one slot and a range of rows. An angle is a product of integers in units of 2^-64 turns,
 whose overflow drops whole turns. It is as exact as one in float64, and takes none of its
 operations, which GPUs for graphics and the B300 have few of.

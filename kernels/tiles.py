@@ -1,7 +1,7 @@
 """Tiles of a head: how many positions a kernel takes at a time, and how a tile is read and stored.
 
-Where tiles of 16-bit tensors are those of a matrix (s a multiple of 128, d a power of two), the
-copy engine of an H100 reads what the loops go through: no registers for addresses and masks.
+If the tiles of 16-bit tensors form a matrix (s a multiple of 128, d a power of two), the copy
+engine of an H100 reads them for the loops: no registers for addresses and masks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def has_copy_engine(major: int) -> bool:
 
 
 def is_matrix(x: Tensor, D: int) -> bool:
-    """Whether the tiles of [b, n, s, D] are those of a matrix that the copy engine can read, and
-    lie in one head."""
+    """Whether the tiles of [b, n, s, D] form a matrix that the copy engine can read, each in one
+    head."""
     b, n, s, _ = x.stride()
     samples, heads, positions, d = x.shape
     return (
@@ -79,9 +79,11 @@ def tiles_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> t
 
 _SMALL_GROUP = 0
 _GROUPS = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100, 110: 100}
-"""Groups of GPUs that have the same tiles, by compute capability: 163 KiB of shared memory and the
-products of Ampere, 227 KiB and those of Hopper, 227 KiB and those of Blackwell. Any other GPU is of
-_SMALL_GROUP: 99 KiB, as RTX cards have."""
+"""Groups of GPUs that have the same tiles, by compute capability.
+
+They have 163 KiB of shared memory and Ampere's products, 227 KiB and Hopper's, 227 KiB and
+Blackwell's. Any other GPU belongs to _SMALL_GROUP: 99 KiB, like RTX cards.
+"""
 
 
 # Found by compiling: wide tiles, for d to 64, 128 and 256, that need no more registers than there

@@ -31,14 +31,14 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)")
 PICTURES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
-    "interleaved": {"schedule": "interleaved", "chunks": 2},
+    "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
     "zero_bubble": {"schedule": "1f1b", "split_backward": True, "zero_bubble": True},
-    "v": {"schedule": "1f1b", "split_backward": True, "placement": "v"},
+    "v": {"schedule": "1f1b", "split_backward": True, "stage_layout": "v"},
     "2bw": {"schedule": "2bw"},
     "2bw_v_half": {
         "schedule": "2bw",
         "split_backward": True,
-        "placement": "v",
+        "stage_layout": "v",
         "activations": "half",
     },
 }
@@ -99,7 +99,7 @@ def picture(name: str) -> str:
     from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
     from hybridpar.train.preview import preview
 
-    chunks = 2 if {"chunks", "placement"} & set(PICTURES[name]) else 1
+    chunks = 2 if {"virtual_stages", "stage_layout"} & set(PICTURES[name]) else 1
     sizes = {"num_microbatches": 8, "split": [2] + [1] * (4 * chunks - 2) + [2]}
     config = from_mapping(
         {

@@ -33,18 +33,18 @@ SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("1F1B", "1f1b", {}),
     ("ZB-H1", "1f1b", _ZERO),
     ("ZB-H2", "1f1b", {"warmup": "latency", **_ZERO}),
-    ("Interleaved", "interleaved", {"chunks": 2}),
-    ("Interleaved ZB-H1", "interleaved", {"chunks": 2, **_ZERO}),
-    ("ZB-V", "1f1b", {"placement": "v"}),
-    ("There and back twice", "1f1b", {"placement": "v", "chunks": 4}),
-    ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
-    ("V-Min", "1f1b", {"placement": "v", "activations": "min"}),
+    ("Interleaved", "interleaved", {"virtual_stages": 2}),
+    ("Interleaved ZB-H1", "interleaved", {"virtual_stages": 2, **_ZERO}),
+    ("ZB-V", "1f1b", {"stage_layout": "v"}),
+    ("There and back twice", "1f1b", {"stage_layout": "v", "virtual_stages": 4}),
+    ("V-Half", "1f1b", {"stage_layout": "v", "activations": "half"}),
+    ("V-Min", "1f1b", {"stage_layout": "v", "activations": "min"}),
     ("PipeDream", "pipedream", {}),
     ("2BW", "2bw", {}),
     ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
-    ("2BW, interleaved", "2bw", {"chunks": 2}),
-    ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
-    ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}),
+    ("2BW, interleaved", "2bw", {"virtual_stages": 2}),
+    ("2BW on V-Half", "2bw", {"stage_layout": "v", "activations": "half"}),
+    ("2BW on V-Min", "2bw", {"stage_layout": "v", "activations": "min"}),
 )
 """Name, schedule and options."""
 _HEAD = """# All schedules
@@ -63,9 +63,9 @@ the fastest.
 
 
 def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
-    placement = options.get("placement", "loop")
-    default = 2 if placement == "v" or schedule == "interleaved" else 1
-    return Sizes(p, m, options.get("chunks", default), placement)
+    stage_layout = options.get("stage_layout", "loop")
+    default = 2 if stage_layout == "v" or schedule == "interleaved" else 1
+    return Sizes(p, m, options.get("virtual_stages", default), stage_layout)
 
 
 def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:
@@ -123,7 +123,7 @@ def table() -> str:
 
 
 def settings(name: str, options: dict[str, Any]) -> str:
-    split = {"split_backward": True} if options.keys() & {"zero_bubble", "placement"} else {}
+    split = {"split_backward": True} if options.keys() & {"zero_bubble", "stage_layout"} else {}
     given = {"schedule": name, **options, **split}
     return ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in given.items())
 

@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.recording.memory_trace import SampleLoader
 from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
-from hybridpar.state import StatePolicy
 from hybridpar.train.engine import Actions, Engine, Residency, StepResult
 
 Group = tuple[str, tuple[int, ...]]
@@ -310,11 +310,10 @@ def issued(config: Config, rank: int, steps: int) -> list[Event]:
                 tracker.make_ghosts_of_integers(action.kind in COMPUTE)
                 yield action
 
-        states = StatePolicy.of(config, 1, 1)
+        job = JobPlan(config)
+        states = job.state_policy(1, 1)
         memory = GhostChunks(tracker.device, states) if states.moves else None
-        engine = Engine(
-            config, grid, tracker.device, wrap_plan=watched, residency=Residency(memory)
-        )
+        engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=Residency(memory))
         take = engine.batch_actions.results.take
 
         def noting_the_read(batch: int) -> StepResult:

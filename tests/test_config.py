@@ -146,6 +146,21 @@ def test_removed_keys_are_dropped_at_their_old_defaults() -> None:
         translate_flags(["--train.planned_memory", "True"])
 
 
+def test_renamed_keys_keep_their_old_names() -> None:
+    new = {"split_backward": True, "stage_layout": "v", "virtual_stages": 4}
+    old = {"split_backward": True, "placement": "v", "chunks": 4}
+    assert from_mapping({"pipeline": old}) == from_mapping({"pipeline": new})
+    assert from_mapping({"pipeline": old | new}) == from_mapping({"pipeline": new})
+    with pytest.raises(ConfigError, match=r"chunks = 4: is the old name of pipeline\.virtual_stag"):
+        from_mapping({"pipeline": old | {"virtual_stages": 2}})
+    flags = ["--pipeline.chunks", "4", "--pipeline.placement=v"]
+    assert translate_flags(flags) == [
+        "--pipeline.virtual_stages",
+        "4",
+        "--pipeline.stage_layout=v",
+    ]
+
+
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     path = tmp_path / "windows.toml"
     path.write_bytes(b"\xef\xbb\xbf[model]\r\nnum_layers = 7\r\n")

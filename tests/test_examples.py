@@ -138,7 +138,7 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
             "mixer",
             {"pp": 2},
             {
-                "pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
+                "pipeline": {"schedule": "interleaved", "virtual_stages": 2, "recompute": "stage"},
                 "optim": {"name": "muon"},
                 "compression": {"messages": "int4"},
             },
@@ -311,7 +311,7 @@ def test_commands_that_predict_take_it(
         assert main(command) == 0, command
         assert said in capsys.readouterr().out
     assert main(["check", *given, "--memory-gb=1", "--largest"]) == 1
-    assert "model.spec = 'mixer:Mixer': works with GPT and BERT only" in capsys.readouterr().err
+    assert "model.spec = 'mixer:Mixer': requires a model that says" in capsys.readouterr().err
 
 
 def test_a_trainer_tells_of_steps_evaluations_and_saves(

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "hybridpar"
 LAYERS = (
     ("errors", "reading", "scratch", "toml_advice"),
     ("config",),
-    ("autograd", "cores", "cpu", "flight", "native", "sockets", "turns"),
+    ("autograd", "cores", "cpu", "flight", "native", "sockets"),
     ("grid", "random"),
     ("comm",),
     ("ops",),

@@ -82,7 +82,7 @@ def test_one_process_of_a_job_says_it(capsys: pytest.CaptureFixture[str]) -> Non
         (
             {
                 "pipeline": {
-                    "placement": "v",
+                    "stage_layout": "v",
                     "split_backward": True,
                     "zero_bubble": True,
                     "warmup": "latency",
@@ -91,7 +91,7 @@ def test_one_process_of_a_job_says_it(capsys: pytest.CaptureFixture[str]) -> Non
             ["pipeline.warmup", "pipeline.zero_bubble"],
         ),
         (
-            {"pipeline": {"schedule": "1f1b", "chunks": 2}},
+            {"pipeline": {"schedule": "1f1b", "virtual_stages": 2}},
             [],
         ),  # changes the stages: refused, with the schedule that has it
     ],

@@ -372,7 +372,7 @@ def _check_stages(manifest: Manifest) -> None:
     )
     edges = [0, *(stop for _, stop, _ in stages)]
     around = [
-        rank_of_stage(number, parallel.pp, manifest.config.pipeline.placement)
+        rank_of_stage(number, parallel.pp, manifest.config.pipeline.stage_layout)
         for number in range(len(stages))
     ]
     if (

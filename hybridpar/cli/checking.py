@@ -113,10 +113,10 @@ class Check:
         likeliest = knobs(config, fullest, memory[fullest])[:1]
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in job.split)
-        if (chunks := config.pipeline.num_chunks) > 1:
+        if (chunks := config.pipeline.num_virtual_stages) > 1:
             blocks += (
                 f"; rank r holds r and {2 * grid.pp - 1} - r"
-                if config.pipeline.placement == "v"
+                if config.pipeline.stage_layout == "v"
                 else f"; each rank holds {chunks}, which are {grid.pp} apart"
             )
         rates = f"  {describe_points(config.optim.lr_points)}\n" if config.optim.lr_points else ""

@@ -41,7 +41,7 @@ class Place:
     whole_blocks: bool = False
     """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`. A
     placement that is a pipeline is then its pipeline.split; one that goes round the devices more
-    than once, its pipeline.chunks, too."""
+    than once, its pipeline.virtual_stages, too."""
     time_limit: float = 60.0
     """Seconds, after which the best that was found counts, with a bound. dp may take one second
     more, the milps half.

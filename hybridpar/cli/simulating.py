@@ -109,7 +109,7 @@ class Simulate:
                         "ok": True,
                         "schedule": pipeline.schedule,
                         "stages": config.parallel.pp,
-                        "chunks": pipeline.num_chunks,
+                        "virtual_stages": pipeline.num_virtual_stages,
                         "ranks": config.parallel.num_ranks,
                         "num_microbatches": pipeline.num_microbatches,
                         "step_time": shown.step_time,
@@ -138,9 +138,9 @@ class Simulate:
         # drawn as 1 ms
         per_second = 1.0 if timed else 1e3
         in_ms = 1e3 / per_second
-        held = f" on {ranks} ranks" if pipeline.num_chunks > 1 else ""
+        held = f" on {ranks} ranks" if pipeline.num_virtual_stages > 1 else ""
         title = (
-            f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, "
+            f"{pipeline.schedule}, {ranks * pipeline.num_virtual_stages} stages{held}, "
             f"{pipeline.num_microbatches} "
             "micro-batches a batch"
         )

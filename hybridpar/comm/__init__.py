@@ -1,5 +1,7 @@
-"""Communication over one axis: functions of (tensor, axis). Size 1 is the identity; every call is
-counted."""
+"""Communication over one axis: functions of (tensor, axis).
+
+On an axis of size 1 each is the identity; every other call is counted.
+"""
 
 from hybridpar.comm.autograd import (
     copy_to,

@@ -1,5 +1,5 @@
-"""The collectives that autograd sees: how a tensor passes between 'the same on every rank' and 'a
-part on each'.
+"""Collectives with gradients: a tensor passes between 'the same on every rank' and 'a part on
+each'.
 
 On an axis of size 1 each is the identity. The arguments and the gradients that arrive are never
 written to; only `reduce_from_`, which says so in its name, works on its argument.
@@ -25,7 +25,7 @@ Move = Callable[..., Tensor]
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Hands a replicated tensor to computations that differ from rank to rank.
+    """Pass a replicated tensor to computations that differ from rank to rank.
 
     Collectives: forward none, backward one all-reduce.
     """
@@ -33,7 +33,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks, replicated; what follows must be the same computation on every rank.
+    """Return the sum over ranks, replicated; every rank must continue with the same computation.
 
     Collectives: forward one all-reduce, backward none.
     """
@@ -45,27 +45,29 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from_(x: Tensor, axis: Axis) -> Tensor:
-    """`reduce_from` in place, for an `x` that was just computed and that nobody else holds (nor
-    saved for backward)."""
+    """Do `reduce_from` in place, for an `x` that was just computed and that nothing else holds
+    or saves."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The parts of all ranks along `dim`, replicated; what follows must be the same computation on
-    every rank.
+    """Gather the parts of all ranks along `dim`; every rank must continue with the same
+    computation.
 
-    Shapes: as `collectives.all_gather`. Collectives: forward one all-gather, backward none (own
-        slice).
+    Shapes: see `collectives.all_gather`. Collectives: forward one all-gather, backward none (own
+    slice).
     """
     return x if axis.size == 1 else _Moved.apply(x, axis, dim % x.dim(), sizes, all_gather, _own)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's slice along `dim` of a replicated tensor. `sizes`: the extents of all ranks;
-    None: equal ones.
+    """Return this rank's slice along `dim` of a replicated tensor.
 
-    Shapes: [.., sum(sizes), ..] -> [.., sizes[rank], ..]. Collectives: forward none, backward one
-        all-gather.
+    Args:
+        sizes: Extents of all ranks' slices; None: they are equal.
+
+    Shapes: [.., sum(sizes), ..] -> [.., sizes[rank], ..].
+    Collectives: forward none, backward one all-gather.
     """
     if axis.size == 1:
         return x
@@ -80,8 +82,7 @@ def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
 
 
 def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    """The parts of all ranks along dimension 1, handed to computations that differ from rank to
-    rank.
+    """Gather all rows (dimension 1) for computations that differ from rank to rank.
 
     Shapes: [b, sizes[rank], ..] -> [b, sum(sizes), ..].
     Collectives: forward one all-gather, backward one reduce_scatter.
@@ -90,7 +91,7 @@ def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    """This rank's part along dimension 1 of the sum over ranks.
+    """Return this rank's rows (dimension 1) of the sum over ranks.
 
     Shapes: [b, sum(sizes), ..] -> [b, sizes[rank], ..].
     Collectives: forward one reduce_scatter, backward one all-gather.
@@ -125,7 +126,7 @@ class _ReduceFrom(Function):
 
 
 class _Moved(Function):
-    """A tensor as `there(x, axis, dim, sizes)` gives it, and its gradient as `back` does."""
+    """Return `there(x, axis, dim, sizes)`, whose gradient is moved by `back`."""
 
     @staticmethod
     def forward(
@@ -147,6 +148,6 @@ class _Moved(Function):
 
 
 def _own(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
-    """This rank's slice."""
+    """Return this rank's slice."""
     length = x.shape[dim] // axis.size if sizes is None else sizes[axis.rank]
     return x.narrow(dim, axis.rank * length if sizes is None else sum(sizes[: axis.rank]), length)

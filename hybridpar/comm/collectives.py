@@ -1,9 +1,9 @@
-"""Collectives over one axis. Tensors on a device that its group does not take (Gloo: a GPU) go
-through host memory.
+"""Collectives over one axis.
 
-On an axis of size 1 each is the identity and is not counted. Otherwise every call is counted in
-`axis.traffic`, with the bytes of the tensor this rank contributes. Every rank of the axis must make
-the same calls in the same order.
+Tensors on a device that the axis's group does not take (Gloo: a GPU) go through host memory. On an
+axis of size 1 each collective is the identity and is not counted. Otherwise every call is counted
+in `axis.traffic`, with the bytes of the tensor this rank contributes. Every rank of the axis must
+make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _reduce_scatter = (
 class Work:
     """A communication under way, which keeps its tensors alive. `Work()` has already finished.
 
-    `wait()` returns when the result may be used: on CPU when it is there, on CUDA when the current
-    stream is ordered after it. Waiting again does nothing. `waiting`: entered meanwhile.
+    `wait()` returns when the result may be used: on CPU when it has arrived, on CUDA when the
+    current
+    stream is ordered after it. A second wait does nothing. The context `waiting` is entered for the
+    wait.
     """
 
     __slots__ = ("_finish", "_handle", "_tensors", "_waiting")
@@ -65,39 +67,44 @@ class Work:
         self._finish = None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once, also asked by another thread. Not known of p2p
-        messages with Gloo, which are done once waited for."""
+        """Whether `wait` would return at once; another thread may ask.
+
+        For point-to-point messages over Gloo that is unknown until they were waited for.
+        """
         handle = self._handle
         return handle is None or handle.is_completed()
 
 
 def message(x: Tensor, axis: Axis) -> Tensor:
-    """`x` as the axis's group takes it: itself where that can be, else a contiguous copy, in host
-    memory if need be.
+    """Return `x` in the form that the axis's group takes: itself, or a contiguous copy in host
+    memory.
 
-    A copy from a GPU waits for the current stream: what is sent must be there.
+    A copy from a GPU waits for the current stream, which may still be computing the content.
     """
     return room_for(x.shape, x, axis).copy_(x.detach()) if axis.via_host else x.contiguous()
 
 
 def room_for(shape: Sequence[int], x: Tensor, axis: Axis) -> Tensor:
-    """An empty tensor of the type of `x` that the axis's group takes. Host memory for a GPU is
-    pinned."""
+    """Return an empty tensor of the type of `x` that the axis's group takes; for a GPU, pinned
+    memory."""
     if not axis.via_host:
         return x.new_empty(shape)
     return torch.empty(shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
 
 def put_back(message: Tensor, x: Tensor) -> Tensor:
-    """Overwrites `x` with what its `message` has become, in the order of the current stream;
-    returns it."""
+    """Overwrite `x` with the received content of its `message`, in the order of the current stream.
+
+    Returns:
+        `x`.
+    """
     if message is not x:
         x.detach().copy_(message, non_blocking=True)
     return x
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
-    """Reduces `x` over the axis in place and returns it.
+    """Reduce `x` over the axis in place and return it.
 
     Shapes: the same on every rank. Collectives: one all-reduce.
     """
@@ -106,7 +113,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
 
 
 def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
-    """Starts `all_reduce`; `x` must be left alone until the returned work was waited for."""
+    """Start `all_reduce`; `x` must not be touched before the returned work was waited for."""
     if axis.size == 1:
         return Work()
     waiting = axis.call("all_reduce", x.nbytes)
@@ -118,7 +125,7 @@ def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
 
 
 class Waitable(Protocol):
-    """What is under way: a Work, or what is to be waited for like one."""
+    """A communication under way: a Work, or an object that is waited for like one."""
 
     def wait(self) -> None: ...
     def is_done(self) -> bool: ...
@@ -146,15 +153,15 @@ Parts = Sequence[tuple[int, int, int]]
 
 
 def reduce_scatter_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
-    """Starts the sum of `x` over the axis such that each part is complete on its owner; the rest of
-    `x` is scratch.
+    """Start to sum `x` over the axis so that each part is complete on its owner; the rest
+    becomes scratch.
 
-    Parts may be uneven, and an owner may have several or none. As one reduction for each part: with
+    Parts may be uneven, and an owner may have several or none. It is one reduction for each part:
+    with
     Gloo that moves as few bytes as an all-reduce does and takes half the time of its
     reduce_scatter_tensor (25 against 52 ms, 16 MB).
     Shapes: x [n], contiguous, the same on every rank. Collectives: one reduce for each part; with
-        NCCL one
-    reduce-scatter, where parts are even.
+    NCCL one reduce-scatter, if parts are even.
     """
     if _in_one_call(x, parts, axis):
         waiting = axis.call("reduce_scatter", x.nbytes)
@@ -166,12 +173,11 @@ def reduce_scatter_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
 
 
 def all_gather_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
-    """Starts filling every rank's `x` with each part as its owner has it, in place.
+    """Start to fill every rank's `x` with the owner's content of each part, in place.
 
-    As one broadcast for each part (Gloo: 11 ms for 16 MB on two ranks, its all-gather 45).
+    It is one broadcast for each part (Gloo: 11 ms for 16 MB on two ranks, its all-gather 45).
     Shapes: x [n], contiguous, the same on every rank. Collectives: one broadcast for each part;
-        with NCCL one
-    all-gather, where parts are even.
+    with NCCL one all-gather, if parts are even.
     """
     if _in_one_call(x, parts, axis):
         own = x.view(axis.size, -1)[axis.rank]
@@ -187,8 +193,7 @@ def _in_one_call(x: Tensor, parts: Parts, axis: Axis) -> bool:
 
 
 def _are_even(x: Tensor, parts: Parts, axis: Axis) -> bool:
-    """Whether each rank has one part, in axis order, all are of one size, and there is nothing
-    else."""
+    """Whether each rank has one part, in axis order, of one size, and the parts are all of x."""
     each = x.numel() // axis.size
     return (
         axis.size > 1
@@ -200,7 +205,7 @@ def _are_even(x: Tensor, parts: Parts, axis: Axis) -> bool:
 def _part_by_part(
     name: str, collective: Callable[..., Any], whom: str, x: Tensor, parts: Parts, axis: Axis
 ) -> Works:
-    """Starts `collective(part, whom=owner)` for every part of `x` that is not empty."""
+    """Start `collective(part, whom=owner)` for every part of `x` that is not empty."""
     assert x.is_contiguous(), "parts of a copy would be lost"
 
     def start(owner: int, a: int, b: int) -> Work:
@@ -214,10 +219,12 @@ def _part_by_part(
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The tensors of all ranks, concatenated along `dim` in axis order.
+    """Return the tensors of all ranks, concatenated along `dim` in axis order.
 
-    `sizes`: the extent along `dim` of each rank's tensor; None where they are equal. Uneven ones
-    travel padded to the largest.
+    Args:
+        sizes: Extent along `dim` of each rank's tensor; None if they are equal. Uneven ones travel
+            padded to the largest.
+
     Shapes: [.., sizes[rank], ..] -> [.., sum(sizes), ..]. Collectives: one all-gather.
     """
     return start_all_gather(x, axis, dim, sizes)()
@@ -226,7 +233,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
 def start_all_gather(
     x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None
 ) -> Callable[[], Tensor]:
-    """Starts `all_gather`; the function that it returns waits for the result. `x` may change
+    """Start `all_gather` and return a function that waits for the result. `x` may change
     meanwhile."""
     if axis.size == 1:
         return lambda: x
@@ -261,11 +268,12 @@ def start_all_gather(
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's slice along `dim` of the sum of `x` over the axis. `sizes`: extents of all ranks'
-    slices.
+    """Return this rank's slice along `dim` of the sum of `x` over the axis.
 
-    Shapes: [.., sum(sizes), ..], the same on every rank -> [.., sizes[rank], ..]; extents may
-        differ, and be 0.
+    Args:
+        sizes: Extents of all ranks' slices, which may differ and be 0.
+
+    Shapes: [.., sum(sizes), ..], the same on every rank -> [.., sizes[rank], ..].
     Collectives: one reduce for each slice that is not empty.
     """
     return start_reduce_scatter(x, axis, dim, sizes)()
@@ -274,7 +282,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
 def start_reduce_scatter(
     x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """Starts `reduce_scatter`; the function that it returns waits for the slice. `x` may change
+    """Start `reduce_scatter` and return a function that waits for the slice. `x` may change
     meanwhile."""
     assert x.shape[dim] == sum(sizes), (
         f"reduce_scatter of extent {x.shape[dim]} into sizes {list(sizes)}"
@@ -300,8 +308,8 @@ def start_reduce_scatter(
 def all_to_all(
     x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]
 ) -> Tensor:
-    """Sends consecutive pieces of the flat `x` to the ranks in axis order; returns what they sent,
-    in axis order.
+    """Send consecutive pieces of the flat `x` to the ranks in axis order; return the received
+    pieces.
 
     Shapes: [sum(send_sizes)] -> [sum(receive_sizes)]; sizes may differ between ranks, and be 0.
     Collectives: one all-to-all.
@@ -321,7 +329,7 @@ def all_to_all(
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrites `x` with that of axis rank `source` and returns it.
+    """Overwrite `x` with the tensor of axis rank `source` and return it.
 
     Shapes: the same on every rank. Collectives: one broadcast.
     """
@@ -337,8 +345,8 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
-    """Return the objects of all ranks, in axis order, on every rank. For small things outside the
-    training step.
+    """Return the objects of all ranks, in axis order, on every rank. For small things outside of
+    training.
 
     They travel as JSON (comm/objects.py), so reading them runs no code.
 
@@ -370,7 +378,7 @@ def _gather_rows(row: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Returns once every rank of the axis has called it."""
+    """Return once every rank of the axis has called it."""
     if axis.size > 1:
         with axis.call("barrier", 0):
             dist.barrier(group=axis.group)

@@ -1,11 +1,10 @@
-"""Python objects as bytes that run nothing when they are read: what ranks send each other beside
-tensors.
+"""Python objects as bytes that run nothing when they are read; ranks send them beside tensors.
 
-JSON holds numbers, strings, booleans, None and lists as they are. Anything else is an object with
+JSON holds numbers, strings, booleans, None and lists directly. Anything else is an object with
 one key, its tag:
 
-    {"tuple": [..]}  {"set": [..]}  {"dict": [[key, value], ..]}  {"bytes": base64}  {"path":
-    "runs/x"} {"enum": ["hybridpar.module:Class", value]}
+    {"tuple": [..]}  {"set": [..]}  {"dict": [[key, value], ..]}  {"bytes": base64}
+    {"path": "runs/x"}  {"enum": ["hybridpar.module:Class", value]}
     {"record": ["hybridpar.module:Class", {field: value, ..}]}     a dataclass or a NamedTuple
 
 Only classes of hybridpar that this process has imported are made, so whoever can reach the ports of
@@ -28,7 +27,7 @@ _SCALARS = (bool, int, float, str)
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return `value` as JSON. Raises: TypeError for an object that has no form here."""
+    """Return `value` as JSON. Raises: TypeError for an object that has no form in it."""
     return json.dumps(_plain(value), separators=(",", ":")).encode("ascii")
 
 

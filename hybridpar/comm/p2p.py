@@ -17,8 +17,10 @@ from hybridpar.grid import Axis
 
 
 def isend(x: Tensor, to: int, axis: Axis) -> Work:
-    """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work
-    was waited for."""
+    """Start to send `x` to axis rank `to`.
+
+    `x` must not change, and is kept alive, until the work was waited for.
+    """
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
     sent = message(x.detach(), axis)
     peer = axis.ranks[to]
@@ -29,8 +31,10 @@ def isend(x: Tensor, to: int, axis: Axis) -> Work:
 
 
 def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
-    """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left
-    alone until waited."""
+    """Post a receive from axis rank `source` into `buffer`.
+
+    The buffer must be contiguous, and must not be touched before the work was waited for.
+    """
     assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
     assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
     buffer = buffer.detach()
@@ -45,8 +49,8 @@ def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
 def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Send one byte over each link, in order, so that NCCL connects the two ranks of each now.
 
-    At the first transfer from one rank to another NCCL holds up the hosts of both until both have
-    called it. A plan that posts receives ahead is not made for that: with pipeline.schedule =
+    At the first transfer from one rank to another NCCL blocks the hosts of both until both have
+    called it. A plan that posts receives ahead would block for ever: with pipeline.schedule =
     "naive" rank 0 would wait for the first gradient, which rank 1 sends after the first activation,
     which rank 0 has not sent yet.
 
@@ -54,7 +58,7 @@ def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) 
         axis: Its ranks call this together.
         links: Sender and receiver, as ranks of the axis, in the same order on all of them. That
             order has no circle, whatever the links are.
-        device: Where the byte lies.
+        device: Device of the byte.
     """
     for source, target in links:
         if axis.rank in (source, target):

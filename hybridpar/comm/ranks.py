@@ -1,4 +1,4 @@
-"""Runs a function on some processes of this machine that form a job of their own."""
+"""Run a function on some processes of this machine that form a job of their own."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ def run_on_ranks(
     start: str = "fork",
     timeout_s: float = 120.0,
 ) -> list[Any]:
-    """Calls `fn(*args)`, a function of a module, on every rank of a fresh job; the results in rank
-    order.
+    """Call `fn(*args)`, a function of a module, on every rank of a new job; return the results
+    by rank.
 
-    Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the
-    collectives.
-    Raises: HybridparError with the traceback of the first rank that failed, or the message alone if
-        it raised one; the
-    others are ended.
+    Each rank has one thread.
+
+    Args:
+        start: How processes start; CUDA needs "spawn".
+        timeout_s: Time-out of collectives.
+
+    Raises:
+        HybridparError: With the traceback of the first rank that failed, or the message alone if it
+            raised one. The other ranks are ended.
     """
     if backend == "nccl":
         use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
@@ -72,7 +76,7 @@ def run_on_ranks(
 
 
 def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, str]]:
-    """The results by rank, up to the first failures; and those."""
+    """Return the results by rank, up to the first failures, and the failures."""
     left = {reader: rank for rank, reader in enumerate(readers)}
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

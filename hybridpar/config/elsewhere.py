@@ -79,7 +79,7 @@ MEGATRON: dict[str, str] = {
     # grid and memory
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
-    "num_layers_per_virtual_pipeline_stage": "pipeline.chunks",
+    "num_layers_per_virtual_pipeline_stage": "pipeline.virtual_stages",
     "pipeline_model_parallel_layout": "pipeline.split",
     "sequence_parallel": "parallel.sequence = true",
     "use_distributed_optimizer": "parallel.zero = 1",

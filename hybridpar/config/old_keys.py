@@ -14,7 +14,10 @@ from typing import Any
 
 from hybridpar.errors import ConfigError, Problem
 
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "pipeline.chunks": "pipeline.virtual_stages",
+    "pipeline.placement": "pipeline.stage_layout",
+}
 """The new name of each renamed key, in the same section."""
 
 

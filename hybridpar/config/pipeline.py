@@ -8,20 +8,20 @@ from typing import Annotated, Literal
 from hybridpar.config.typed import Count, Within
 
 
-def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
+def rank_of_stage(stage: int, num_ranks: int, stage_layout: str) -> int:
     """The rank that holds a stage. loop: round and round; v: there and back, and there again where
     it has more."""
     turn, rank = divmod(stage, num_ranks)
-    return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
+    return num_ranks - 1 - rank if stage_layout == "v" and turn % 2 else rank
 
 
 FOUND = (
     "split",
-    "chunks",
+    "virtual_stages",
     "warmup",
     "early_switch",
     "split_backward",
-    "placement",
+    "stage_layout",
     "activations",
     "order",
     "zero_bubble",
@@ -35,17 +35,17 @@ class PipelineConfig:
         "naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"
     ] = "1f1b"
     """own: `order`. auto: from all schedules that train the same and fit into memory, the fastest,
-    with its chunks, placement, warm-up, split backwards and order. Measured and simulated before
-    the first step."""
+    with its virtual_stages, stage_layout, warm-up, split backwards and order. Measured and
+    simulated before the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches in a batch of each replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a
     whole step, with embedding, head and optimizer. The estimate depends on the configuration
     alone."""
-    chunks: Count = 0
-    """interleaved, 2bw, own: stages on each rank; stage c * pp + r is chunk c of rank r. 0: 1,
-    interleaved: 2. placement v: an even number; 0: 2. All others have one."""
+    virtual_stages: Count = 0
+    """Stages on each rank, with interleaved, 2bw and own, and with stage_layout v, where it must be
+    even. 0: 2 with interleaved and with stage_layout v, else 1."""
     recompute: str = "none"
     """Layers whose activations are computed again in the backward pass: 'none', 'all', or a list
     such as '0,2-5'. 'stage', 'stage:0,2-3': a stage keeps only its input. 'selective',
@@ -64,14 +64,15 @@ class PipelineConfig:
     """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its
     weights (W) are still computed. Losses and weights stay the same to the bit; each part keeps its
     inputs for longer."""
-    placement: Literal["loop", "v"] = "loop"
-    """Where the stages of a rank are, if it has several. loop: stage c * pp + r is chunk c of rank
-    r. v, with 1f1b, 2bw or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so
-    embedding and head are on one. With chunks = 4 and more, there and back again; not 2bw."""
+    stage_layout: Literal["loop", "v"] = "loop"
+    """Which stages a rank has, if it has several. loop: rank r has stages r, pp + r, 2 * pp + r and
+    so on. v, with 1f1b, 2bw or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so
+    embedding and head are on one. With virtual_stages = 4 and more, there and back again; not 2bw.
+    """
     activations: Literal["full", "half", "min"] = "full"
-    """placement v: most that a rank keeps for backwards. full: as much as 1f1b's first rank (ZB-V,
-    the fewest gaps). half: about half of that (V-Half). min: about a third (V-Min), with gaps if I
-    or W takes longer than F."""
+    """stage_layout v: most that a rank keeps for backwards. full: as much as 1f1b's first rank
+    (ZB-V, the fewest gaps). half: about half of that (V-Half). min: about a third (V-Min), with
+    gaps if I or W takes longer than F."""
     order: tuple[str, ...] = ()
     """own: what each rank computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of its
     micro-batches. With split_backward I and W may stand for B. F0b, F0c .. are on the second, third
@@ -83,10 +84,10 @@ class PipelineConfig:
     """2bw, pipedream: number of first steps that run as 1f1b, without stale gradients."""
 
     @property
-    def num_chunks(self) -> int:
+    def num_virtual_stages(self) -> int:
         """Stages of the model on each rank."""
-        if self.placement == "v":
-            return self.chunks or 2
+        if self.stage_layout == "v":
+            return self.virtual_stages or 2
         if self.schedule in ("naive", "gpipe", "1f1b", "pipedream"):
             return 1
-        return self.chunks or (2 if self.schedule == "interleaved" else 1)
+        return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)

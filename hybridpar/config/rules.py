@@ -65,11 +65,11 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             "must be true with pipeline.zero_bubble, which moves the second part of a backward",
             "true",
         )
-    if pipeline.placement == "v" and not pipeline.split_backward:
+    if pipeline.stage_layout == "v" and not pipeline.split_backward:
         yield Problem(
             "pipeline.split_backward",
             "false",
-            "must be true with pipeline.placement = v, whose order is of both parts of a backward",
+            "must be true with pipeline.stage_layout = v, whose order is of both parts of a backward",
             "true",
         )
     if not pipeline.split_backward and any(
@@ -81,14 +81,16 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             "must be true where pipeline.order has I and W",
             "true",
         )
-    if pipeline.num_chunks > 1 and pipeline.early_switch == "auto":
+    if pipeline.num_virtual_stages > 1 and pipeline.early_switch == "auto":
         rule = (
-            f"is of one stage on each rank, and each has {pipeline.num_chunks} "
-            "(pipeline.placement, pipeline.chunks)"
+            f"is of one stage on each rank, and each has {pipeline.num_virtual_stages} "
+            "(pipeline.stage_layout, pipeline.virtual_stages)"
         )
         yield Problem("pipeline.early_switch", "auto", rule, "off")
-    if pipeline.activations != "full" and (pipeline.placement != "v" or pipeline.schedule == "own"):
-        rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
+    if pipeline.activations != "full" and (
+        pipeline.stage_layout != "v" or pipeline.schedule == "own"
+    ):
+        rule = "needs pipeline.stage_layout = v and schedule 1f1b or 2bw"
         yield Problem("pipeline.activations", pipeline.activations, rule, "full")
 
 

@@ -214,8 +214,19 @@ class ModelSpec:
         return self
 
     def with_layers(self, number: int) -> ModelSpec:
-        """This model with another number of layers (see `layers_field`)."""
+        """Return this model with another number of layers.
+
+        Raises:
+            ConfigError: The model does not say that its layers are alike (`layers_field`).
+        """
+        if not self.layers_field:
+            rule = "requires a model that says that its layers are all alike"
+            raise spec_error(self, rule, f'layers_field = "depth" in {self.kind}')
         return replace(self, **{self.layers_field: number})  # type: ignore[type-var]
+
+    def named_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return trained weights, given by global name, under the names that the user knows."""
+        return weights
 
     def forward_flops(self, number: int) -> int | None:
         """Operations of the forward pass of block `number` for a sample. None: they are counted as

@@ -26,7 +26,7 @@ _PIPELINE = {
 }
 """Options of the section `pipeline`, and the schedules that have them."""
 _NOT_ON_A_V = ("warmup", "early_switch", "zero_bubble")
-"""Options that pipeline.placement = "v" has an answer of its own to."""
+"""Options that pipeline.stage_layout = "v" has an answer of its own to."""
 
 
 _RATES = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
@@ -77,8 +77,8 @@ def _without_unused_options(pipeline: PipelineConfig) -> tuple[PipelineConfig, l
             continue
         if pipeline.schedule not in works:
             reason = _only(pipeline.schedule, works)
-        elif pipeline.placement == "v" and name in _NOT_ON_A_V:
-            reason = 'pipeline.placement = "v" decides that by itself'
+        elif pipeline.stage_layout == "v" and name in _NOT_ON_A_V:
+            reason = 'pipeline.stage_layout = "v" decides that by itself'
         else:
             continue
         changes[name] = getattr(usual, name)

@@ -41,7 +41,7 @@ def stage_split(config: Config) -> tuple[range, ...]:
     """
     model = config.model
     num_ranks = config.parallel.pp
-    chunks = config.pipeline.num_chunks
+    chunks = config.pipeline.num_virtual_stages
     split = config.pipeline.split
     num_stages = num_ranks * chunks
     blocks = config.model.num_blocks
@@ -51,19 +51,21 @@ def stage_split(config: Config) -> tuple[range, ...]:
         )
     if num_stages > blocks:
         most = blocks // num_ranks
-        if config.pipeline.placement == "v":
+        if config.pipeline.stage_layout == "v":
             fewer = (
-                f"pipeline.chunks = {most - most % 2}" if most > 1 else "pipeline.placement = loop"
+                f"pipeline.virtual_stages = {most - most % 2}"
+                if most > 1
+                else "pipeline.stage_layout = loop"
             )
             raise config_error(
                 "parallel.pp",
                 num_ranks,
-                f"pipeline.placement = v has {chunks} stages on each "
+                f"pipeline.stage_layout = v has {chunks} stages on each "
                 f"rank, but the model has only {blocks} blocks",
                 str(blocks // chunks) if blocks // chunks > 1 else fewer,
             )
         raise config_error(
-            "pipeline.chunks",
+            "pipeline.virtual_stages",
             chunks,
             f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks",
@@ -95,14 +97,14 @@ def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
 
 def _balanced(config: Config) -> tuple[int, ...]:
     num_ranks = config.parallel.pp
-    chunks = config.pipeline.num_chunks
+    chunks = config.pipeline.num_virtual_stages
     if num_ranks == 1 and chunks == 1:
         return (config.model.num_blocks,)
     times = block_times(config)
     unit = sum(times) / num_ranks / chunks / _UNITS
     costs = tuple(round(time / unit) for time in times)
     sizes = balanced_split(costs, num_ranks * chunks, _held(config.model), _SLACK)
-    return even_out(costs, sizes, num_ranks, config.pipeline.placement)
+    return even_out(costs, sizes, num_ranks, config.pipeline.stage_layout)
 
 
 def _named(model: ModelSpec) -> str:

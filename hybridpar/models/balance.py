@@ -100,7 +100,8 @@ def even_out(
     """
     if len(sizes) == num_ranks:
         return sizes
-    prefix, best = np.array([0.0, *accumulate(costs)]), np.array(sizes)
+    prefix = np.array([0.0, *accumulate(costs)])
+    best = np.array(sizes)
     held = np.array(
         [
             [

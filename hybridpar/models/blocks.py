@@ -397,7 +397,8 @@ def padded_labelled_rows(labels: Tensor) -> Tensor:
     The padding repeats a row that does not count, so that micro-batches have one shape.
     Shapes: labels [b, s] -> [max(n, b * ceil(LABELLED * s))].
     """
-    rows, (b, s) = labelled_rows(labels.flatten()), labels.shape
+    b, s = labels.shape
+    rows = labelled_rows(labels.flatten())
     usual = b * math.ceil(LABELLED["bert"] * s)
     if len(rows) >= usual:
         return rows

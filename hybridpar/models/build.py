@@ -341,7 +341,7 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> RecomputeSpe
         return RecomputeSpec(what, found)
     if what == "stage":
         rule = (
-            f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = "
+            f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.virtual_stages = "
             f"{num_stages}), "
             "such as 'stage:0'"
         )

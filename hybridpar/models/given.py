@@ -179,6 +179,25 @@ class GivenModules(SequentialSpec):
     def start_checksum(self, *, resumes: bool) -> str:
         return self.given.checksum(buffers_only=resumes)
 
+    def named_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights under the names of the modules, together with their buffers."""
+        found: dict[str, Tensor] = {}
+        for number, (prefix, module) in enumerate(self.given.modules.items()):
+            shared = self.shared_parameters(number)
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            first = {id(parameter): name for name, parameter in module.named_parameters()}
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if name not in parameters:
+                    found[f"{prefix}.{name}"] = tensor.detach().clone()
+                    continue
+                own = f"layer.{first[id(parameters[name])]}"
+                holder, there = shared.get(own, (number, own))
+                saved = weights.get(f"blocks.{number}.{own}")
+                if saved is None:
+                    saved = weights[f"blocks.{holder}.{there}"]
+                found[f"{prefix}.{name}"] = saved
+        return found
+
     def _module(self, number: int, earlier: torch.device) -> nn.Module:
         return _copied(self.given.row[number], {}, number)
 
@@ -190,8 +209,12 @@ class GivenModules(SequentialSpec):
 
     @property
     def _identity(self) -> tuple[str, int]:
-        """What equality compares. Modules of one structure are equal only if they are the same
-        objects, as others have other weights and another loss."""
+        """The number that equality compares.
+
+        Modules of one structure are equal only if they are the same objects, as others have other
+        weights
+        and another loss.
+        """
         row = _rows.get(self.structure)
         return self.structure, -1 if row is None else row.serial
 
@@ -202,7 +225,8 @@ def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:
     Args:
         memo: The `memo` of deepcopy.
     """
-    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    device = torch.get_default_device()
+    dtype = torch.get_default_dtype()
 
     def moved(tensor: Tensor, kind: torch.dtype) -> Tensor:
         if device.type == "meta":

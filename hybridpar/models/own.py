@@ -287,20 +287,14 @@ def _check_output(
                 model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]'
             )
         return LossesAndMetrics(out, metrics) if metrics else out
-    wanted = (
-        {name: tuple(one) for name, one in wanted.items()}
-        if isinstance(wanted, dict)
-        else tuple(wanted)
-    )
-    found = (
-        _shape_of(out)
-        if not isinstance(wanted, dict)
-        else (
-            {name: _shape_of(one) for name, one in out.items()}
-            if isinstance(out, dict)
-            else f"a {type(out).__name__}"
-        )
-    )
+    if not isinstance(wanted, dict):
+        wanted = tuple(wanted)
+        found = _shape_of(out)
+    else:
+        wanted = {name: tuple(one) for name, one in wanted.items()}
+        found = f"a {type(out).__name__}"
+        if isinstance(out, dict):
+            found = {name: _shape_of(one) for name, one in out.items()}
     if found != wanted:
         raise config_error(
             "model.activation_shape",

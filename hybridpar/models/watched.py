@@ -90,7 +90,8 @@ class BlockWatch:
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int):
-        self._model, self._where = model, f"block {number} ({block._get_name()}) of {model.kind}"
+        self._model = model
+        self._where = f"block {number} ({block._get_name()}) of {model.kind}"
         self._always_in_eval = [module for module in block.modules() if not module.training]
         self._buffers = [
             (f"{prefix}.{name}" if prefix else name, module, name)

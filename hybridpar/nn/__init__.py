@@ -1,10 +1,10 @@
-"""Layers that split over the tensor-parallel axis they are given, and the placements that type
-their parameters.
+"""Layers that split over the tensor-parallel axis they are given, and placements of their
+parameters.
 
-GPT and BERT are built from these; so can your model be. A layer with parameters is given its sizes,
-the axis, then options by name, `device` and `dtype` last of them. Its parameters are not
-initialised (`nn.init.initialize` does it), each knows its global shape, and each layer states its
-shapes and the collectives it makes.
+GPT and BERT are built from these, and custom models can be. A layer with parameters takes its
+sizes, the axis, then options by name, `device` and `dtype` last. Its parameters are not initialised
+(`nn.init.initialize` does that) and know their global shape. Each layer states its shapes and the
+collectives it makes.
 """
 
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
@@ -28,6 +28,7 @@ from hybridpar.nn.placement import (
     split_ranges,
     split_sizes,
 )
+from hybridpar.nn.sequence import SequencePart
 
 __all__ = [
     "ColumnParallelLinear",
@@ -43,6 +44,7 @@ __all__ = [
     "Placement",
     "RMSNorm",
     "RowParallelLinear",
+    "SequencePart",
     "Shard",
     "VocabParallelEmbedding",
     "column_linear",

@@ -27,14 +27,16 @@ from hybridpar.random import RandomKey, site
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """Which heads each rank holds, and where their rows are in the fused qkv weight.
+    """The heads of each rank, and their rows in the fused qkv weight.
 
     The weight is ordered [group, q_per_group + 2, head_dim]: a group's query heads, then its key
     and its value. A rank holds a contiguous, balanced range of query heads and the keys and values
-    of the groups they belong to; a group whose query heads are spread over several ranks has its
-    key and value on each of them.
+    of their groups; a group whose query heads are spread over several ranks has its key and value
+    on
+    each of them.
 
-    Raises: ConfigError naming every count that does not fit.
+    Raises:
+        ConfigError: Counts do not fit; it names each.
     """
 
     hidden: int
@@ -81,7 +83,8 @@ class HeadLayout:
         return split_ranges(self.num_heads, self.num_ranks)
 
     def group_heads(self, rank: int) -> dict[int, Range]:
-        """The groups that `rank` takes part in, and which of its query heads belong to each."""
+        """Return the groups that `rank` takes part in, and which of its query heads belong to
+        each."""
         start, stop = self.heads[rank]
         m = self.q_per_group
         return {
@@ -90,7 +93,7 @@ class HeadLayout:
         }
 
     def qkv_shard(self) -> Shard:
-        """The rows of the qkv weight that each rank holds."""
+        """Return the rows of the qkv weight that each rank holds."""
         return Shard(0, tuple(self._qkv_ranges(r) for r in range(self.num_ranks)))
 
     def _qkv_ranges(self, rank: int) -> tuple[Range, ...]:
@@ -108,8 +111,8 @@ class HeadLayout:
         return tuple(rows)
 
     def qkv_matrices(self) -> Matrices:
-        """The rows of all queries, of all keys and of all values: three projections that share
-        their input."""
+        """Return the rows of all queries, of all keys and of all values: three projections of
+        one input."""
         m = self.q_per_group
         d = self.head_dim
         groups = [g * (m + 2) * d for g in range(self.num_kv_heads)]
@@ -119,14 +122,18 @@ class HeadLayout:
         )
 
     def out_shard(self) -> Shard:
-        """The columns of the output weight that each rank holds: those of its query heads."""
+        """Return the columns of the output weight that each rank holds, which its query heads
+        produce."""
         d = self.head_dim
         return Shard(1, tuple(((a * d, b * d),) for a, b in self.heads))
 
 
 def rotary_features(head_dim: int, fraction: float) -> int:
-    """Number of features of a head that rotary positions turn. Raises: ConfigError unless they are
-    pairs."""
+    """Return how many features of a head rotary positions turn.
+
+    Raises:
+        ConfigError: The features are no pairs.
+    """
     features = int(head_dim * fraction) if 0 < fraction <= 1 else 0
     if features % 2 or not features:
         even = features // 2 * 2 or 2
@@ -141,25 +148,28 @@ def rotary_features(head_dim: int, fraction: float) -> int:
 
 
 class ParallelAttention(ParallelModule):
-    """Self-attention; `num_kv_heads` < `num_heads` shares each key and value among a group of query
-    heads.
+    """Self-attention whose heads are split over the axis.
 
-    Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several
-    ranks and their gradients are partial: see `placement.reduce_shared_gradients`.
-    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such
-    embedding. It turns the first `rotary_fraction` of a head's features. `name` tells the dropout
-    of one layer from another's. `out_init_std`: the standard deviation of `out` at the start (None:
-    init_std). `sequence`: it is called with `sizes`.
+    With `num_kv_heads` < `num_heads` groups of query heads share a key and a value. Heads may split
+    unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several ranks and their
+    gradients are partial: see `placement.reduce_shared_gradients`.
 
-    With a cache, x is of new positions, which see those that are kept there as well: `positions`
-    says where they stand (see KeyValueCache.extend), and the padding mask is of all positions up to
-    the last of them.
+    With a cache, x holds new positions, which also see the positions in the cache: `positions`
+    says which they are (see KeyValueCache.extend), and the padding mask covers all positions up to
+    the last.
+
+    Args:
+        rotary_base: Base of the rotary position embedding, commonly 10000; None: no such embedding.
+        rotary_fraction: Share of a head's features that it turns, the first ones.
+        name: Tells the dropout of one layer from another's.
+        out_init_std: Standard deviation of `out` at the start; None: init_std.
+        sequence: Whether calls have `sizes` (see column_linear).
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
-    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and
-        row_linear.
-    Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary
-        features.
+    Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
+    row_linear.
+    Raises: ConfigError if counts do not fit (see HeadLayout), or for an odd number of rotary
+    features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
     """
 
@@ -246,8 +256,10 @@ class ParallelAttention(ParallelModule):
         positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `out`, and that bias, for a caller that adds it in another
-        operator."""
+        """Return the output without the bias of `out`, and that bias.
+
+        The caller adds it in another operator.
+        """
         q, k, v = self._heads(x, positions, sizes)
         if cache is not None:
             assert positions is not None
@@ -270,9 +282,9 @@ class ParallelAttention(ParallelModule):
     def _heads(
         self, x: HiddenStates, positions: Tensor | None, sizes: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the local heads at their positions.
+        """Return queries, keys and values of the local heads at their positions.
 
-        The gradient of the qkv bias comes from the split, where a kernel sums it on the way.
+        The gradient of the qkv bias comes from the split, in which a kernel sums it on the way.
         Shapes: [b, s, h] -> q [b, n, s, d], k and v [b, g, s, d].
         """
         backend = self.kernels.split_qkv

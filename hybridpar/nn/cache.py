@@ -1,5 +1,5 @@
-"""Keys and values of the tokens that an attention layer has seen, so that the next ones are all it
-computes."""
+"""Keys and values of the tokens that an attention layer has seen, so that it computes new ones
+alone."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class KeyValueCache:
         self._kept: Tensor | None = None  # [2, b, g, capacity, d]
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the keys and values of new positions; returns those of all positions up to the last
-        of them.
+        """Add the keys and values of new positions; return the keys and values up to the last
+        position.
 
-        A text that has fewer positions than another has zeros, or what was computed for padding,
-        behind its own.
+        A text with fewer positions than another has zeros behind its own, or values computed for
+        padding.
         Shapes: k, v [b, g, s, d]; positions [s] (consecutive, of every text) or [b, s] -> both [b,
-            g, last + 1, d].
+        g, last + 1, d].
         """
         if self._kept is None:
             b, g, _, d = k.shape
@@ -47,12 +47,12 @@ class KeyValueCache:
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def replace(self, texts: Sequence[int], other: KeyValueCache) -> None:
-        """Puts the texts of another cache in the place of some of these."""
+        """Replace some of these texts by the texts of another cache."""
         assert self._kept is not None
         assert other._kept is not None
         self._kept[:, list(texts)] = other._kept
 
     def keep(self, texts: Sequence[int]) -> None:
-        """Forgets all texts but these."""
+        """Forget all other texts."""
         assert self._kept is not None
         self._kept = self._kept[:, list(texts)]

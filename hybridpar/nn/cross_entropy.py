@@ -1,5 +1,4 @@
-"""Cross-entropy over logits that are split over the tp axis by vocabulary, without ever gathering
-them.
+"""Cross-entropy over logits that are split over the tp axis by vocabulary, without gathering them.
 
 Letters: v_local this rank's columns, V the vocabulary (real rows, all ranks), e label smoothing.
 """
@@ -26,7 +25,7 @@ from hybridpar.nn.embedding import check_range, within
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Columns of a rank: global ids start to start + num_real; further local ones are padding."""
+    """A rank's columns: global ids start to start + num_real; further local ones are padding."""
 
     axis: Axis
     start: int
@@ -39,8 +38,8 @@ class _Columns:
         return cls(axis, start, min(max(num_vocab - start, 0), v_local), num_vocab, smoothing)
 
     def column(self, labels: Tensor) -> Tensor:
-        """Column of each label here; what is below 0 or beyond num_real is elsewhere. Shapes: [..]
-        -> [rows]."""
+        """Return the column of each label; below 0 or from num_real on it is on another rank.
+        Shapes: [..] -> [rows]."""
         return labels.flatten() - self.start if self.start else labels.flatten()
 
 
@@ -56,27 +55,28 @@ def vocab_parallel_cross_entropy(
     overwrite: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The loss of every label: log of the sum of exponentials, less the logit of the label; zero
-    where ignored.
+    """Return the loss of every label: log of the sum of exponentials, less the logit of the label.
 
-    `vocab_start`: global id of this rank's first column. `valid_vocab`: how many ids are real;
-    columns beyond take no part, and get no gradient. May be left out at tp 1, where all columns are
-    real. With `label_smoothing` e, the target puts 1 - e on the label and e / V on every real id,
-    as torch.nn.functional.cross_entropy does.
+    It is zero for ignored labels. The logits are kept for the backward pass.
 
-    Keeps the logits for the backward pass. `overwrite`: which may turn them into their gradient,
-    for logits that were just computed and that nobody else holds (nor saved for backward); then it
-    can run once.
+    Args:
+        vocab_start: Global id of this rank's first column.
+        valid_vocab: Number of real ids. Columns beyond take no part and get no gradient. May be
+            left out at tp 1, if all columns are real.
+        label_smoothing: With e the target puts 1 - e on the label and e / V on every real id, as
+            torch.nn.functional.cross_entropy does.
+        overwrite: The backward pass may turn the logits into their gradient, and then runs only
+            once. For logits that were just computed and that nothing else holds or saves for
+            backward.
+        backend: Backend of the local passes (ops.cross_entropy).
 
     Shapes: logits [.., v_local], labels int64 [..], the same on every rank -> [..], fp32, or fp64
-        for fp64 logits.
+    for fp64 logits.
     Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label:
-        maximum, sum of
-    exponentials, label's logit; backward none. `backend`: of the local passes (ops.cross_entropy).
-    Raises: DataError for a label outside the vocabulary; on other devices than the CPU, where
-        looking for them would
-    wait, their loss is NaN instead. ConfigError for label_smoothing outside [0, 1), or without
-    valid_vocab at tp > 1.
+    maximum, sum of exponentials, label's logit; backward none.
+    Raises: DataError for a label outside the vocabulary; on a GPU, which a check would wait for,
+    its loss is NaN instead. ConfigError for label_smoothing outside [0, 1), or without valid_vocab
+    at tp > 1.
     Source: Megatron-LM (arXiv 1909.08053), section 3; smoothing: arXiv 1512.00567.
     """
     valid_vocab = _checked(axis, logits.shape[-1], valid_vocab, label_smoothing)
@@ -104,18 +104,19 @@ def vocab_parallel_linear_cross_entropy(
     backend: str = "auto",
     consumer: GradientConsumer | None = None,
 ) -> Tensor:
-    """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and
-    are computed twice. `consumer`: takes the gradient of the weight; None: autograd does.
+    """Return vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time.
 
-    Four matrix products instead of three, and memory for `chunk` rows of logits instead of all.
+    `consumer`: takes the gradient of the weight; None: autograd does.
 
-    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..],
-        as there. With
-    `sizes` x is [b, sizes[rank], h], this rank's part of the sequence.
-    Collectives: forward three all-reduces, as there; backward one of the gradient of x. With
-        `sizes`: forward one
-    all-gather more, backward one reduce_scatter instead.
-    Raises: as there.
+    The logits are computed twice: four matrix products instead of three, and memory for `chunk`
+    rows of
+    logits instead of all.
+
+    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..].
+    With `sizes` x is [b, sizes[rank], h], this rank's part of the sequence.
+    Collectives: forward three all-reduces (see vocab_parallel_cross_entropy); backward one of the
+    gradient of x. With `sizes`: forward one all-gather more, backward one reduce_scatter instead.
+    Raises: See vocab_parallel_cross_entropy.
     """
     valid_vocab = _checked(axis, weight.shape[0], valid_vocab, label_smoothing)
     assert chunk > 0, f"chunk must be positive, not {chunk}"
@@ -129,7 +130,7 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
-    """Number of real ids. Raises: ConfigError."""
+    """Return the number of real ids. Raises: ConfigError."""
     if valid_vocab is None:
         if axis.size > 1:
             raise config_error(
@@ -149,8 +150,7 @@ def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing:
 def _without_ignored(
     labels: Tensor, ignore_index: int, valid_vocab: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Labels with 0 in the place of ignored ones, and which those are; None where it is known that
-    none are."""
+    """Return labels with 0 for ignored ones, and which are ignored; None if none is known to be."""
     on_cpu = labels.device.type == "cpu"
     if on_cpu and within(labels, valid_vocab) and not 0 <= ignore_index < valid_vocab:
         return labels, None
@@ -162,7 +162,7 @@ def _without_ignored(
 
 
 class _Rows(NamedTuple):
-    """Numbers of each row that the backward pass needs, besides the logits."""
+    """Numbers of each row that the backward pass needs besides the logits."""
 
     column: Tensor
     top: Tensor
@@ -170,7 +170,7 @@ class _Rows(NamedTuple):
     ignored: Tensor | None
 
     def numbers(self, grad: Tensor, columns: _Columns) -> Tensor:
-        """Numbers of each row as ops.cross_entropy's gradient_ takes them."""
+        """Numbers of each row in the order in which ops.cross_entropy's gradient_ takes them."""
         grad = grad.to(self.top.dtype)
         if self.ignored is not None:
             grad = grad.masked_fill(self.ignored, 0)
@@ -185,7 +185,7 @@ class _Rows(NamedTuple):
 def _combine(
     statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor | None, columns: _Columns
 ) -> tuple[Tensor, _Rows]:
-    """The loss, from what every rank knows of its own columns."""
+    """Combine what every rank knows of its own columns into the loss."""
     axis = columns.axis
     e = columns.smoothing
     top, total, target, *below = statistics

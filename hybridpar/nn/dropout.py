@@ -1,5 +1,8 @@
-"""Dropout whose mask depends on the key, the layer's name and the place in the whole tensor: equal
-on every grid."""
+"""Dropout whose mask is a function of the key, the layer's name and the index in the unsharded
+tensor.
+
+So the mask is equal on every grid.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,18 @@ from hybridpar.random import RandomKey, site
 
 
 class Dropout(nn.Module):
-    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p); the identity if
-    `key` is None.
+    """Zero elements with probability `p` and scale the others by 1 / (1 - p).
 
-    `name` tells this place in the model from others, e.g. 'blocks.3.mlp.dropout'. `self.training`
-    has no effect. `first_row`: the row of each sample that x starts with, if a rank holds part of
-    the rows.
+    It is the identity if `key` is None; `self.training` has no effect.
+
+    Args:
+        p: Probability.
+        name: Tells this layer from others, e.g. 'blocks.3.mlp.dropout'.
+        first_row: In calls, the first of each sample's rows that x holds, if a rank holds part of
+            the rows.
 
     Shapes: x [b, ..], replicated over tp, or [b, rows, h] -> same; b counts samples from
-        key.sample.
+    key.sample.
     Raises: ConfigError for p outside [0, 1).
     """
 
@@ -30,7 +36,9 @@ class Dropout(nn.Module):
             raise config_error(
                 "model.dropout", p, "must be a number of at least 0 and below 1", "0.1"
             )
-        self.p, self.site, self.kernels = p, site(name), kernels
+        self.p = p
+        self.site = site(name)
+        self.kernels = kernels
 
     def forward(self, x: Tensor, key: RandomKey | None, first_row: int = 0) -> Tensor:
         return ops.dropout(
@@ -45,8 +53,8 @@ class Dropout(nn.Module):
         key: RandomKey | None,
         first_row: int = 0,
     ) -> Tensor:
-        """residual + dropout(x + bias). Shapes: x and residual [b, .., h], bias [h] -> [b, ..,
-        h]."""
+        """Return residual + dropout(x + bias). Shapes: x and residual [b, .., h], bias [h] ->
+        [b, .., h]."""
         return ops.bias_dropout_add(
             x,
             residual,

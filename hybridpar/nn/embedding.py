@@ -25,16 +25,17 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 class VocabParallelEmbedding(ParallelModule):
     """A table whose rows are split over the axis; a rank may hold none.
 
-    `tied`: the name under which another pipeline stage shares the table (see Placement).
-    `check_ids`: whether to look for ids outside the table, which waits for the device; None: on the
-    CPU only. Unchecked ones give a zero row if tp > 1.
+    Args:
+        tied: Name under which another pipeline stage shares the table (see Placement).
+        check_ids: Whether to look for ids outside the table, which waits for the device. None: on
+            the CPU only. Unchecked ids give a zero row if tp > 1.
 
     Shapes: ids int64 [..] -> [.., hidden], replicated; with `sizes` [b, s] -> [b, sizes[rank],
-        hidden].
+    hidden].
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
-        backward one
-    all-gather.
-    Raises: DataError for an id that is not in the table. Source: arXiv 1909.08053, section 3.
+    backward one all-gather.
+    Raises: DataError for an id that is not in the table.
+    Source: arXiv 1909.08053, section 3.
     """
 
     weight: Tensor
@@ -74,7 +75,10 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 class LearnedPositionEmbedding(ParallelModule):
-    """A vector for each position, replicated. `sequence`: calls ask for this rank's rows only.
+    """A vector for each position, replicated.
+
+    Args:
+        sequence: Whether calls ask for this rank's rows only.
 
     Shapes: forward(s, start=0) -> [s, hidden], for positions start to start + s.
     Raises: ConfigError beyond `num_positions`.
@@ -90,16 +94,11 @@ class LearnedPositionEmbedding(ParallelModule):
         *,
         init_std: float = 0.02,
         sequence: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ):
         super().__init__(axis, sequence)
-        self.add_parameter(
-            "weight",
-            Placement((num_positions, hidden), Init("normal", init_std)),
-            device=device,
-            dtype=dtype,
-        )
+        placement = Placement((num_positions, hidden), Init("normal", init_std))
+        self.add_parameter("weight", placement, **factory)
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > (longest := self.weight.shape[0]):
@@ -112,12 +111,13 @@ class LearnedPositionEmbedding(ParallelModule):
         return self.weight if length == longest else self.weight[start : start + length]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Vectors of any positions below `seq_length`. Shapes: int64 [..] -> [.., hidden]."""
+        """Return the vectors of any positions below `seq_length`. Shapes: int64 [..] -> [..,
+        hidden]."""
         return F.embedding(positions, self.weight)
 
 
 def within(ids: Tensor, stop: int) -> bool:
-    """Whether all of `ids`, if any, are within 0 to stop - 1."""
+    """Whether every id is from 0 to stop - 1."""
     if not ids.numel():
         return True
     low, high = ids.aminmax()
@@ -125,7 +125,7 @@ def within(ids: Tensor, stop: int) -> bool:
 
 
 def check_range(ids: Tensor, stop: int, what: str) -> None:
-    """Raises: DataError naming the first of `ids` that is not within 0 to stop - 1."""
+    """Require ids from 0 to stop - 1. Raises: DataError naming the first other one."""
     if not within(ids, stop):
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
@@ -137,10 +137,12 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
 
 
 class Rows(NamedTuple):
-    """A part of the gradient of a table: what each of its rows `ids` less `start` gets, in a fixed
-    order of addition.
+    """A part of a table's gradient: rows `dy` for the table rows `ids`, added in a fixed order.
 
-    `start`: the id of the first row; None: 0. `passes`: the backend that adds them up.
+    Attributes:
+        start: Id of the table's first row; None: 0.
+        passes: The backend that adds them up.
+
     Shapes: dy [.., hidden], ids [..].
     """
 
@@ -155,7 +157,7 @@ class Rows(NamedTuple):
 
 
 class _LocalRows(Function):
-    """The rows of ids that this rank holds, zero for the others."""
+    """Look up the rows of ids that this rank holds; other ids get zeros."""
 
     @staticmethod
     def forward(

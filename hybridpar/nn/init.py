@@ -1,5 +1,5 @@
-"""Starting values of parameters: each rank draws just its shard, and every grid starts from the
-same bits."""
+"""Starting values of parameters: each rank draws its shard alone, equal on every grid to the
+bit."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ _CHUNK = 1 << 20  # numbers drawn at a time: bounds the float64 temporaries
 def initialize(
     named: Iterable[tuple[str, Tensor, Placement]], seed: int, place: Place = ALONE
 ) -> None:
-    """Fills the local parameters of the rank at `place` with their parts of the global ones; see
-    `named_placements`.
+    """Fill local parameters with their parts of the global values; see `named_placements`.
 
-    The values depend on the seed and the parameter's name (its tied name where it has one). They
+    The values depend on the seed and the parameter's name (its tied name if it has one). They
     are rounded to float32 first, whatever the type of the parameter, so runs in float64, float32
     and bfloat16 start from one point.
 
-    Raises: ConfigError if the seed does not fit 64 bits.
+    Args:
+        named: Parameters with their names and placements.
+        seed: The seed.
+        place: Index of this rank on each axis.
+
+    Raises:
+        ConfigError: The seed does not fit 64 bits.
     """
     for name, parameter, placement in named:
         rank = placement.rank_at(place)
@@ -45,8 +50,8 @@ def initialize(
 
 
 def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, rank: int) -> None:
-    """Each range of a split dimension is a block of rows in the flattened global tensor: [outer,
-    part of inner]."""
+    """Fill with normal numbers. Each range of a split dimension is a block of rows in the
+    flattened global tensor: [outer, part of inner]."""
     shape = placement.shape
     shard = placement.shard
     if shard is None:

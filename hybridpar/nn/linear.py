@@ -1,14 +1,14 @@
 """Linear layers split over the tp axis by output features (column) or by input features (row).
 
-Column then row needs no communication in between: one all-reduce forward (row), one backward
-(column).
+A column layer and then a row layer need no communication in between: one all-reduce forward (row),
+one backward (column).
 
-With sequence parallelism (`sizes`) x before column and y after row are this rank's part of the
-sequence, dimension 1, of these extents on each rank. Column gathers x, and again in its backward,
-as only the part is kept; row's sum is reduce-scattered.
+With sequence parallelism (`sizes`, the rows of each rank) x before column and y after row are this
+rank's rows of each sample, dimension 1. Column gathers x, and gathers it a second time in its
+backward, as only the rank's rows are kept; row's output is reduce-scattered.
 
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section
-    4.2.2.
+4.2.2.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ Device = str | torch.device | None
 class ColumnParallelLinear(ParallelModule):
     """y = x W^T + b with the rows of W (output features) split over the axis.
 
-    `shard`: the rows of each rank, if not `Shard.even(0, ..)`; others cannot be gathered.
-    `gather_output`: every rank returns all features, for consumers that compute the same on every
-    rank. `tied`: the name under which another pipeline stage shares the weight. `matrices`: the
-    hidden matrices that it is made of, if it is no head (see Placement for both).
+    Args:
+        shard: Rows of each rank, if not `Shard.even(0, ..)`. Others cannot be gathered.
+        gather_output: Every rank returns all features, for consumers that compute the same on every
+            rank.
+        tied: Name under which another pipeline stage shares the weight (see Placement).
+        matrices: The hidden matrices that it consists of, if it is no head (see Placement).
 
     Shapes: [.., in_features] replicated -> [.., out_local], or [.., out_features] if gathered.
     Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the
-        input's gradient, beside
-    the product for the weight's; none if the input requires no gradient. With `sizes`: as
-    column_linear.
+    input's gradient, beside the product for the weight's; none if the input requires no gradient.
+    With `sizes`: see column_linear.
     """
 
     weight: Tensor
@@ -103,29 +104,35 @@ class ColumnParallelLinear(ParallelModule):
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def with_detached_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [..,
-        in_features] -> [.., out_local]."""
+        """Return x W^T + b, for a caller whose next operator sums the gradient of b.
+
+        Shapes: [.., in_features] -> [.., out_local].
+        """
         bias = None if self.bias is None else self.bias.detach()
         return column_linear(x, self.weight, bias, self.axis, sizes, self.binding("weight"))
 
     def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] ->
-        [.., out_local]."""
+        """Return x W^T, for a caller that adds the bias in another operator.
+
+        Shapes: [.., in_features] -> [.., out_local].
+        """
         return column_linear(x, self.weight, None, self.axis, sizes, self.binding("weight"))
 
 
 class RowParallelLinear(ParallelModule):
-    """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after
+    """y = x W^T + b with the columns of W (input features) split over the axis; b is added after
     the sum.
 
-    `input_is_parallel`: x holds this rank's features already; otherwise its part is taken from a
-    replicated x. `shard`: the columns of each rank, if not `Shard.even(1, ..)`; then the input must
-    be parallel. `matrices`: the hidden matrices that the weight is made of (see Placement).
-    `sequence`: calls have `sizes`.
+    Args:
+        input_is_parallel: Whether x holds this rank's features already. Otherwise its part is taken
+            from a replicated x.
+        shard: Columns of each rank, if not `Shard.even(1, ..)`; then the input must be parallel.
+        matrices: The hidden matrices that the weight consists of (see Placement).
+        sequence: Whether calls have `sizes`.
 
     Shapes: [.., in_local] (or [.., in_features]) -> [.., out_features], replicated.
     Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its
-    gradient). With `sizes`: as row_linear.
+    gradient). With `sizes`: see row_linear.
     """
 
     weight: Tensor
@@ -180,8 +187,10 @@ class RowParallelLinear(ParallelModule):
         )
 
     def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes:
-        as for forward."""
+        """Return x W^T, summed over the axis, for a caller that adds the bias in another operator.
+
+        Shapes: see `forward`.
+        """
         return row_linear(
             self._local(x), self.weight, None, self.axis, sizes, self.binding("weight")
         )
@@ -200,13 +209,13 @@ def column_linear(
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
 ) -> Tensor:
-    """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
+    """Return x W^T + b for a replicated `x` and this rank's rows of W and b; see
+    ColumnParallelLinear.
 
     Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local]; with `sizes` x [b,
-        sizes[rank], i].
+    sizes[rank], i].
     Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`:
-        forward one all-gather;
-    backward another one, and one reduce_scatter.
+    forward one all-gather; backward another one, and one reduce_scatter.
     """
     make = recompute_fn_of(x)
     x = value_of(x)
@@ -226,14 +235,13 @@ def row_linear(
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
 ) -> Tensor:
-    """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see
-    RowParallelLinear.
+    """Return x W^T + b, summed over the axis, for this rank's features of `x` and columns of W.
 
+    See RowParallelLinear.
     Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o]; with `sizes` -> [b,
-        sizes[rank], o].
+    sizes[rank], o].
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
-        backward one
-    all-gather.
+    backward one all-gather.
     """
     make = recompute_fn_of(x)
     x = value_of(x)
@@ -260,7 +268,7 @@ def _row_linear(
     sizes: Sequence[int] | None,
     binding: ParameterBinding,
 ) -> Tensor:
-    """Outside of autograd."""
+    """Compute `row_linear` outside of autograd."""
     if axis.size == 1:
         return _product(x, weight, bias, binding)
     y = _product(x, weight, None, binding)
@@ -269,13 +277,13 @@ def _row_linear(
 
 
 def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
-    """The whole sequence, of which each rank holds a part where there are `sizes`."""
+    """Return the full sequence; with `sizes` it is gathered from the ranks' rows."""
     return x if sizes is None else all_gather(x, axis, 1, sizes)
 
 
 def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Callable[[], Tensor]:
-    """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this
-    rank's part of it."""
+    """Start the all-reduce of `dx`, or its reduce-scatter; return a function that waits for the
+    result."""
     if sizes is not None:
         return start_reduce_scatter(dx, axis, 1, sizes)
     work = all_reduce_async(dx, axis)
@@ -288,7 +296,7 @@ def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Callable[
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Shapes: [.., n] -> [rows, n]."""
+    """Flatten all but the last dimension. Shapes: [.., n] -> [rows, n]."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

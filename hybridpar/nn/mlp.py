@@ -23,8 +23,11 @@ Activation = Literal["gelu", "gelu_exact", "swiglu"]
 def activation_function(
     name: Activation, kernels: KernelsConfig = AUTO
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The function of (x, bias) that a configuration names. Shapes: x [.., f], bias [f] or None ->
-    [.., f]; swiglu takes gate and up side by side, [.., 2f] and [2f]."""
+    """Return the function of (x, bias) that a configuration names.
+
+    Shapes: x [.., f], bias [f] or None -> [.., f]; swiglu takes gate and up side by side, [.., 2f]
+    and [2f].
+    """
     functions: dict[Activation, Callable[[Tensor, Tensor | None], Tensor]] = {
         "gelu": partial(gelu, backend=kernels.gelu),
         "gelu_exact": gelu_exact,
@@ -34,17 +37,20 @@ def activation_function(
 
 
 class ParallelMLP(ParallelModule):
-    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number
-    of ranks.
+    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'.
 
-    'gelu' is the tanh form, 'gelu_exact' the one by the error function. With 'swiglu' the weight
-    `up` holds the ffn rows of gate, then those of up; every rank holds the same rows of both.
-    `out_init_std`: the standard deviation of `down` at the start (None: init_std), often smaller in
-    deeper models. `sequence`: calls have `sizes`.
+    Any ffn size splits over any number of ranks. 'gelu' is the tanh form, 'gelu_exact' uses the
+    error function. With 'swiglu' the weight `up` holds the ffn rows of gate, then the rows of up;
+    every rank holds the same rows of both.
+
+    Args:
+        out_init_std: Standard deviation of `down` at the start (None: init_std), often smaller in
+            deeper models.
+        sequence: Whether calls have `sizes` (see column_linear).
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
-    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and
-        row_linear.
+    Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
+    row_linear.
     Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
     """
 
@@ -105,8 +111,10 @@ class ParallelMLP(ParallelModule):
     def without_bias(
         self, x: HiddenStates, sizes: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `down`, and that bias, for a caller that adds it in
-        another operator."""
+        """Return the output without the bias of `down`, and that bias.
+
+        The caller adds it in another operator.
+        """
         u = self.up.without_bias(x, sizes)
         bias = self.up.bias
         activate = partial(self.activation, u, bias)

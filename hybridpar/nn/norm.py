@@ -1,31 +1,38 @@
-"""Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every
+"""Normalisation layers, replicated over the tp axis: no communication, equal gradients on every
 rank.
 
-With `sequence` each rank has its own rows, and a partial sum of the gradients. After
-`recompute`, the output of a norm is computed again in the backward pass from its input, which is
-kept anyway (recomputable.py).
+With `sequence` each rank has its own rows, and a partial sum of the gradients. After `recompute`,
+the output of a norm is recomputed in the backward pass from the norm's input, which is kept anyway
+(recomputable.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from hybridpar import ops
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.dropout import Dropout
-from hybridpar.nn.linear import Device
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.recomputable import HiddenStates, recomputable
 from hybridpar.random import RandomKey
 
 
 class _Norm(ParallelModule):
-    """What the norms have in common. bias: None where there is none. recomputes: see above."""
+    """The base of both norms. `bias` is None for RMSNorm; `recomputes`: see the module.
+
+    Args:
+        eps: Added to the variance; None: 1e-5 for LayerNorm, 1e-6 for RMSNorm.
+        sequence: Whether each rank sees its own rows only.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]]
+    usual_eps: ClassVar[float]
 
     weight: Tensor
     bias: Tensor | None
@@ -34,23 +41,21 @@ class _Norm(ParallelModule):
         self,
         hidden: int,
         axis: Axis,
-        bias: bool,
         *,
-        eps: float,
-        kernels: KernelsConfig,
-        sequence: bool,
-        device: Device,
-        dtype: torch.dtype | None,
+        eps: float | None = None,
+        kernels: KernelsConfig = AUTO,
+        sequence: bool = False,
+        **factory: Any,
     ):
         super().__init__(axis, sequence)
-        self.eps = eps
+        self.eps = self.usual_eps if eps is None else eps
         self.kernels = kernels
         self.recomputes = False
         self.register_parameter("bias", None)
-        for name, init in (("weight", Init("ones")), *((("bias", Init("zeros")),) if bias else ())):
-            self.add_parameter(
-                name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype
-            )
+        for name in self.parameter_names:
+            init = Init("ones" if name == "weight" else "zeros")
+            placement = Placement((hidden,), init, weight_decay=False)
+            self.add_parameter(name, placement, **factory)
 
     def recompute(self) -> None:
         """Compute outputs again in the backward pass from now on, instead of keeping them."""
@@ -69,8 +74,10 @@ class _Norm(ParallelModule):
         key: RandomKey | None,
         first_row: int = 0,
     ) -> tuple[HiddenStates, Tensor]:
-        """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias
-        [hidden] -> same."""
+        """Return the norm of residual + dropout(x + bias), and that sum.
+
+        Shapes: [b, .., hidden], bias [hidden] -> same.
+        """
         y, total = ops.add_norm(
             x,
             residual,
@@ -88,38 +95,18 @@ class _Norm(ParallelModule):
         return recomputable(y, self._maker(total)) if self.recomputes else y, total
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
-        """The norm of `x` by the weights that are bound now."""
+        """Return a function that computes the norm of `x` by the weights that are bound now."""
         raise NotImplementedError
 
 
 class LayerNorm(_Norm):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. Shapes: [..,
-    hidden] -> same.
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
-    Source: arXiv 1607.06450.
+    Shapes: [.., hidden] -> same. Source: arXiv 1607.06450.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        axis: Axis,
-        *,
-        eps: float = 1e-5,
-        kernels: KernelsConfig = AUTO,
-        sequence: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(
-            hidden,
-            axis,
-            True,
-            eps=eps,
-            kernels=kernels,
-            sequence=sequence,
-            device=device,
-            dtype=dtype,
-        )
+    parameter_names = ("weight", "bias")
+    usual_eps = 1e-5
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         assert self.bias is not None
@@ -129,32 +116,13 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Shapes: [.., hidden] -> same.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    Source: arXiv 1910.07467.
+    Shapes: [.., hidden] -> same. Source: arXiv 1910.07467.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        axis: Axis,
-        *,
-        eps: float = 1e-6,
-        kernels: KernelsConfig = AUTO,
-        sequence: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(
-            hidden,
-            axis,
-            False,
-            eps=eps,
-            kernels=kernels,
-            sequence=sequence,
-            device=device,
-            dtype=dtype,
-        )
+    parameter_names = ("weight",)
+    usual_eps = 1e-6
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         return partial(ops.rms_norm, x, self.weight, self.eps, backend=self.kernels.rms_norm)

@@ -1,15 +1,15 @@
-"""Placements: what a parameter is, globally, and which part of it each rank holds.
+"""Placements: the global shape of a parameter, and the part of it that each rank holds.
 
 A Placement says for every axis of the grid whether the parameter is split along it, held by all
-with whole gradients (a copy), or held by all with gradients that are partial sums:
+with full gradients (a copy), or held by all with gradients that are partial sums:
 
     along   split                          partial                              copy
     pp      on one stage                   `tied`: on the first and the last
     dp                                     each replica has its micro-batches
-    tp      `shard`                        `partial`: as of its own tokens      all else
+    tp      `shard`                        `partial`: each has its own tokens   all else
     others  `shard`                        `partial`                            all else
 
-That alone decides the values a shard starts from, over which ranks its gradient is summed, who
+That alone decides the starting values of a shard, over which ranks its gradient is reduced, who
 counts it in the global gradient norm, who saves it, how checkpoints reassemble it, and which
 replicas must agree. A parameter that is not `trainable` keeps its bits: it has neither gradient,
 optimizer state, master copy, weight decay nor a part in the norm.
@@ -37,8 +37,12 @@ Matrices = tuple[tuple[Range, ...], ...]
 
 
 class Held(Enum):
-    """How the ranks along an axis hold a parameter: the same with whole gradients, parts of it, or
-    the same with gradients that are yet to be summed."""
+    """How the ranks along an axis hold a parameter.
+
+    All hold the same with full gradients, or parts of it, or the same with gradients that are yet
+    to be
+    summed.
+    """
 
     COPY = "copy"
     SPLIT = "split"
@@ -46,19 +50,21 @@ class Held(Enum):
 
 
 def split_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """`size` items in `parts` shares that differ by at most one, the larger ones first. Shares may
-    be empty."""
+    """Split `size` items into `parts` shares that differ by at most one, the larger ones first.
+
+    Shares may be empty.
+    """
     return tuple(size // parts + (i < size % parts) for i in range(parts))
 
 
 def split_ranges(size: int, parts: int) -> tuple[Range, ...]:
-    """The half-open ranges of `split_sizes`."""
+    """Return the half-open ranges of `split_sizes`."""
     ends = tuple(accumulate(split_sizes(size, parts)))
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
 def indices(ranges: Sequence[Range]) -> Tensor:
-    """All integers of the ranges in order; int64."""
+    """Return all integers of the ranges in order; int64."""
     return torch.cat([torch.arange(a, b) for a, b in ranges] or [torch.arange(0)])
 
 
@@ -67,8 +73,12 @@ InitKind = Literal["normal", "zeros", "ones", "constructed"]
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros',
-    'ones', or 'constructed': with what `draw(seed)` returns."""
+    """The starting value of a global parameter.
+
+    'normal' has mean 0 and the standard deviation `std`; 'constructed' is the result of
+    `draw(seed)`;
+    'zeros' and 'ones' are constants.
+    """
 
     kind: InitKind
     std: float = 0.0
@@ -96,27 +106,29 @@ class Shard:
 
     @staticmethod
     def even(dim: int, size: int, parts: int) -> Shard:
-        """A contiguous range for each rank, as `split_ranges` cuts `size`."""
+        """Return a contiguous range for each rank, cut by `split_ranges`."""
         return Shard(dim, tuple((r,) for r in split_ranges(size, parts)))
 
     def local_size(self, rank: int) -> int:
-        """The extent along `dim` that `rank` holds."""
+        """Return the extent along `dim` that `rank` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def index(self, rank: int) -> Tensor:
-        """Global indices along `dim` of the local tensor's slices; int64 [local_size]."""
+        """Return the global indices along `dim` of the local slices; int64 [local_size]."""
         return indices(self.ranges[rank])
 
     def holders(self, size: int) -> Tensor:
-        """How many ranks hold each global index along `dim`; int64 [size]."""
+        """Return how many ranks hold each global index along `dim`; int64 [size]."""
         count = torch.zeros(size, dtype=torch.int64)
         for rank in range(len(self.ranges)):
             count.index_add_(0, i := self.index(rank), torch.ones_like(i))
         return count
 
     def owned(self, rank: int, size: int) -> Tensor:
-        """True where `rank` is the first holder of its local slice; bool [local_size]. Every index
-        has one owner."""
+        """Return True for each local slice whose first holder is `rank`; bool [local_size].
+
+        Every index has one owner.
+        """
         first = torch.full((size,), len(self.ranges), dtype=torch.int64)
         for r in reversed(range(len(self.ranges))):
             first[self.index(r)] = r
@@ -125,17 +137,23 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter: its global shape, how it starts, how it is split (None: not at all), and how
-    it is updated.
+    """One parameter: its global shape, how it starts, how it is split, and how it is updated.
 
-    `weight_decay`: factor of optim.weight_decay, 0 for biases and norms. `lr`: factor of the
-    learning rate. `tied`: parameters with the same non-empty name are one parameter, held by the
-    first and last pipeline stage; their gradients are summed over the `ends` axis and it is counted
-    once. `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global
-    rows, in order; together they are all rows. Empty for embeddings, output heads and vectors.
-    `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its
-    gradient. `trainable`: False for a frozen parameter.
-    `factored`: its layer gives each part of its gradient as two factors (nn.matmul.Product).
+    Attributes:
+        shape: The global shape.
+        init: How it starts.
+        shard: How it is split; None: it is replicated.
+        weight_decay: Factor of optim.weight_decay, 0 for biases and norms.
+        lr: Factor of the learning rate.
+        tied: Parameters with the same non-empty name are one parameter, held by the first and last
+            pipeline stage; their gradients are summed over the `ends` axis and it is counted once.
+        matrices: The hidden matrices that a 2-D parameter consists of, each as ranges of global
+            rows, in order; together they are all rows. Empty for embeddings, output heads and
+            vectors.
+        partial: Axes of the layer whose ranks all hold the parameter, each with a partial sum of
+            its gradient.
+        trainable: False for a frozen parameter.
+        factored: Its layer gives each part of its gradient as two factors (nn.matmul.Product).
     """
 
     shape: tuple[int, ...]
@@ -150,7 +168,7 @@ class Placement:
     lr: float = 1.0
 
     def along(self, axis: str) -> Held:
-        """How the ranks along an axis hold it."""
+        """Return how the ranks along an axis hold it."""
         if axis == "pp":
             return Held.PARTIAL if self.tied else Held.SPLIT
         if self.shard is not None and self.shard.axis == axis:
@@ -158,18 +176,18 @@ class Placement:
         return Held.PARTIAL if axis in BATCH or axis in self.partial else Held.COPY
 
     def rank_at(self, place: Place) -> int:
-        """Index of the part that the rank at `place` holds; 0 where it is not split."""
+        """Return the index of the part that the rank at `place` holds; 0 if it is not split."""
         return 0 if self.shard is None else place.get(self.shard.axis, 0)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of part `rank`: as in `rank_at`, here and below."""
+        """Return the shape of part `rank` (see `rank_at`)."""
         if self.shard is None:
             return self.shape
         d = self.shard.dim
         return (*self.shape[:d], self.shard.local_size(rank), *self.shape[d + 1 :])
 
     def take(self, full: Tensor, rank: int) -> Tensor:
-        """Part `rank` of the global tensor."""
+        """Return part `rank` of the global tensor (see `rank_at`)."""
         assert tuple(full.shape) == self.shape, f"expected {self.shape}, got {tuple(full.shape)}"
         return (
             full
@@ -178,7 +196,7 @@ class Placement:
         )
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """The global tensor from all parts in order. Not split: the first one."""
+        """Return the global tensor from all parts in order; the first one if it is not split."""
         if self.shard is None:
             return parts[0]
         full = parts[0].new_empty(self.shape)
@@ -187,15 +205,15 @@ class Placement:
         return full
 
     def shared_index(self) -> Tensor:
-        """Global indices along the split dimension held by more than one rank; int64, empty where
-        none."""
+        """Return the indices along the split dimension that more than one rank holds; int64, may
+        be empty."""
         if self.shard is None:
             return torch.arange(0)
         return (self.shard.holders(self.shape[self.shard.dim]) > 1).nonzero().flatten()
 
 
 def has_shared_rows(placement: Placement) -> bool:
-    """Whether several ranks hold some of its rows."""
+    """Whether several ranks hold some of the parameter's rows."""
     ranges = (
         sorted(of for held in placement.shard.ranges for of in held if of[0] < of[1])
         if placement.shard
@@ -207,8 +225,9 @@ def has_shared_rows(placement: Placement) -> bool:
 class ParallelModule(nn.Module):
     """A module that states the placement of every parameter it owns directly, in `placements`.
 
-    `sequence`: it sees this rank's part of the sequence only, so gradients of what it holds whole
-    are partial sums.
+    Args:
+        sequence: Whether it sees this rank's part of the sequence only, so that gradients of what
+            it holds unsharded are partial sums.
     """
 
     def __init__(self, axis: Axis, sequence: bool = False):
@@ -238,9 +257,9 @@ class ParallelModule(nn.Module):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Creates the local part, uninitialised (see init.initialize), and records its placement.
+        """Create the local part, uninitialised (see init.initialize), and record its placement.
 
-        On an axis of size 1 nothing is split, so there the placement has no shard: a layer that is
+        On an axis of size 1 nothing is split, so the placement has no shard there: a layer that is
         given such an axis inside a larger grid is replicated.
         """
         if self.axis.size == 1:
@@ -253,11 +272,13 @@ class ParallelModule(nn.Module):
 
 
 def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Every parameter of `module` with its qualified name and placement, in registration order,
-    tied ones once.
+    """Yield every parameter of `module` with its qualified name and placement.
 
-    Raises: AssertionError for a parameter that no ParallelModule placed (see
-        `ParallelModule.add_parameter`).
+    They come in the order of registration, tied ones once.
+
+    Raises:
+        AssertionError: No ParallelModule has placed a parameter (see
+            `ParallelModule.add_parameter`).
     """
     seen: set[int] = set()
     for prefix, sub in module.named_modules():
@@ -274,12 +295,12 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
 
 @torch.no_grad()
 def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axis) -> None:
-    """Makes whole, in place, the gradients that are partial sums over the axis of a layer.
+    """Sum, in place, the gradients that are partial over the axis of a layer.
 
-    Those are the gradients of rows that several of its ranks hold, and of parameters that are
+    These are the gradients of rows that several of its ranks hold, and of parameters that are
     partial over it (also of flat parts of these). Every rank then has equal bits.
     Call once a batch, with the gradients in the same order on every rank of `axis`.
-    Collectives: one all-reduce of all such rows together for each dtype; none where there are none.
+    Collectives: one all-reduce of all such rows together for each dtype; none without such rows.
     """
     pieces: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
     for grad, placement in grads:
@@ -301,10 +322,10 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
 
 @cache
 def partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tensor, Tensor]:
-    """Number of slices with partial gradients; of those on `rank`: local indices, positions among
-    all of them.
+    """Return the number of slices with partial gradients, and the slices of `rank`.
 
-    A parameter that is partial as a whole is one slice.
+    For the latter: local indices, and positions among all of them. A parameter that is partial
+    everywhere is one slice.
     """
     if axis in placement.partial:
         return 1, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

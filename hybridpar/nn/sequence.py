@@ -1,5 +1,4 @@
-"""Sequence parallelism: between the split layers, each rank of the tp axis holds part of every
-sample's rows.
+"""Sequence parallelism: between the split layers, each rank of tp holds rows of every sample.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
@@ -15,7 +14,8 @@ from hybridpar.nn.placement import split_sizes
 class SequencePart(NamedTuple):
     """Rows of each sample that a rank holds: `length` of them from row `start` on.
 
-    `sizes`: number of rows of every rank of the axis; None where all ranks hold all rows.
+    Attributes:
+        sizes: Number of rows of every rank of the axis; None if all ranks hold all rows.
     """
 
     start: int
@@ -24,7 +24,7 @@ class SequencePart(NamedTuple):
 
     @classmethod
     def of(cls, length: int, axis: Axis, split: bool) -> SequencePart:
-        """This rank's part of `length` rows; all of them unless they are `split`."""
+        """Return this rank's part of `length` rows; all rows unless they are `split`."""
         if not split:
             return cls(0, length, None)
         sizes = split_sizes(length, axis.size)

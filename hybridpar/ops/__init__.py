@@ -1,5 +1,7 @@
-"""Operations on local tensors: public functions with shape checks; registry.py is the table of what
-runs them."""
+"""Operations on local tensors: public functions with shape checks.
+
+registry.py has the table of the code that runs them.
+"""
 
 from hybridpar.ops.activation import gelu, swiglu
 from hybridpar.ops.attention import attention

@@ -16,30 +16,29 @@ from hybridpar.ops.registry import resolve
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """Gaussian error linear unit of x + bias, in the tanh form that GPT and BERT were published
-    with.
+    """Return the Gaussian error linear unit of x + bias, in the tanh form that GPT and BERT use.
 
     Shapes: x [.., f], bias [f] -> [.., f].
-    Raises: ValueError for another bias; ConfigError if the backend cannot run. Source: arXiv
-        1606.08415.
+    Raises: ValueError for another bias; ConfigError if the backend cannot run.
+    Source: arXiv 1606.08415.
     """
     check_vectors(x, bias=bias)
     return resolve("gelu", backend, x)(x, bias)
 
 
 def gelu_exact(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times the normal distribution function of x, for x + bias: by the error function, in plain
-    torch.
+    """Return x times the normal distribution function of x, for x + bias, in plain torch.
 
-    Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias. Source: arXiv
-        1606.08415.
+    It uses the error function.
+    Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias.
+    Source: arXiv 1606.08415.
     """
     check_vectors(x, bias=bias)
     return F.gelu(x if bias is None else x + bias)
 
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """silu(gate) * up of gate, up = the two halves of x + bias.
+    """Return silu(gate) * up for gate, up = the two halves of x + bias.
 
     Shapes: x [.., 2 f], bias [2 f] -> [.., f].
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
@@ -69,7 +68,7 @@ def swiglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Activation(Function):
-    """Keeps x, and computes the rest again."""
+    """Keeps x alone, and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, forward: Any, backward: Any) -> Tensor:

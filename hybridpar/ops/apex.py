@@ -1,4 +1,4 @@
-"""NVIDIA apex's fused normalisation and AdamW, where it is installed with its CUDA extensions.
+"""NVIDIA apex's fused normalisation and AdamW, if it is installed with its CUDA extensions.
 
 apex comes from source (github.com/NVIDIA/apex); the package of that name on PyPI is an unrelated
 one.
@@ -23,7 +23,7 @@ _UPDATES = "amp_C", "apex.multi_tensor_apply"
 
 
 def missing(op: str, *_: Any) -> str | None:
-    """Why apex cannot run `op` on this machine; None when it can."""
+    """Return why apex cannot run `op` on this machine; None if it can."""
     extension, module = needed = _UPDATES if op == "optimizer" else _NORMS
     try:
         _modules(*needed)
@@ -50,7 +50,7 @@ def add_norm(
     centre: bool,
     mask: Mask,
 ) -> tuple[Tensor, Tensor]:
-    """apex's norm of a sum that is computed before, as apex has no such operator."""
+    """Compute the sum, and then apex's norm of it, as apex has no operator for both."""
     total = resolve("bias_dropout_add", "auto", x)(x, bias_of_x, residual, mask)
     return rms_norm(total, weight, eps) if bias is None else layer_norm(
         total, weight, bias, eps
@@ -58,11 +58,10 @@ def add_norm(
 
 
 class FusedAdam(Passes):
-    """AdamW by the kernel of apex.optimizers.FusedAdam, in place, on what the old weights were
-    copied to.
+    """AdamW by the kernel of apex.optimizers.FusedAdam, in place, on a copy of the old weights.
 
-    It knows neither Nesterov's momentum nor directions alone: those, and all that is not Adam, are
-    the reference's.
+    It knows neither Nesterov's momentum nor directions alone: the reference computes these, and
+    every step that is not Adam's.
     """
 
     @staticmethod
@@ -106,5 +105,5 @@ _DECOUPLED = _BIAS_CORRECTION = 1
 
 @functools.cache
 def _modules(extension: str, module: str) -> tuple[Any, Any]:
-    """apex's extension, which computes, and its Python part, which imports without that."""
+    """Return apex's extension, which computes, and its Python part, which imports without it."""
     return importlib.import_module(extension), importlib.import_module(module)

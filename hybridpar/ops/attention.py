@@ -34,19 +34,23 @@ def attention(
     head_start: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
+    """Return softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
 
-    Fewer queries than keys are those of the last positions; torch's kernel computes them, whatever
-    the backend. A position that sees no key (all padding) yields zeros, and no gradient.
-    `kv_index[i]` is the key and value head of query head i; without it, each serves n / n_kv
-    neighbours. `head_start` is the global number of the first query head: the dropout mask of
-    (head, q, k) has index (head * s + q) * s + k within its sample.
+    If there are fewer queries than keys, the queries have the last positions; torch's kernel
+    computes
+    them, whatever the backend. A position that sees no key (all padding) yields zeros, and no
+    gradient.
+
+    Args:
+        kv_index: The key and value head of each query head. Without it, each serves n / n_kv
+            neighbours.
+        head_start: Global number of the first query head: the dropout mask of (head, q, k) has
+            index (head * s + q) * s + k within its sample.
 
     Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real -> [b,
-        n, s, d].
+    n, s, d].
     Raises: ValueError for other shapes, or dropout with fewer queries than keys; ConfigError if
-        dropout_p is not in
-    [0, 1), or the backend cannot run.
+    dropout_p is not in [0, 1), or the backend cannot run.
     Source: arXiv 1706.03762; grouped heads arXiv 2305.13245.
     """
     _check(q, k, v, padding_mask)
@@ -75,7 +79,7 @@ def attention(
 
 
 def attention_class(head_dim: int, *, grouped: bool) -> str:
-    """The class of shapes of which one backend is the fastest."""
+    """Return the class of shapes for which one backend is the fastest."""
     return f"d{head_dim}{' grouped' * grouped}"
 
 
@@ -88,11 +92,11 @@ def attention_sdpa(
     kv_index: list[int],
     mask: Mask,
 ) -> Tensor:
-    """torch's fused kernel (of cuDNN or FlashAttention) where it has one: without dropout or
-    padding; else Triton's.
+    """Run torch's fused kernel (cuDNN's or FlashAttention's) if it has one, otherwise Triton's.
 
-    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order.
-    Shapes: as `attention`.
+    torch's has neither dropout nor padding, and adds up dq in any order, so Triton's also runs if
+    torch is to be deterministic.
+    Shapes: see `attention`.
     """
     n = q.shape[1]
     n_kv = k.shape[1]
@@ -118,9 +122,10 @@ def attention_torch(
     kv_index: list[int],
     mask: Mask,
 ) -> Tensor:
-    """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where
-    that is asked for."""
-    (b, n, queries, d), n_kv, keys = q.shape, *k.shape[1:3]
+    """Run torch's fused kernel, which has no counter-based dropout; with dropout, the full
+    matrix of probabilities."""
+    b, n, queries, d = q.shape
+    n_kv, keys = k.shape[1:3]
     if kv_index != list(range(n_kv)):
         if (
             kv_index == _neighbours(n, n_kv) and queries == 1 < keys
@@ -133,7 +138,8 @@ def attention_torch(
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
             index = torch.tensor(kv_index, device=q.device)
-            k, v = k.index_select(1, index), v.index_select(1, index)
+            k = k.index_select(1, index)
+            v = v.index_select(1, index)
     if mask is not KEEP_ALL:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
         probabilities = _softmax(scores * q.shape[-1] ** -0.5, causal, padding_mask)
@@ -146,7 +152,7 @@ def attention_torch(
 
 
 def _softmax(x: Tensor, causal: bool, padding_mask: Tensor | None) -> Tensor:
-    """Softmax over the keys that each query sees; zeros for the others, and where it sees none."""
+    """Return the softmax over the keys that each query sees; zeros elsewhere."""
     visible, blind = _visible(x.shape[2], x.shape[3], causal, padding_mask, x.device)
     if visible is not None:
         x = x.masked_fill(~visible, float("-inf"))
@@ -161,8 +167,10 @@ def _visible(
     padding_mask: Tensor | None,
     device: torch.device | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The keys that each query sees, and the queries that see none: those are shown all, and zeroed
-    afterwards."""
+    """Return the keys that each query sees, and the queries that see none.
+
+    The latter are shown all keys, and zeroed afterwards.
+    """
     visible = None
     if causal:
         device = device if padding_mask is None else padding_mask.device
@@ -177,8 +185,8 @@ def _visible(
 
 
 def _neighbours(n: int, n_kv: int) -> list[int]:
-    """The key head of each query head where each serves n / n_kv neighbours; empty where that is no
-    whole number."""
+    """Return the key head of each query head if each serves n / n_kv neighbours; empty if n_kv
+    does not divide n."""
     return [i // (n // n_kv) for i in range(n)] if n_kv and n % n_kv == 0 else []
 
 
@@ -206,7 +214,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 class _Attention(Function):
-    """Keeps q, k, v, the output, and a number a row; the mask of dropout is made again."""
+    """Keeps q, k, v, the output, and a number a row; recomputes the mask of dropout."""
 
     @staticmethod
     def forward(

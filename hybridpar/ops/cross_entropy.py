@@ -15,16 +15,22 @@ from hybridpar.ops.registry import resolve
 
 
 def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:
-    """The two passes for logits like these, outside of autograd: `statistics` and `gradient_`.
+    """Return the two passes for logits like these, outside of autograd: `statistics` and
+    `gradient_`.
 
-    statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of the
-    first num_real logits of a row, the sum of the exponentials of (logit - largest), the logit at
-    `column` [rows] (0 where that is no column here), and with_sum the sum of (logit - largest).
-    gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits, over
-    them if it is them: exp(logit - top) * factor - level, less `target` at column; zero beyond
-    num_real; numbers [4, rows] = top, factor, target, level.
-    Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend
-    cannot run.
+        statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of
+            the
+        first num_real logits of a row, the sum of the exponentials of (logit - largest), the logit
+            at
+        `column` [rows] (0 if this rank has no such column), and with_sum the sum of (logit -
+            largest).
+        gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits,
+            which
+        may be the logits' memory: exp(logit - top) * factor - level, less `target` at column; zero
+        beyond num_real; numbers [4, rows] = top, factor, target, level.
+
+    Both compute in float32, or float64 for float64 logits.
+    Raises: ConfigError if the backend cannot run.
     """
     return resolve("cross_entropy", backend, logits)()
 

@@ -1,9 +1,8 @@
-"""Dropout whose mask is a function of (key, site, element), so it is the same on every grid and is
-never stored.
+"""Dropout whose mask is a function of (key, site, element): equal on every grid, and never stored.
 
 Every backend computes `mask_scale(x, key words, counter, threshold, scale, stride, start)` on x [b,
-rows, cols]: element (i, r, c) stays, times `scale`, where its 32 random bits for the counter's
-step, sample + i and index = start + r * stride + c are at least `threshold`, and is 0 elsewhere.
+rows, cols]: element (i, r, c) stays, times `scale`, if its 32 random bits for the counter's
+step, sample + i and index = start + r * stride + c are at least `threshold`, and is 0 otherwise.
 Backends agree to the bit.
 """
 
@@ -33,16 +32,17 @@ def dropout(
     first_row: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
+    """Set elements to 0 with probability p and multiply the others by 1 / (1 - p).
 
     The first dimension counts samples. Within one, an element of the global tensor has index
-    row * inner_size + inner_start + column: a rank that holds part of the last dimension states the
-    global size of that dimension and where its part starts, one that holds part of the rows its
-    `first_row`. No key (evaluation) or p = 0: returns x itself.
+    row * inner_size + inner_start + column. A rank that holds part of the last dimension states its
+    global size and where its part starts; a rank that holds part of the rows its `first_row`.
+    Without
+    a key (evaluation) or with p = 0 the result is x itself.
 
     Shapes: x [b, ..., inner_local] -> the same. Nothing but the key is kept for the backward pass.
     Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less
-        than two dimensions.
+    than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
     mask = make_mask(
@@ -59,8 +59,10 @@ def dropout(
 
 
 class Mask(NamedTuple):
-    """Everything the mask depends on besides the shape, in the order backends take it. threshold 0:
-    drops nothing."""
+    """Everything the mask depends on besides the shape, in the order backends take it.
+
+    A threshold of 0 drops nothing.
+    """
 
     key0: int
     key1: int
@@ -85,10 +87,11 @@ def make_mask(
     inner_start: int = 0,
     first_row: int = 0,
 ) -> Mask:
-    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see
-    dropout.
+    """Return the mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL if nothing is
+    dropped.
 
-    A counter that lies elsewhere is copied to `device`: a GPU is waited for then.
+    A counter on another device is copied to `device`, which waits for a GPU.
+    Raises: See dropout.
     """
     if not 0.0 <= p < 1.0:
         raise config_error("model.dropout", p, "must be at least 0 and less than 1", "0.1")
@@ -108,7 +111,7 @@ def make_mask(
 
 
 def drop(x: Tensor, mask: Mask, backend: str = "auto") -> Tensor:
-    """Applies a mask to x [samples, ..., inner]."""
+    """Apply a mask to x [samples, ..., inner]."""
     return x if mask is KEEP_ALL else _Dropout.apply(x, mask, backend)
 
 

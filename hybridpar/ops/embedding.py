@@ -1,5 +1,4 @@
-"""The local passes of an embedding: the rows of a table that a rank holds, and the gradient that
-goes to them."""
+"""The local passes of an embedding: looking up a rank's rows of a table, and their gradient."""
 
 from __future__ import annotations
 
@@ -14,14 +13,18 @@ from hybridpar.ops.registry import resolve
 
 
 def embedding(weight: Tensor, backend: str = "auto") -> Any:
-    """The two passes for a table like `weight` [rows, h], outside of autograd: `rows` and
-    `add_gradient_`.
+    """Return the two passes for a table like `weight` [rows, h], outside of autograd.
 
-    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is
-    no row. start None: the table is whole, and an id that is not in it an IndexError (on a GPU, a
-    failed assertion). add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds
-    each row's gradients, in an order that depends on the ids alone; overwrite: to zero. `gradient`
-    has dy's type, or float32.
+        rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero if there is
+            no
+        such row. start None: the table is unsharded, and an id that is not in it an IndexError (on
+            a
+        GPU, a failed assertion).
+        add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's
+            gradients,
+        in an order that depends on the ids alone; overwrite: to zero. `gradient` has dy's type, or
+        float32.
+
     Raises: ConfigError if the backend cannot run.
     """
     return resolve("embedding", backend, weight)()
@@ -62,8 +65,7 @@ class Passes:
 
 
 class Compiled:
-    """The passes of a library, such as torch.ops.hybridpar; they keep no table of gradients of
-    their own."""
+    """The passes of a library, such as torch.ops.hybridpar, which keep no table of gradients."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -1,8 +1,9 @@
-"""Quantizes matrices to float8 e4m3, with one scale for each row.
+"""Quantize matrices to float8 e4m3, with one scale for each row.
 
-    factor = bfloat16(448 / largest magnitude of the row)        at least 1e-30 counts as the largest
+    factor = bfloat16(448 / largest magnitude of the row)        at least 1e-30 counts as the
+        largest
     code   = e4m3(bfloat16(x factor))                            x is about code / factor
-    scale  = 1 / factor                                          float32, what a product is multiplied by
+    scale  = 1 / factor                                          float32, the factor of a product
 
 The factor is rounded to bfloat16, so the reference makes no float32 copy of the matrix. It exceeds
 its exact value by less than 2^-8, so a product stays below 449 and rounds to at most 448. A row
@@ -46,11 +47,11 @@ def quantize_fp8_weight_(
     *,
     backend: str = "auto",
 ) -> None:
-    """Write a weight quantized by rows, and its transpose quantized by rows. Every backend makes
-    the same bytes.
+    """Write a weight quantized by rows, and its transpose quantized by rows.
 
+    Every backend makes the same bytes.
     Shapes: weight [o, i], rows [o, i], row_scale [o, 1], columns [i, o], column_scale [i, 1]; all
-        contiguous.
+    contiguous.
     Raises: ConfigError if the backend cannot run; ValueError for other shapes.
     """
     o, i = weight.shape
@@ -65,7 +66,7 @@ def quantize_fp8_weight_(
 
 
 def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why the Triton passes cannot take such tensors; None when they can."""
+    """Return why the Triton passes cannot take such tensors; None if they can."""
     if (
         device_type == "cuda"
         and torch.cuda.is_available()

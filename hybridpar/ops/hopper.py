@@ -1,7 +1,6 @@
-"""Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass where they can be,
-else those of Triton.
+"""Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass, otherwise Triton's.
 
-All exchange the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is
+All exchange the same output and logarithms of sums. cuDNN's adds up dq in any order: if torch is
 to be deterministic, the backward pass is Triton's.
 """
 
@@ -22,7 +21,7 @@ MOST_HEADS = 1024
 
 
 def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why it cannot run on this machine's GPU; None when it can."""
+    """Return why it cannot run on this machine's GPU; None if it can."""
     if reason := cpp_missing(op) or native.missing_cuda():
         return reason
     if not has_cuda("attention_hopper"):
@@ -42,7 +41,7 @@ def attention(
     causal: bool,
     *mask: Any,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.attention, for arguments and shapes."""
+    """See kernels.attention.attention for arguments and shapes."""
     if _plain(q, real, mask):
         return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, scale, causal)
     return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, *mask)
@@ -61,7 +60,7 @@ def attention_backward(
     causal: bool,
     *mask: Any,
 ) -> tuple[Tensor, ...]:
-    """See kernels.attention.attention_backward, for arguments and shapes."""
+    """See kernels.attention.attention_backward for arguments and shapes."""
     own = kv_head == list(range(k.shape[1]))  # a key head for each query head
     if (
         not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
@@ -95,7 +94,7 @@ def attention_backward(
 
 
 def _plain(q: Tensor, real: Tensor | None, mask: tuple[Any, ...]) -> bool:
-    """Without padding and dropout, of a size that the kernel has."""
+    """Whether there is no padding or dropout, and the kernel has this size."""
     threshold = mask[3]
     return real is None and threshold == 0 and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
 

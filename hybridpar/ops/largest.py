@@ -1,10 +1,11 @@
-"""The numbers of each row that are farthest from zero, as values and a bit for each number of the
-row.
+"""The numbers of each row with the largest magnitudes, as values and a bit for each number of
+the row.
 
-    row    [ k values, in order | ceil(cols / 8) bytes: a bit for each number, the first one lowest in its byte ]
+    row    [ k values, in order | ceil(cols / 8) bytes: a bit for each number, the first one lowest
+        in its byte ]
 
-Which they are depends on the row alone: the k largest magnitudes; of equal ones the first; NaN is
-larger than all numbers. Values are of the row's type, or rounded to bfloat16 (`rounded`).
+The choice depends on the row alone: the k largest magnitudes; of equal ones the first; NaN is
+larger than all numbers. Values have the row's type, or are rounded to bfloat16 (`rounded`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from hybridpar.ops.registry import resolve
 
 
 def largest(x: Tensor, backend: str = "auto") -> Any:
-    """The passes for rows like `x` [rows, cols], without gaps; outside of autograd. Every backend
-    makes the same bytes.
+    """Return the passes for rows like `x` [rows, cols], without gaps; outside of autograd.
 
-    largest(x, k, rounded) -> uint8 [rows, k values and `places_bytes`]: the k largest numbers of
-    each row. pick(x, places, k, rounded) -> uint8 [rows, k values]: the numbers of x at `places`,
-    the first k of a row; zeros where fewer are marked.
-    spread_(x, values, places, rounded): fills x with the values at `places`, and zeros.
-    Raises: ConfigError if the backend cannot run; ValueError where x is no matrix.
+    Every backend makes the same bytes.
+
+        largest(x, k, rounded) -> uint8 [rows, k values and `places_bytes`]: the k largest numbers
+            of
+        each row.
+        pick(x, places, k, rounded) -> uint8 [rows, k values]: the numbers of x at `places`, the
+            first k
+        of a row; zeros if fewer are marked.
+        spread_(x, values, places, rounded): fills x with the values at `places`, and zeros.
+
+    Raises: ConfigError if the backend cannot run; ValueError if x is no matrix.
     """
     if x.dim() != 2:
         raise ValueError(f"x must be [rows, cols], got {tuple(x.shape)}")
@@ -35,12 +41,12 @@ def largest(x: Tensor, backend: str = "auto") -> Any:
 
 
 def value_bytes(dtype: torch.dtype, rounded: bool) -> int:
-    """Bytes of a value."""
+    """Return the bytes of a value."""
     return 2 if rounded else dtype.itemsize
 
 
 def places_bytes(cols: int) -> int:
-    """Bytes of a row's bits."""
+    """Return the bytes of a row's bits."""
     return -(-cols // 8)
 
 
@@ -74,14 +80,14 @@ class Passes:
 
 
 def _sizes(x: Tensor) -> Tensor:
-    """The bits of sizes, which have the order of sizes."""
+    """Return the bits of magnitudes, which have the order of magnitudes."""
     bits = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.dtype.itemsize])
     return bits & (2 ** (8 * x.dtype.itemsize - 1) - 1)
 
 
 def _marked(places: Tensor, cols: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of each marked number, of a row the first k, and which value of its row it
-    is."""
+    """Return row and column of each marked number (the first k of a row), and its index in the
+    row."""
     bits = (
         (places.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=places.device)) & 1
     ).flatten(1)[:, :cols]

@@ -3,8 +3,8 @@
     torch.ops.hybridpar          C++ (csrc/cpu); some passes in CUDA C++, too (csrc/cuda)
     torch.ops.hybridpar_triton   Triton (kernels/), with the same names, arguments and results
 
-In Triton's interpreter (TRITON_INTERPRET=1) its passes take tensors on the CPU: hours where the
-compiled ones take a second, for tests. torch.compile sees a pass from outside, by a function of its
+In Triton's interpreter (TRITON_INTERPRET=1) its passes take tensors on the CPU, for tests: hours
+for a second of the compiled ones. torch.compile sees a pass from outside, by a function of its
 arguments that returns empty tensors of the shapes and types that the pass returns: PASSES of the
 operation's module.
 """
@@ -34,42 +34,42 @@ _log = logging.getLogger(__name__)
 OLDEST_GPU = (8, 0)
 """Compute capability that csrc/cuda is compiled for at least (setup.py)."""
 Shapes = Mapping[str, Callable[..., Any]]
-"""Type of PASSES: passes by name, and what returns empty tensors like theirs."""
+"""Type of PASSES: passes by name, each with a function that returns empty tensors like theirs."""
 
 
 def like(x: Tensor, *_: Any) -> Tensor:
-    """An empty tensor of the shape and type of a pass's first argument, without gaps."""
+    """Return an empty tensor like a pass's first argument, without gaps."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def heads_inside(x: Tensor, *_: Any) -> Tensor:
-    """The result [b, s, n, d] of a pass whose first argument is [b, n, s, d]."""
+    """Return the result [b, s, n, d] of a pass whose first argument is [b, n, s, d]."""
     b, n, s, d = x.shape
     return x.new_empty((b, s, n, d))
 
 
 def nothing(*_: Any) -> None:
-    """The result of a pass that writes to its arguments."""
+    """Return the result of a pass that writes to its arguments."""
 
 
 def wide_type(x: Tensor) -> torch.dtype:
-    """The type that passes compute in."""
+    """Return the type that passes compute in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """x, or a copy if there are gaps in its last dimension."""
+    """Return x, or a copy if there are gaps in its last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def cpp_missing(op: str, *_: Any) -> str | None:
-    """Why the C++ passes of `op` cannot be used; None when they can."""
+    """Return why the C++ passes of `op` cannot be used; None if they can."""
     return _known(native.missing(), "hybridpar", op)
 
 
 def cuda_missing(op: str, *_: Any) -> str | None:
-    """Why the CUDA C++ passes of `op`, of which one has its name, cannot be used; None when they
-    can."""
+    """Return why the CUDA C++ passes of `op`, one of which has its name, cannot be used; None if
+    they can."""
     reason = _known(native.missing_cuda(), "hybridpar", op)
     if reason is None and not has_cuda(op):
         reason = f"has no version of {op}"
@@ -83,13 +83,12 @@ def cuda_missing(op: str, *_: Any) -> str | None:
 
 
 def has_cuda(name: str) -> bool:
-    """Whether the pass torch.ops.hybridpar.<name> has a CUDA version, in extensions that are
-    loaded."""
+    """Whether the loaded extensions have a CUDA version of torch.ops.hybridpar.<name>."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", "CUDA")
 
 
 def triton_missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
-    """Why the Triton passes of `op` cannot take such tensors; None when they can."""
+    """Return why the Triton passes of `op` cannot take such tensors; None if they can."""
     interpreted = triton_is_interpreted()
     if device_type not in (None, "cpu" if interpreted else "cuda"):
         return (
@@ -210,8 +209,10 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _listed_operators(module: str) -> list[str]:
-    """Return the names in OPERATORS of a module that cannot be imported, from its text. The text
-    may be no Python."""
+    """Return the names in OPERATORS of a module that cannot be imported, from its text.
+
+    The text may be no Python.
+    """
     package, _, name = module.rpartition(".")
     for folder in importlib.import_module(package).__path__:
         if (path := Path(folder, f"{name}.py")).is_file():
@@ -277,8 +278,8 @@ def remedy(problem: str) -> str:
 def passes_of(op: str) -> tuple[str, ...]:
     """Return the names of the passes that an operation uses.
 
-    Of a module with several operations: those that begin with its name, or, if there are none,
-    those that begin with no other operation's name. Else: all of the module.
+    In a module with several operations these are the passes that begin with its name, or, if there
+    are none, with no other operation's name. Otherwise they are all passes of the module.
     """
     module = _module_of(op)
     names = tuple(importlib.import_module(module).PASSES)
@@ -294,8 +295,8 @@ def _module_of(op: str) -> str:
 
 
 def _known(reason: str | None, library: str, op: str) -> str | None:
-    """The reason; where there is none, torch.compile and meta tensors know the passes of op's
-    module from here on."""
+    """Return the reason; without one, let torch.compile and meta tensors know the passes of op's
+    module."""
     if reason is None:
         _register_shapes(library, _module_of(op))
     return reason

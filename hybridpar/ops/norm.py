@@ -1,5 +1,4 @@
-"""The residual stream: normalisation over the last dimension, the addition before it, and both at
-once."""
+"""The residual stream: normalisation over the last dimension, the addition before it, and both."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from hybridpar.random import RandomKey
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, backend: str = "auto"
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension.
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension.
 
     Shapes: x [..., h], weight [h], bias [h] -> [..., h].
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
@@ -31,7 +30,7 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "auto") -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
     Shapes: x [..., h], weight [h] -> [..., h].
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
@@ -56,16 +55,14 @@ def add_norm(
     first_row: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Layer norm (`centre`) or RMS norm of total = residual + dropout(x + bias_of_x); returns it
-    and the total.
+    """Return the norm of total = residual + dropout(x + bias_of_x), and the total.
 
-    The mask of dropout is that of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing
-    is dropped.
+    It is layer norm with `centre`, otherwise RMS norm. The mask of dropout is the mask of
+    `dropout(x, p, key, site, first_row=first_row)`; without a key nothing is dropped.
 
     Shapes: x and residual [b, .., h], weight, bias, bias_of_x [h] -> both [b, .., h].
     Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0,
-        1), or the backend
-    cannot run.
+    1), or the backend cannot run.
     """
     check_vectors(x, weight=weight, bias=bias, bias_of_x=bias_of_x)
     _check_residual(x, residual)
@@ -86,12 +83,15 @@ def bias_dropout_add(
     first_row: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """residual + dropout(x + bias), with the mask of
-    `dropout(x, p, key, site, first_row=first_row)`; no key: nothing is dropped.
+    """Return residual + dropout(x + bias).
+
+    The mask is the mask of `dropout(x, p, key, site, first_row=first_row)`; without a key nothing
+    is
+    dropped.
 
     Shapes: x and residual [b, .., h], bias [h] -> [b, .., h].
     Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot
-        run.
+    run.
     """
     check_vectors(x, bias=bias)
     _check_residual(x, residual)
@@ -131,7 +131,7 @@ def bias_dropout_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, mas
 
 
 def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
-    """Raises: ValueError for a vector that is not of the last size of x."""
+    """Require vectors as long as x's last dimension. Raises: ValueError."""
     for name, vector in vectors.items():
         if vector is not None and (x.dim() < 1 or vector.shape != x.shape[-1:]):
             raise ValueError(
@@ -256,10 +256,9 @@ def _stats(x: Tensor) -> Tensor:
 
 def _dropped(dtotal: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tensor]:
     threshold = mask[3]
-    return (
-        like(dtotal) if threshold else dtotal.new_empty(0),
-        dtotal.new_empty(dtotal.shape[-1] if with_bias else 0),
-    )
+    dx = like(dtotal) if threshold else dtotal.new_empty(0)
+    dbias = dtotal.new_empty(dtotal.shape[-1] if with_bias else 0)
+    return dx, dbias
 
 
 add_norm_fused = _AddNorm.apply

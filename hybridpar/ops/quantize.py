@@ -1,15 +1,16 @@
 """Tiles of integers: each 64 numbers of a row as one bfloat16 scale and 64 codes of 8 or 4 bits.
 
-    row    [ codes of tile 0 | codes of tile 1 | .. | scale 0 | scale 1 | .. ]    64 or 32 bytes a tile, and 2
+    row    [ codes of tile 0 | codes of tile 1 | .. | scale 0 | scale 1 | .. ]    64 or 32 bytes a
+        tile, and 2
 
 A row's last tile is padded with zeros. Its bytes depend on the row alone, so rows may be cut and
 joined anywhere. Codes are rounded to the nearest, ties to even; a scale is the tile's largest
-magnitude / 127 or / 7, rounded up. Of 4 bits, code i is in the low half of byte i, code i + 32 in
+magnitude / 127 or / 7, rounded up. With 4 bits, code i is in the low half of byte i, code i + 32 in
 the high half. A tile of magnitudes below 2^-100 counts as zeros; one with a number that is not
 finite, or above bfloat16's range, comes back as NaN.
 
-rotate: a tile is multiplied by the Hadamard matrix of order 64 before, and back behind, which
-spreads an outlier over the whole tile instead of coarsening the others' steps.
+With `rotate` a tile is multiplied by the Hadamard matrix of order 64 before, and back behind. That
+spreads an outlier over the tile, whose other numbers would have coarser steps otherwise.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ _NAN_BITS = 0x7FC00000
 
 
 def quantized_bytes(cols: int, bits: int) -> int:
-    """Bytes of a row of `cols` numbers."""
+    """Return the bytes of a row of `cols` numbers."""
     return -(-cols // TILE) * (TILE * bits // 8 + _SCALE_BYTES)
 
 
 def quantize(x: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto") -> Tensor:
-    """The bytes of the rows of x. Every backend makes the same ones.
+    """Return the bytes of the rows of x. Every backend makes the same ones.
 
     Shapes: x [rows, cols] -> uint8 [rows, quantized_bytes(cols, bits)].
     Raises: ConfigError if bits is neither 4 nor 8, or the backend cannot run; ValueError for
-        another shape.
+    another shape.
     Source of the rotation: arXiv 2506.01352 (TAH-Quant).
     """
     _check(x, bits)
@@ -50,10 +51,10 @@ def quantize(x: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto
 def dequantize_(
     x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto"
 ) -> Tensor:
-    """Fills x with what `message` says of it, rounded to its type, and returns it.
+    """Fill x with the numbers of `message`, rounded to its type, and return it.
 
     Shapes: x [rows, cols], without gaps; message uint8 of rows * quantized_bytes(cols, bits).
-    Raises: as `quantize`; ValueError where the message has another size.
+    Raises: See `quantize`; ValueError if the message has another size.
     """
     _check(x, bits)
     expected = x.shape[0] * quantized_bytes(x.shape[1], bits)
@@ -111,7 +112,8 @@ class Passes:
 
 
 def _rotated(tiles: Tensor) -> Tensor:
-    """The tiles times the Hadamard matrix, by six equal steps. Shapes: [.., TILE] -> the same."""
+    """Return the tiles times the Hadamard matrix, by six equal steps. Shapes: [.., TILE] -> the
+    same."""
     for _ in range(TILE.bit_length() - 1):
         first, second = tiles.chunk(2, -1)
         tiles = torch.stack((first + second, first - second), -1).flatten(-2)
@@ -119,7 +121,7 @@ def _rotated(tiles: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor, limit: int) -> Tensor:
-    """largest / limit, rounded up to bfloat16."""
+    """Return largest / limit, rounded up to bfloat16."""
     bits = (largest / limit).float().view(torch.int32)
     rounded = (bits + 0xFFFF).bitwise_and(-0x10000)
     rounded = torch.where(

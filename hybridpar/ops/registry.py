@@ -48,11 +48,13 @@ _TRITON = "torch:ops.hybridpar_triton"
 class Backend:
     """Code that runs an operation.
 
-    path: 'module:name.name' of the code; after a space, that of the library of passes that it takes
-    first, if any. device, dtypes: the tensors that it takes; empty: any.
-    check: path of a function of (op, device_type, dtype) that returns why the code cannot run here;
-    empty: it can. fallback: it runs where no row before it can; `auto` does not take it for its
-    measured time.
+    Attributes:
+        path: 'module:name.name' of the code; after a space, the path of the library of passes that
+            it takes first, if any.
+        device, dtypes: The tensors that it takes; empty: any.
+        check: Path of a function of (op, device_type, dtype) that returns why the code cannot run
+            here; empty: it can.
+        fallback: It runs if no row before it can; `auto` does not take it for its measured time.
     """
 
     op: str
@@ -66,8 +68,8 @@ class Backend:
     def unsupported(
         self, device_type: str | None = None, dtype: torch.dtype | None = None
     ) -> str | None:
-        """Why it cannot run on such tensors (None: in general, on this machine); None when it
-        can."""
+        """Return why it cannot run on such tensors; None if it can. Without tensors: on this
+        machine at all."""
         if self.device and device_type not in (None, self.device):
             return f"runs on {_DEVICES[self.device]}, not on {device_type}"
         if self.dtypes and dtype not in (None, *self.dtypes):
@@ -94,11 +96,13 @@ def _rows(
     cuda: tuple[str, str, tuple[torch.dtype, ...], bool] | None = None,
     apex: str = "",
 ) -> Iterator[Backend]:
-    """The rows of an operation of ops/<module>.py.
+    """Return the rows of an operation of ops/<module>.py.
 
-    code: its fused form, if that is more than a library, and its reference there; cpp, triton:
-    types of their passes; cuda: library, check and types of its passes in CUDA C++, and whether
-    they are a fallback; apex: its name there.
+    Args:
+        code: Its fused form, if that is more than a library, and its reference.
+        cpp, triton: Types of their passes.
+        cuda: Library, check and types of its passes in CUDA C++, and whether they are a fallback.
+        apex: Its name in apex.
     """
     *fused, reference = (
         f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
@@ -175,8 +179,10 @@ TABLE = (
 class Report:
     """The backend that `auto` takes for an operation on this machine, and why not the others.
 
-    measured: it is the fastest of those measured; else the first of the table that can.
-    source: where the times come from, or why there are none.
+    Attributes:
+        measured: Whether it is the fastest of the measured ones; otherwise it is the first that can
+            run.
+        source: Where the times come from, or why there are none.
     """
 
     op: str
@@ -187,20 +193,24 @@ class Report:
 
 
 def ops() -> tuple[str, ...]:
-    """The operations of the table, in its order."""
+    """Return the operations of the table, in its order."""
     return tuple(dict.fromkeys(row.op for row in TABLE))
 
 
 def backends(op: str) -> tuple[Backend, ...]:
-    """The rows of one operation, the one `auto` prefers first."""
+    """Return the rows of one operation, the one `auto` prefers first."""
     return tuple(row for row in TABLE if row.op == op)
 
 
 def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Any:
-    """The code, or passes, that run `op` on tensors like `x`: of the backend named, or of the one
-    that `select` takes for 'auto'. shape: its class, where the fastest one depends on it.
+    """Return the code, or passes, that run `op` on tensors like `x`.
 
-    Raises: ConfigError if the backend does not exist or cannot run.
+    Args:
+        backend: Name of the backend; 'auto': see `select`.
+        shape: Class of the shape, if the fastest backend depends on it.
+
+    Raises:
+        ConfigError: The backend does not exist or cannot run.
     """
     code, *library = [
         _loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape).split()
@@ -215,13 +225,15 @@ def select(
     dtype: torch.dtype | None = None,
     shape: str = "",
 ) -> Backend:
-    """The row that runs `op` on such tensors (None: in general, on this machine), of a class of
-    shapes.
+    """Return the row that runs `op` on such tensors (None: on this machine at all), of a class
+    of shapes.
 
-    'auto': of those that can, the fastest where two or more were measured on such tensors, else the
-    first. Times of fallbacks do not count.
+    'auto' takes the fastest of the backends that can run, if two or more were measured on such
+    tensors,
+    else the first. Times of fallbacks do not count.
 
-    Raises: ConfigError if the operation or backend does not exist, or the backend cannot run.
+    Raises:
+        ConfigError: The operation or backend does not exist, or the backend cannot run.
     """
     rows = backends(op)
     if not rows:
@@ -245,8 +257,14 @@ def select(
 def report(
     op: str, device_type: str | None = None, dtype: torch.dtype | None = None, shape: str = ""
 ) -> Report:
-    """Return the backend that `auto` takes for an operation on such tensors (None: in general), why
-    it takes that one, and why others cannot run. shape: class of the tensors' shapes."""
+    """Return the backend that `auto` takes for an operation on such tensors (None: on this
+    machine at all).
+
+    The report says why it takes that one, and why others cannot run.
+
+    Args:
+        shape: Class of the tensors' shapes.
+    """
     reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
     row, by_time = _automatic(op, device_type, dtype, shape)
     times = measured.find(op, device_type, dtype, shape)
@@ -263,7 +281,7 @@ def report(
 def _automatic(
     op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = ""
 ) -> tuple[Backend, bool]:
-    """The row that 'auto' takes, and whether measured times decided."""
+    """Return the row that 'auto' takes, and whether measured times decided."""
     able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
     times = measured.medians(op, device_type, dtype, shape)
     timed = [row for row in able if row.name in times and not row.fallback]
@@ -273,8 +291,10 @@ def _automatic(
 
 
 def _path(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> str:
-    """The path of the selected row, whose modules are loaded: a text, as torch.compile runs this
-    while it traces."""
+    """Return the path of the selected row, whose modules are loaded.
+
+    It is a text, as torch.compile runs this while it traces.
+    """
     return _selected(op, choice, device_type, dtype, shape).path
 
 
@@ -283,7 +303,7 @@ constant_when_traced(_path)
 
 @functools.cache
 def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> Backend:
-    """Selects once for each kind of tensor, and logs the choice."""
+    """Select once for each kind of tensor, and log the choice."""
     row = select(op, choice, device_type, dtype, shape)
     _log.info("%s on %s %s: %s backend", f"{op} {shape}".rstrip(), device_type, dtype, row.name)
     return row
@@ -291,12 +311,12 @@ def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype, shape:
 
 @functools.cache
 def _load(path: str) -> Any:
-    """Imports the code at `path`. Raises: ImportError."""
+    """Import the code at `path`. Raises: ImportError."""
     importlib.import_module(path.partition(":")[0])
     return _loaded(path)
 
 
 def _loaded(path: str) -> Any:
-    """The code at `path`, whose module is loaded."""
+    """Return the code at `path`, whose module is loaded."""
     module, _, name = path.partition(":")
     return attrgetter(name)(sys.modules[module])

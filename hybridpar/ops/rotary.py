@@ -21,10 +21,10 @@ def rotary(
     positions: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Turns each pair (x[..., i], x[..., i + d/2]) by position * base^(-2i/d): the split-halves
-    order of LLaMA.
+    """Turn each pair (x[..., i], x[..., i + d/2]) by position * base^(-2i/d), LLaMA's split-
+    halves order.
 
-    Positions are offset, offset + 1, ... or those given. Angles are computed in float64.
+    Positions are offset, offset + 1, ..., or given. Angles are computed in float64.
 
     Shapes: x [b, n, s, d] with d even; positions [s] or [b, s] -> [b, n, s, d].
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.

@@ -1,4 +1,4 @@
-"""The elements of a tensor that are far from zero, as a message of values and places.
+"""The elements of a tensor with large magnitudes, as a message of values and places.
 
 A message of `count` of n elements has their values in order, and their places in the form that
 takes fewer bytes:
@@ -7,7 +7,7 @@ takes fewer bytes:
     ceil(n / 8) <= ceil(n / 255) + count            a bit for each element, the first one lowest in
                                                     its byte
     else                                            a byte for each 255 elements: how many of them
-                                                    there are; then a byte for each value: its place
+                                                    are sent; then a byte for each value: its place
                                                     among these 255
 """
 
@@ -26,27 +26,32 @@ _BLOCK = 255
 
 
 def sparse(x: Tensor, backend: str = "auto") -> Any:
-    """The passes for tensors like `x`, float32 or float64, without gaps; outside of autograd.
+    """Return the passes for tensors like `x`, float32 or float64, without gaps; outside of
+    autograd.
 
-    threshold(x, k) -> [1]: the k-th largest size of an element, never 0 but where k is the number
-    of all. count(x, threshold) -> how many elements are at least that large; NaN is larger than all
-    numbers. pack_(x, threshold, values, places): the first of these, as many as `values` [count] is
-    long, of x's type or bfloat16; what is packed is taken off x. places: uint8 [`place_bytes`].
-    add_(x, values, places, overwrite): adds a message; overwrite: to zero.
-    Raises: ConfigError if the backend cannot run; RuntimeError where a message is damaged.
+        threshold(x, k) -> [1]: the k-th largest magnitude, never 0 unless k is the number of
+            elements.
+        count(x, threshold) -> how many elements are at least that large; NaN is larger than all
+        numbers.
+        pack_(x, threshold, values, places): takes the first of these off x, as many as `values`
+            [count]
+        is long, of x's type or bfloat16. places: uint8 [`place_bytes`].
+        add_(x, values, places, overwrite): adds a message; overwrite: to zero.
+
+    Raises: ConfigError if the backend cannot run; RuntimeError for a damaged message.
     """
     return resolve("sparse", backend, x)()
 
 
 def place_bytes(numel: int, count: int) -> int:
-    """Bytes of the places of `count` of `numel` elements."""
+    """Return the bytes of the places of `count` of `numel` elements."""
     if count == numel:
         return 0
     return min(-(-numel // 8), -(-numel // _BLOCK) + count)
 
 
 def most_place_bytes(numel: int, most: int) -> int:
-    """The same of up to `most` elements, at most."""
+    """Return the largest `place_bytes` of up to `most` elements."""
     return place_bytes(numel, min(most, numel - 1))
 
 
@@ -134,7 +139,7 @@ class Compiled:
 
 
 def _sizes(x: Tensor) -> Tensor:
-    """The bits of sizes, which have the order of sizes."""
+    """Return the bits of magnitudes, which have the order of magnitudes."""
     wide = x.dtype == torch.float64
     bits = x.view(-1).view(torch.int64 if wide else torch.int32)
     return bits & (2**63 - 1 if wide else 2**31 - 1)

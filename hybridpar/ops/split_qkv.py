@@ -26,8 +26,10 @@ from hybridpar.ops.rotary import rotary
 class RotarySettings(NamedTuple):
     """Rotary positions of queries and keys.
 
-    base: see `rotary`. features: number of a head's first features that are turned. backend: of
-    `rotary`.
+    Attributes:
+        base: See `rotary`.
+        features: Number of a head's first features that are turned.
+        backend: Backend of `rotary`.
     """
 
     base: float
@@ -70,21 +72,21 @@ def split_qkv(
 
 
 def sums_bias(x: Tensor, backend: str = "auto") -> bool:
-    """Return whether the backend for tensors like `x` sums the gradient of the bias at no cost of
-    its own.
+    """Whether the backend for tensors like `x` sums the gradient of the bias at no cost of its own.
 
-    If not, the linear layer had better do it, in its own backward pass.
+    If not, the linear layer should do it, in its own backward pass.
     """
     return torch.is_grad_enabled() and resolve("split_qkv", backend, x) is not split_qkv_torch
 
 
 def split_heads(qkv: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the product into heads: views where groups are of one size (queries of several heads a
-    group excepted).
+    """Split the product into heads: views if groups are of one size, except for queries of
+    several heads.
 
     Shapes: [b, s, rows] -> q [b, s, n, d], k and v [b, s, g, d].
     """
-    (b, s, _), d = qkv.shape, head_dim(qkv, groups)
+    b, s, _ = qkv.shape
+    d = head_dim(qkv, groups)
     if len(set(groups)) == 1:
         # b and s as one: gradients of up to 4 dimensions are joined by one kernel; einops would add
         # 15 us
@@ -98,7 +100,7 @@ def split_heads(qkv: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor, Ten
 
 
 def head_dim(qkv: Tensor, groups: Sequence[int]) -> int:
-    """Return the features of a head, of which each group has one for a key and one for a value."""
+    """Return the features of a head; each group has one head for a key and one for a value."""
     return qkv.shape[-1] // (sum(groups) + 2 * len(groups))
 
 

@@ -19,8 +19,7 @@ K = TypeVar("K")
 
 
 def optimizer(x: Tensor, backend: str = "auto") -> Any:
-    """The passes for weights like `x` (float32 or float64): see Passes, which is the torch
-    reference.
+    """Return the passes for weights like `x` (float32 or float64): see Passes, the torch reference.
 
     Raises: ConfigError if the backend cannot run.
     """
@@ -29,12 +28,14 @@ def optimizer(x: Tensor, backend: str = "auto") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that an update reads and writes: lists of contiguous tensors, one for each
-    parameter or part of one.
+    """The weights that an update reads and writes.
 
-    old, new: before and after; one and the same list where the update is in place. working: where
-    there is any, a copy of the new ones in the type that micro-batches compute in; `predicted`: it
-    holds new + (new - old) instead.
+    They are lists of contiguous tensors, one for each parameter or part of one.
+
+    Attributes:
+        old, new: Before and after; the same list if the update is in place.
+        working: A copy of the new ones in the type that micro-batches compute in, if there is one.
+        predicted: Whether `working` holds new + (new - old).
     """
 
     old: Tensors
@@ -44,11 +45,11 @@ class Weights:
 
     @staticmethod
     def in_place(tensors: Tensors) -> Weights:
-        """Weights that are written over."""
+        """Make weights that are written over."""
         return Weights(tensors, tensors)
 
     def only(self, indices: Sequence[int]) -> Weights:
-        """The weights of some parameters, in ascending order."""
+        """Return the weights of some parameters, in ascending order."""
         if len(indices) == len(self.old):
             return self
         old = [self.old[i] for i in indices]
@@ -59,8 +60,8 @@ class Weights:
 
     @contextmanager
     def updating(self) -> Iterator[list[Tensor]]:
-        """The new weights, equal to the old ones, for kernels that work in place; then writes the
-        working copy."""
+        """Yield the new weights, equal to the old ones, for kernels that work in place; then
+        write the working copy."""
         before = self.old
         if self.new is not self.old:
             torch._foreach_copy_(list(self.new), list(self.old))
@@ -98,8 +99,8 @@ class AdamStep:
 class Passes:
     """The torch reference.
 
-    Its kernels may round the last few elements of a tensor in another way than the others: what is
-    to come out equal wherever it lies in a parameter must be a tensor of its own.
+    Its kernels may round the last few elements of a tensor in another way than the others: numbers
+    that must be equal wherever they lie in a parameter must be a tensor of their own.
     """
 
     @staticmethod
@@ -111,8 +112,8 @@ class Passes:
         lr: float,
         step: AdamStep,
     ) -> None:
-        """new = (1 - lr decay) old - lr direction, with a decay for each tensor; the gradients are
-        used up."""
+        """Compute new = (1 - lr decay) old - lr direction, with a decay for each tensor;
+        gradients are used up."""
         with weights.updating() as values:
             for decay, columns in grouped(decays, values, gradients, *moments):
                 (_adam if step.nesterov is None else _nesterov)(columns, decay, lr, step)
@@ -125,7 +126,7 @@ class Passes:
         decays: Sequence[float],
         step: AdamStep,
     ) -> None:
-        """Writes -(direction + decay value) over the gradients."""
+        """Write -(direction + decay value) over the gradients."""
         assert step.nesterov is None
         count = _count(values, step)
         divisor = divisor_of(gradients, step.scale)
@@ -157,7 +158,7 @@ class Passes:
     def move(
         weights: Weights, directions: Tensors, keeps: Sequence[float], factors: Sequence[float]
     ) -> None:
-        """new = keep old + factor direction, with a keep and a factor for each tensor."""
+        """Compute new = keep old + factor direction, with a keep and a factor for each tensor."""
         with weights.updating() as values:
             if any(keep != 1 for keep in keeps):
                 torch._foreach_mul_(values, list(keeps))
@@ -169,7 +170,8 @@ class Passes:
 
     @staticmethod
     def extrapolate(weights: Weights, previous: Tensors) -> None:
-        """new += u - previous and previous = u, where u = new - old; there is nothing predicted."""
+        """Compute new += u - previous and previous = u, where u = new - old; nothing is
+        predicted."""
         for values, olds, before in blocks([list(weights.new), list(weights.old), list(previous)]):
             updates = torch._foreach_sub(values, olds)
             torch._foreach_add_(values, updates)
@@ -180,10 +182,11 @@ class Passes:
 
     @staticmethod
     def sum_squares(tensors: Tensors) -> Tensor:
-        """The sum of squares of each tensor; float64 [number of tensors]. Inf and NaN propagate.
+        """Return the sum of squares of each tensor; float64 [number of tensors]. Inf and NaN
+        propagate.
 
         float32 sums are taken over rows of 1024 elements and squared and added in float64. Measured
-        on 33M normal numbers (one thread): a float32 norm of the whole tensor is off by 2e-3 and
+        on 33M normal numbers (one thread): a float32 norm of the full tensor is off by 2e-3 and
         takes 4 ms, this is off by 6e-10 and takes the same 4 ms, torch's norm with dtype=float64
         takes 120 ms (it makes a float64 copy). An element beyond 1.8e19, whose square overflows in
         float32, comes out infinite.
@@ -196,8 +199,8 @@ class Passes:
 class Compiled:
     """The passes of a library, such as torch.ops.hybridpar.
 
-    Gradients stay as they are, but for `adam_directions`, and elements do not depend on where they
-    lie.
+    Gradients do not change, except in `adam_directions`, and elements do not depend on their
+    position.
     """
 
     def __init__(self, library: Any) -> None:
@@ -296,7 +299,7 @@ BLOCK = {
 
 
 def blocks(columns: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """The same columns in flat pieces of BLOCK elements; small tensors share a block."""
+    """Cut the columns into flat pieces of BLOCK elements; small tensors share a block."""
     size = BLOCK.get(columns[0][0].device.type, BLOCK["cuda"])
     block: list[list[Tensor]] = [[] for _ in columns]
     room = size
@@ -380,7 +383,8 @@ def _count(tensors: Tensors, step: AdamStep) -> Tensor:
 
 
 def divisor_of(gradients: Tensors, scale: float | Tensor) -> Tensor | None:
-    """The number that a fused kernel is to divide the gradients by (its `grad_scale`), or None.
+    """Return the number that a fused kernel is to divide the gradients by (its `grad_scale`), or
+    None.
 
     The kernels know a float32 divisor only, too coarse for float64 gradients: those are scaled
     here, in place.
@@ -398,7 +402,7 @@ ROW = 1024
 
 
 def _row_norms(x: Tensor) -> list[Tensor]:
-    """Norms of pieces of `x` small enough for its own precision, as vectors of the same dtype."""
+    """Return norms of pieces of `x` small enough for its own precision, as vectors of its dtype."""
     flat = x.reshape(-1)
     if flat.dtype == torch.float64 or flat.numel() <= ROW:
         return [torch.linalg.vector_norm(flat).view(1)]
@@ -410,6 +414,6 @@ def _row_norms(x: Tensor) -> list[Tensor]:
 
 
 def _changed(*columns: Iterable[Tensor]) -> None:
-    """Tells autograd that a pass has written these tensors."""
+    """Tell autograd that a pass has written these tensors."""
     for column in columns:
         torch.autograd.graph.increment_version(column)

@@ -53,12 +53,10 @@ class NAdamW(AdamW):
     momentum.
 
     With mu_t = beta1 (1 - 0.96^(0.004 t) / 2) and P_t the product of mu_1 to mu_t, the mean of
-    Adam's step becomes mu_(t+1) / (1 - P_(t+1)) m + (1 - mu_t) / (1 - P_t) g. What the look-ahead
-    does for gradients that are a step old: their step is taken from where the momentum leads next,
-    rather than from where they were.
+    Adam's step becomes mu_(t+1) / (1 - P_(t+1)) m + (1 - mu_t) / (1 - P_t) g. Gradients that are a
+    step old then start from the place to which the momentum leads next, and not from an older one.
     Source: Dozat 2016, "Incorporating Nesterov Momentum into Adam"; used against delays, with a
-        beta1 of 0.99, by
-    Ajanthan et al., arXiv 2505.01099.
+    beta1 of 0.99, by Ajanthan et al., arXiv 2505.01099.
     """
 
     def __init__(

@@ -21,22 +21,27 @@ from hybridpar.optim.slots import ParameterSlot
 
 
 class StateMemory(Protocol):
-    """Memory that an optimizer keeps its state in, where it is not the device's own."""
+    """Memory that an optimizer keeps its state in, if that is not the device's own."""
 
     def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
-        """Zeros of the slots' shapes. what: the name of the state."""
+        """Return zeros of the slots' shapes.
+
+        Args:
+            what: Name of the state.
+        """
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]: ...
 
 
 class Optimizer(ABC):
-    """Updates a list of local parameters, in place or from one buffer into another; equal inputs
-    give equal bits.
+    """Update a list of local parameters, in place or from one buffer into another.
 
-    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the
-    first step, in the parameters' dtype: float32, or float64 where they are float64 (bf16 and fp16
-    training passes the float32 master copy). `num_updates` counts the steps taken; a skipped one is
-    not counted.
+    Equal inputs give equal bits. State is allocated at the first step, in the parameters' dtype:
+    float32, or float64 for float64 (bf16 and fp16 training passes the float32 master copy).
+    `num_updates` counts the steps taken; a skipped one is not counted.
+
+    Args:
+        backend: The backend of its elementwise passes (`kernels.optimizer`).
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -70,8 +75,8 @@ class Optimizer(ABC):
 
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
-        """Whether the update of this parameter is elementwise: any flat piece of it may then be
-        updated on its own."""
+        """Whether the update of this parameter is elementwise, so that any flat piece can be
+        updated alone."""
         return True
 
     @torch.no_grad()
@@ -83,13 +88,15 @@ class Optimizer(ABC):
         lr: float,
         gradient_scale: float | Tensor = 1.0,
     ) -> None:
-        """Applies one update with `gradients * gradient_scale` (clip coefficient over loss scale).
+        """Apply one update with `gradients * gradient_scale` (clip coefficient over loss scale).
 
-        `parameters`: what is updated in place, or Weights that say what is read and what is
-        written. The contents of `gradients` are used up: they may be scaled, or serve as scratch
-        space.
-        Shapes: parameters and gradients as the slots' local shapes, in their order; contiguous, of
-            one dtype.
+        Args:
+            parameters: The tensors that are updated in place, or Weights that say what is read and
+                written.
+            gradients: Are used up: they may be scaled, or serve as scratch space.
+
+        Shapes: parameters and gradients in the slots' local shapes and order; contiguous, of one
+        dtype.
         Collectives: over tp, LAMB one all-reduce, Muon two all-to-alls a round; the others none.
         """
         weights = (
@@ -115,8 +122,8 @@ class Optimizer(ABC):
         self.memory = memory
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Creates the state that is missing, as zeros; moves what was loaded to where the
-        parameters are."""
+        """Create the state that is missing, as zeros; move loaded state to the device of the
+        parameters."""
         assert dtype in (torch.float32, torch.float64), (
             f"optimizers run on float32 or float64 masters, not {dtype}"
         )
@@ -132,8 +139,10 @@ class Optimizer(ABC):
             inner.allocate(device, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state by '<parameter>.<state>', shaped as the local parameter; empty before it is
-        allocated."""
+        """Return the state by '<parameter>.<state>', in the shape of the local parameter.
+
+        It is empty before the state is allocated.
+        """
         tensors = {
             f"{slot.name}.{name}": tensor
             for name, tensors in self._state.items()
@@ -144,11 +153,13 @@ class Optimizer(ABC):
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Adopts `tensors`, named as in `state_tensors`, as the state after `num_updates` steps
-        (copied only to fit).
+        """Adopt `tensors`, named like `state_tensors`, as the state after `num_updates` steps.
 
-        With `num_updates` 0 there is nothing to load and the state starts afresh.
-        Raises: CheckpointError if one is missing or has another shape than its parameter.
+        They are copied only to fit. With `num_updates` 0 nothing is loaded and the state starts
+        from zeros.
+
+        Raises:
+            CheckpointError: A tensor is missing or has another shape than its parameter.
         """
         for inner in self.inner:
             inner.load_state_tensors(tensors, num_updates)
@@ -164,7 +175,7 @@ class Optimizer(ABC):
             self._put_back(places, self.memory)
 
     def _put_back(self, places: dict[str, list[Tensor]], memory: StateMemory) -> None:
-        """Copies what was loaded to where the state has its memory."""
+        """Copy the loaded state to the memory of the state."""
         loaded = self._state
         self._state = places
         for name, kept in places.items():
@@ -173,8 +184,8 @@ class Optimizer(ABC):
                     place.copy_(loaded[name][i]) if name in loaded else place.zero_()
 
     def _parts(self, column: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors by slot as the elementwise passes take them (see
-        ParameterSlot.elementwise_parts)."""
+        """Return tensors by slot in the form that elementwise passes take
+        (ParameterSlot.elementwise_parts)."""
         if len(self._decays) == len(self.slots):
             return list(column)
         return [
@@ -184,7 +195,7 @@ class Optimizer(ABC):
         ]
 
     def _weight_parts(self, weights: Weights) -> Weights:
-        """The weights as the elementwise passes take them."""
+        """Return the weights in the form that elementwise passes take."""
         old = self._parts(weights.old)
         new = old if weights.new is weights.old else self._parts(weights.new)
         return Weights(
@@ -196,8 +207,11 @@ class Optimizer(ABC):
 
 
 def _fitting(tensors: Mapping[str, Tensor], key: str, slot: ParameterSlot) -> Tensor:
-    """The tensor of that name, contiguous. Raises: CheckpointError if it is missing or not of the
-    slot's shape."""
+    """Return the tensor of that name, contiguous.
+
+    Raises:
+        CheckpointError: It is missing or has another shape than the slot.
+    """
     if key not in tensors:
         raise CheckpointError(f"optimizer state {key} is missing")
     tensor = tensors[key]

@@ -20,7 +20,7 @@ class GroupedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Number of steps taken; between two steps."""
+        """Number of steps taken, if no step is under way."""
         return max((optimizer.num_updates for optimizer in self.groups), default=0)
 
     def step(
@@ -32,11 +32,11 @@ class GroupedOptimizer:
         lr: float,
         gradient_scale: float | Tensor = 1.0,
     ) -> None:
-        """A group's part of a step, as Optimizer.step."""
+        """Take a group's part of a step; see Optimizer.step."""
         self.groups[group].step(weights, gradients, lr=lr, gradient_scale=gradient_scale)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As Optimizer.state_tensors."""
+        """See Optimizer.state_tensors."""
         return {
             name: tensor
             for optimizer in self.groups
@@ -44,6 +44,6 @@ class GroupedOptimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """As Optimizer.load_state_tensors."""
+        """See Optimizer.load_state_tensors."""
         for optimizer in self.groups:
             optimizer.load_state_tensors(tensors, num_updates)

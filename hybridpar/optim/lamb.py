@@ -15,12 +15,12 @@ from hybridpar.optim.slots import ParameterSlot
 
 
 class Lamb(AdamW):
-    """AdamW whose step is rescaled, parameter by parameter, to the parameter's own norm (the trust
+    """AdamW whose step is rescaled, parameter by parameter, to the parameter's norm (the trust
     ratio).
 
     With m and v the bias-corrected moments: u = m / (sqrt(v) + eps) + weight_decay * x,
     x -= lr * |x| / |u| * u. Norms are taken over the global parameter, so the result does not
-    depend on the grid. The ratio is 1 where either norm is 0, and for parameters without weight
+    depend on the grid. The ratio is 1 if either norm is 0, and for parameters without weight
     decay (biases and normalisations, as in the authors' BERT code).
 
     Collectives: one all-reduce over tp for all norms, two float64 numbers a parameter.

@@ -14,11 +14,11 @@ MAX_SCALE = 2.0**24
 
 @dataclass(slots=True)
 class LossScaler:
-    """Multiply the loss by `scale`, the gradients by 1 / `scale`, and report after each batch
-    whether they overflowed.
+    """The factor of the loss, whose inverse scales gradients; told after each batch if it
+    overflowed.
 
-    Dynamic: `scale` halves when a batch overflows (that update is skipped) and doubles after
-    `growth_interval` good ones in a row. Static (fp32, bf16): it stays. A pipeline that starts
+    A dynamic `scale` halves when a batch overflows (that update is skipped) and doubles after
+    `growth_interval` good ones in a row. A static one (fp32, bf16) stays. A pipeline that starts
     batches before earlier ones are updated passes the scale each batch ran with: an overflow at a
     scale already given up says nothing new and is not punished twice. `hysteresis` tolerates that
     many overflows, less one, since the scale last changed before it halves. All ranks call `update`
@@ -34,11 +34,11 @@ class LossScaler:
 
     @staticmethod
     def for_dtype(dtype: torch.dtype, initial: float = 2.0**16) -> LossScaler:
-        """Dynamic from `initial` for fp16, otherwise constant 1."""
+        """Make a dynamic scaler from `initial` for fp16, otherwise a constant 1."""
         return LossScaler(initial, dynamic=True) if dtype == torch.float16 else LossScaler()
 
     def update(self, found_inf: bool, scale: float | None = None) -> None:
-        """Takes note of one batch; `scale` is the one it ran with (default: the current one)."""
+        """Note the result of one batch that ran with `scale` (default: the current one)."""
         if not self.dynamic or (scale is not None and scale != self.scale):
             return
         if found_inf:
@@ -56,11 +56,11 @@ class LossScaler:
         self.good_steps = self.overflows = 0
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state()`; a static scaler keeps its scale."""
+        """Restore `state()`; a static scaler keeps its scale."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self.good_steps = int(state["good_steps"])

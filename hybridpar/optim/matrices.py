@@ -1,12 +1,11 @@
-"""Hidden matrices that are split over tp: which rank holds what, and how whole ones come together
-and go back.
+"""Hidden matrices that are split over tp: the part of each rank, gathering and scattering.
 
-A matrix is not orthogonalised where it lies, split over tp, but on one rank, its home: every rank
-is home to its share of them. That takes one message there and one back, each the size of what a
-rank holds, and no operation is done twice. (Left where it lies, it would take an all-reduce of the
-Gram matrix of its unsplit side in each of the five steps: for the usual 4:1 matrices 1.25 tp times
-the traffic, and the arithmetic on Gram matrices repeated on every rank.) The result is that of tp =
-1 bit for bit, and all holders of a row receive the same bits.
+A matrix is orthogonalised on one rank, its home, and not split over tp: every rank is home to its
+share of them. That takes one message there and one back, each the size of a rank's part, and no
+operation is done twice. (If it stayed split, it would take an all-reduce of the Gram matrix of its
+unsplit side in each of the five steps: for the usual 4:1 matrices 1.25 tp times the traffic, and
+the arithmetic on Gram matrices repeated on every rank.) The result equals tp = 1 bit for bit, and
+all holders of a row receive the same bits.
 """
 
 from __future__ import annotations
@@ -27,16 +26,17 @@ from hybridpar.optim.slots import ParameterSlot
 Slices = tuple[slice, slice]
 
 ROUND = 1 << 24
-"""Elements of the matrices that a rank is home to at a time; bounds the memory that
-orthogonalisation takes."""
+"""Elements of the matrices that a rank is home to at a time; bounds the memory of
+orthogonalisation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a matrix that a tp rank holds: where in the local tensor of which slot, and where
-    in the matrix.
+    """A part of a matrix that a tp rank holds: its place in a slot's local tensor, and in the
+    matrix.
 
-    `counted`: whether this rank contributes it to the whole matrix; exactly one holder does.
+    Attributes:
+        counted: Whether this rank contributes it to the full matrix; exactly one holder does.
     """
 
     slot: int
@@ -73,7 +73,7 @@ class Round:
 
 
 def hidden_matrices(slots: Sequence[ParameterSlot], num_ranks: int) -> list[HiddenMatrix]:
-    """All matrices that the placements of `slots` name, in order."""
+    """Return all matrices that the placements of `slots` name, in order."""
     found = []
     for i, slot in enumerate(slots):
         placement = slot.placement
@@ -95,8 +95,10 @@ def hidden_matrices(slots: Sequence[ParameterSlot], num_ranks: int) -> list[Hidd
 def plan_rounds(
     matrices: Sequence[HiddenMatrix], num_ranks: int, max_elements: int = ROUND
 ) -> list[Round]:
-    """Rounds of about `max_elements` a rank, largest matrices first, each going to the rank with
-    the least to do."""
+    """Return rounds of about `max_elements` a rank.
+
+    The largest matrices come first, and each is sent to the rank with the least to do.
+    """
     ordered = sorted(matrices, key=lambda m: (-m.cost, m.shape))  # stable: equal on all ranks
     rounds: list[Round] = []
     while ordered:
@@ -118,8 +120,10 @@ def plan_rounds(
 
 
 def gather(round_: Round, held: Sequence[Tensor], axis: Axis, dtype: torch.dtype) -> list[Tensor]:
-    """The matrices that this rank is home to, whole, from the local tensors `held` (by slot), in
-    `dtype`.
+    """Return the full matrices that this rank is home to, in `dtype`.
+
+    Args:
+        held: The local tensors by slot.
 
     Collectives: one all-to-all.
     """
@@ -141,8 +145,8 @@ def gather(round_: Round, held: Sequence[Tensor], axis: Axis, dtype: torch.dtype
 def scatter(
     round_: Round, whole: Sequence[Tensor], held: Sequence[Tensor], axis: Axis, dtype: torch.dtype
 ) -> None:
-    """The way back: writes the matrices that this rank is home to into the local tensors of all who
-    hold parts of them.
+    """Write the matrices that this rank is home to into the local tensors of all who hold parts
+    of them.
 
     Collectives: one all-to-all.
     """
@@ -161,8 +165,7 @@ def scatter(
 def _exchange(
     sources: list[list[Tensor]], targets: list[list[Tensor]], axis: Axis, dtype: torch.dtype
 ) -> None:
-    """Copies sources[r] of this rank into targets[this rank] of rank r, tensor by tensor, for all
-    r."""
+    """Copy sources[r] of this rank into targets[this rank] of each rank r, tensor by tensor."""
     for target, source in zip(targets[axis.rank], sources[axis.rank], strict=True):
         target.copy_(source)
     if axis.size == 1:
@@ -186,7 +189,7 @@ def _exchange(
 def _blocks(
     slot: int, placement: Placement, ranges: Sequence[Range], rank: int
 ) -> tuple[Block, ...]:
-    """Blocks of the matrix that `ranges` of global rows make up, as tp rank `rank` holds them."""
+    """Return tp rank `rank`'s blocks of the matrix that `ranges` of global rows make up."""
     shard = placement.shard
     sizes = placement.shape
     place = torch.full((sizes[0],), -1, dtype=torch.int64)
@@ -210,8 +213,11 @@ def _blocks(
 
 
 def _runs(place: Tensor, counted: Tensor) -> list[tuple[slice, slice, bool]]:
-    """A line of places (-1: none) as runs of consecutive ones: local positions, places, whether
-    counted."""
+    """Split a line of places (-1: none) into runs of consecutive ones.
+
+    Returns:
+        Local positions, places, and whether they are counted, for each run.
+    """
     local = (place >= 0).nonzero().flatten()
     place = place[local]
     counted = counted[local]

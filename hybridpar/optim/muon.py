@@ -19,33 +19,34 @@ from hybridpar.optim.newton_schulz import newton_schulz
 from hybridpar.optim.slots import ParameterSlot
 
 BATCH = {"cpu": 1, "cuda": 64}
-"""Matrices of one shape that are orthogonalised together; on a CPU one alone keeps it busy, and
+"""Matrices of one shape that are orthogonalised together. One alone keeps a CPU busy, and
 several leave its cache (512 x 2048, one thread: 4 at once take 1.0 to 1.4 times as long)."""
 PRECISION = {("cuda", torch.float32): torch.bfloat16}
-"""Type in which matrices of a device and type are orthogonalised, where it is not their own."""
+"""Type in which matrices of a device and type are orthogonalised, if that is not their own."""
 
 
 class Muon(Optimizer):
-    """Hidden matrices by orthogonalised momentum, embeddings, heads and vectors by AdamW, with one
-    lr and weight decay.
+    """Orthogonalised momentum for hidden matrices; AdamW for embeddings, heads and vectors.
 
-    The momentum is m <- mu m + (1 - mu) g; a matrix takes the step -lr * 0.2 sqrt(max(rows, cols))
-    * NS(m), where NS is newton_schulz and `nesterov` puts (1 - mu) g + mu m in place of m; weight
-      decay is decoupled. The factor gives the
-    step the root mean square that AdamW's usually has, so that a learning rate tuned for AdamW
-    serves.
+    Both have one lr and weight decay. The momentum is m <- mu m + (1 - mu) g; a matrix takes the
+    step
+    -lr * 0.2 sqrt(max(rows, cols)) * NS(m), where NS is newton_schulz and `nesterov` puts (1 - mu)
+    g +
+    mu m in place of m; weight decay is decoupled. The factor gives the step the root mean square
+    that
+    AdamW's usually has, so a learning rate tuned for AdamW serves.
 
     A matrix is a global one, whatever the grid, and one projection: all queries, all keys, all
     values, gate, up (Placement.matrices). A fused weight taken as one matrix does worse; taking
-    each head as one does better or worse by model (arXiv 2605.08933), so the projections are as the
-    papers have them.
+    each head as one does better or worse by model (arXiv 2605.08933), so the projections are the
+    papers'.
 
     A step takes as much arithmetic as training on 3 h tokens (h the hidden size); tp ranks share
-    it, and with ZeRO-1 dp ranks. Precision: that of the parameters; on CUDA, float32 is
+    it, and with ZeRO-1 dp ranks. It runs in the parameters' precision; on CUDA, float32 is
     orthogonalised in bfloat16, as published.
     Collectives: over tp, two all-to-alls a round of matrices (see matrices.py).
     Source: Jordan et al., github.com/KellerJordan/Muon; the factor: Moonlight, arXiv 2502.16982,
-        section 2.2.
+    section 2.2.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Muon(Optimizer):
 
 
 class OrthogonalMomentum(Optimizer):
-    """The half of Muon that is for hidden matrices."""
+    """The half of Muon that updates hidden matrices."""
 
     state_names = ("momentum",)
 
@@ -103,8 +104,8 @@ class OrthogonalMomentum(Optimizer):
         self._passes.move(self._weight_parts(weights), grads, keeps, [-rate for rate in rates])
 
     def _orthogonalize(self, directions: list[Tensor], steps: list[Tensor]) -> None:
-        """Writes the scaled orthogonal matrices of `directions` into `steps`, which may be the same
-        tensors."""
+        """Write the scaled orthogonal matrices of `directions` into `steps`, which may be the
+        same tensors."""
         device = directions[0].device.type
         dtype = directions[0].dtype
         dtype = PRECISION.get((device, dtype), dtype)
@@ -119,7 +120,7 @@ class OrthogonalMomentum(Optimizer):
 
 
 def _of_one_shape(matrices: Sequence[Tensor], most: int) -> Iterator[list[int]]:
-    """The indices of `matrices` in groups of at most `most` of one shape."""
+    """Return the indices of `matrices` in groups of at most `most` of one shape."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)

@@ -1,5 +1,5 @@
-"""The Newton-Schulz iteration of Muon: the nearest semi-orthogonal matrix, roughly and from
-products alone."""
+"""The Newton-Schulz iteration of Muon: roughly the nearest semi-orthogonal matrix, by products
+alone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ EPS = 1e-7
 GRAM_ASPECT = 1.5
 """From this ratio of the sides on, iterating on the Gram matrix takes fewer operations."""
 BLOCKS = {"cpu": 4}
-"""Into how many rows of blocks symmetric products are cut, to compute one triangle of them;
-elsewhere not measured."""
+"""Rows of blocks into which symmetric products are cut, to compute one triangle of them. Not
+measured on other devices."""
 SMALLEST = 128
 """Rows of a block."""
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """U S' V^T for x = U S V^T, with singular values S' of 0.68 to 1.21 wherever S > 0.002 |x|; x
-    is used up.
+    """Return U S' V^T for x = U S V^T, with singular values S' near 1; x is used up.
 
-    Five steps of x <- a x + b (x x^T) x + c (x x^T)^2 x from x / |x|, with coefficients that make
-    small singular values grow fastest; they do not converge to 1, which does not harm Muon. A
-    matrix of norm below 1e-7 counts as zero.
+    S' is 0.68 to 1.21 wherever S > 0.002 |x|. Five steps of x <- a x + b (x x^T) x + c (x x^T)^2 x
+    from x / |x| have coefficients that make small singular values grow fastest; they do not
+    converge
+    to 1, which does not harm Muon. A matrix of norm below 1e-7 counts as zero.
 
     Shapes: [k, rows, cols], k matrices of one shape -> the same.
     Source: Jordan et al., github.com/KellerJordan/Muon, with its coefficients and number of steps.
@@ -38,7 +38,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def newton_schulz_cost(rows: int, cols: int) -> int:
-    """Multiplications that one float32 matrix takes, in whole products."""
+    """Return the multiplications that one float32 matrix takes, in full products."""
     short, long = sorted((rows, cols))
     if long >= GRAM_ASPECT * short:
         return 2 * short * short * long + (4 * STEPS - 3) * short**3
@@ -46,7 +46,7 @@ def newton_schulz_cost(rows: int, cols: int) -> int:
 
 
 def _iterate(x: Tensor) -> Tensor:
-    """The five steps, on matrices at least as wide as high."""
+    """Take the five steps, on matrices at least as wide as high."""
     a, b, c = COEFFICIENTS
     # squaring halves the digits of small singular values: enough are left in float32 (wrong by 1e-3
     # at worst, where bfloat16 is by 0.3), too few in bfloat16
@@ -59,8 +59,8 @@ def _iterate(x: Tensor) -> Tensor:
 
 
 def _symmetric(x: Tensor, y: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """alpha x y + beta x, where that is symmetric, as are products of polynomials of one symmetric
-    matrix."""
+    """Return alpha x y + beta x, which must be symmetric, as products of polynomials of one
+    symmetric matrix are."""
     size = x.shape[1]
     step = max(SMALLEST, -(-size // BLOCKS.get(x.device.type, 1)))
     out = x.new_empty(x.shape[0], size, size)
@@ -80,8 +80,10 @@ def _symmetric(x: Tensor, y: Tensor, beta: float = 0.0, alpha: float = 1.0) -> T
 
 
 def _gram_polynomial(gram: Tensor) -> Tensor:
-    """The product P of all steps' polynomials of x x^T, so that the result is P x: x itself is
-    multiplied but twice."""
+    """Return the product P of all steps' polynomials of x x^T, so that the result is P x.
+
+    x itself is multiplied only twice.
+    """
     a, b, c = COEFFICIENTS
     product: Tensor | None = None
     for step in range(STEPS):

@@ -13,11 +13,10 @@ from hybridpar.optim.slots import ParameterSlot
 
 
 def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list[Tensor]:
-    """Views of those parts of the gradients that this rank counts: each element is counted once
-    over the grid.
+    """Return views of the parts of the gradients that this rank counts.
 
-    Gradients are reduced ones (over dp, shared rows, tied parameters). Shapes: as the slots' local
-    shapes.
+    Each element is counted once over the grid. Gradients are reduced already (over dp, shared rows,
+    tied parameters). Shapes: the slots' local shapes.
     """
     return [
         part
@@ -28,9 +27,9 @@ def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list
 
 
 def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
-    """The sum of the squares of each tensor's elements; float64 [number of tensors].
+    """Return the sum of the squares of each tensor's elements; float64 [number of tensors].
 
-    Inf and NaN propagate: the caller skips the update where the norm is not finite.
+    Inf and NaN propagate: the caller skips the update if the norm is not finite.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
@@ -40,7 +39,7 @@ def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
 def squares_by_slot(
     tensors: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto"
 ) -> Tensor:
-    """This rank's contribution to the squared norm of each global parameter; float64 [number of
+    """Return this rank's contribution to the squared norm of each parameter; float64 [number of
     slots].
 
     Summed over the tp axis, each element is counted once.
@@ -57,12 +56,12 @@ def squares_by_slot(
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """The factor that brings a gradient of norm `norm` down to at most `max_norm`: min(1, max_norm
-    / norm).
+    """Return the factor that brings a gradient of norm `norm` down to `max_norm`: min(1,
+    max_norm / norm).
 
     No epsilon (torch.nn.utils.clip_grad_norm_ adds 1e-6 to the norm): a clipped gradient has norm
-    `max_norm`, and one of norm 0 stays as it is. `max_norm` 0 turns clipping off. A norm that is
-    not finite must not come here.
+    `max_norm`, and one of norm 0 does not change. `max_norm` 0 turns clipping off. The norm must be
+    finite.
     """
     assert isfinite(norm), f"gradient norm {norm}: the update should have been skipped"
     return max_norm / norm if 0 < max_norm < norm else 1.0

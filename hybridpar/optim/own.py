@@ -1,4 +1,4 @@
-"""An optimizer of one's own (`UpdateRule`), found by its name and tried out before it is used."""
+"""A custom optimizer (`UpdateRule`), found by its name and tried out before it is used."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _SIGNATURE = "def update(self, weight, gradient, state, *, lr, decay, step): ...
 
 
 class Own(Optimizer):
-    """Runs the rule that `optim.spec` names on each parameter, or on the piece of it that this rank
+    """Run the rule that `optim.spec` names on each parameter, or on the piece that this rank
     updates.
 
-    Raises: ConfigError where the rule cannot be right on every grid.
+    Raises:
+        ConfigError: The rule cannot be right on every grid.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Own(Optimizer):
 
 
 def find_rule(settings: OptimConfig) -> UpdateRule:
-    """The rule that `optim.spec` names, tried out on a few numbers.
+    """Return the rule that `optim.spec` names, tried out on a few numbers.
 
-    Raises: ConfigError where it cannot be imported, keeps what no checkpoint would save, changes
-        nothing, or does not
-    update an element by that element alone.
+    Raises:
+        ConfigError: It cannot be imported, keeps numbers that no checkpoint would save, changes
+            nothing, or does not update an element by that element alone.
     """
     kind: Callable[[OptimConfig], UpdateRule] = import_rule(settings.spec)
     return _made(kind, settings)
@@ -67,7 +68,7 @@ def find_rule(settings: OptimConfig) -> UpdateRule:
 
 @lru_cache(maxsize=16)
 def _made(kind: Callable[[OptimConfig], UpdateRule], settings: OptimConfig) -> UpdateRule:
-    """An optimizer of this class, tried out. Raises: ConfigError as `find_rule` says."""
+    """Make an optimizer of this class and try it out. Raises: ConfigError; see `find_rule`."""
     try:
         rule = kind(settings)
     except TypeError as error:
@@ -82,7 +83,7 @@ def _made(kind: Callable[[OptimConfig], UpdateRule], settings: OptimConfig) -> U
 
 
 def _try_out(rule: UpdateRule, settings: OptimConfig) -> None:
-    """Raises: ConfigError as `find_rule` says."""
+    """Raises: ConfigError; see `find_rule`."""
     before = dict(vars(rule))
     whole, again, pieces = (_tried(rule, settings, cut) for cut in ([7], [7], [3, 4]))
     if kept := [name for name, value in vars(rule).items() if before.get(name, ...) is not value]:
@@ -115,7 +116,7 @@ def _numbers(seed: int) -> Tensor:
 
 
 def _tried(rule: UpdateRule, settings: OptimConfig, cut: list[int]) -> list[Tensor]:
-    """Weight and state after two updates of a tensor that comes in these pieces."""
+    """Return weight and state after two updates of a tensor that comes in these pieces."""
     weight = _numbers(0)
     states = {name: torch.zeros(7, dtype=torch.float64) for name in rule.state_names}
     for step in (1, 2):

@@ -28,23 +28,26 @@ NESTEROV: dict[str, type[Optimizer]] = {"adamw": NAdamW, "muon": Muon, "sgd": SG
 
 
 def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:
-    """Whether the optimizer that `settings` name may be given flat pieces of this parameter (see
+    """Whether the optimizer that `settings` name may get flat pieces of this parameter (see
     Optimizer)."""
     return OPTIMIZERS[settings.name].divisible(slot)
 
 
 def divides_all(settings: OptimConfig) -> bool:
-    """Whether that is so for every parameter: the optimizer has no rule of its own."""
+    """Whether it may get flat pieces of every parameter: it has no rule of its own."""
     return "divisible" not in vars(OPTIMIZERS[settings.name])
 
 
 def build_optimizer(
     settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis, backend: str = "auto"
 ) -> Optimizer:
-    """The optimizer that `settings.name` and `settings.staleness` name, for this rank's parameters.
+    """Build the optimizer that `settings.name` and `settings.staleness` name, for a rank's
+    parameters.
 
-    `backend`: of its elementwise passes, as kernels.optimizer names it.
-    Staleness "lr_rescale" is left to `learning_rate`, "prediction" to whoever keeps the weights.
+    Staleness "lr_rescale" is left to `learning_rate`, "prediction" to the owner of the weights.
+
+    Args:
+        backend: The backend of its elementwise passes (kernels.optimizer).
     """
     if settings.staleness == "nesterov":
         return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp, backend)

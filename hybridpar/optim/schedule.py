@@ -21,40 +21,48 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "wsd": lambda progress: 1 - sqrt(progress),
 }
 PRECISION = 1e-6
-"""Share of the highest learning rate by which a table may differ from the function that it stands
-for."""
+"""Share of the highest learning rate by which a table may differ from the function that it
+stands for."""
 WSD_SHARE = 0.2
-"""Part of a run over which wsd decays where optim.decay_steps is 0. Source: arXiv 2405.18392,
+"""Part of a run over which wsd decays if optim.decay_steps is 0. Source: arXiv 2405.18392,
 section 3."""
 
 
 def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float = 0.0) -> float:
-    """The learning rate of update `step`, which counts from 0, where gradients are `delay` updates
-    old.
+    """Return the learning rate of update `step`, counted from 0.
 
     A batch whose update is skipped is no update, so the rate waits for it. The rate rises linearly
     over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from
     lr to min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of a run is
     above min_lr by one update of the decay, and by one for each that was skipped), and stays there.
-    'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but for the last `decay_steps`
-    of `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With
-    `lr_points` none of this counts: the rate is that of the table, linear between its points. With
-    staleness 'lr_rescale' the rate is multiplied by `delay_factor`.
+
+        constant      stays at lr
+        wsd           (warmup, stable, decay) stays at lr except for the last `decay_steps` of
+                      `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before
+                          these
+        lr_points     replace all of this: the rate is linear between the points of the table
+
+    With staleness 'lr_rescale' the rate is multiplied by `delay_factor`.
+
+    Args:
+        delay: Age of the gradients, in updates.
+
     Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv
-        2405.18392, section 3.
+    2405.18392, section 3.
     """
     return _undelayed(step, settings, num_steps) * delay_factor(step, settings, num_steps, delay)
 
 
 def delay_factor(step: int, settings: OptimConfig, num_steps: int, delay: float) -> float:
-    """Factor of the learning rate with staleness 'lr_rescale': s at first, geometrically back to 1.
+    """Return the factor of the learning rate with staleness 'lr_rescale': s at first, later 1.
 
-    s ** (1 - min(step / K, 1)), with K = staleness_steps (0: a tenth of `num_steps`) and s = sin(pi
-    / (4 delay + 2)), 0.5 for a delay of 1. Gradient descent on a parabola of curvature c with
-    gradients `delay` steps old is stable up to a learning rate of 2 s / c; undelayed, of 2 / c.
-    With any other staleness the factor is 1.
-    Source: PipeMare, arXiv 1910.05124, T1 and Lemma 1. Its own rule has 1 / delay for s: nothing
-        for a delay of 1.
+    It rises geometrically: s ** (1 - min(step / K, 1)), with K = staleness_steps (0: a tenth of
+    `num_steps`) and s = sin(pi / (4 delay + 2)), 0.5 for a delay of 1. Gradient descent on a
+    parabola
+    of curvature c with gradients `delay` steps old is stable up to a learning rate of 2 s / c;
+    undelayed, of 2 / c. With any other staleness the factor is 1.
+    Source: PipeMare, arXiv 1910.05124, T1 and Lemma 1. Its own rule has 1 / delay for s, which does
+    nothing for a delay of 1.
     """
     if settings.staleness != "lr_rescale":
         return 1.0
@@ -77,7 +85,7 @@ def _undelayed(step: int, settings: OptimConfig, num_steps: int) -> float:
 
 
 def _between(points: Points, step: int) -> float:
-    """The rate of a table at `step`: linear between two points, exact at each, and constant
+    """Return the rate of a table at `step`: linear between two points, exact at each, constant
     outside."""
     after = bisect_right(points, step, key=itemgetter(0))
     if after in (0, len(points)):
@@ -87,7 +95,7 @@ def _between(points: Points, step: int) -> float:
 
 
 def describe_points(points: Points) -> str:
-    """A table of learning rates as a line: its first rate, its highest one and its last."""
+    """Describe a table of learning rates in a line: its first, highest and last rate."""
     highest = max(points, key=itemgetter(1))
     shown = dict.fromkeys((points[0], highest, points[-1]))
     return f"learning rate of optim.lr_points ({len(points)}): " + ", ".join(
@@ -96,12 +104,16 @@ def describe_points(points: Points) -> str:
 
 
 def tabulate(schedule: Callable[[int], float], num_steps: int) -> Points:
-    """Return a learning-rate schedule as points for optim.lr_points, the fewest that a greedy
-    search finds.
+    """Return a learning-rate schedule as points for optim.lr_points, the fewest of a greedy search.
 
-    schedule: the rate of update `step`, which counts from 0. Between the points the table differs
-    from it by at most PRECISION of its highest rate. Raises: ConfigError if it returns anything but
-    finite numbers >= 0, or another number when it is called again.
+    Between the points the table differs from it by at most PRECISION of its highest rate.
+
+    Args:
+        schedule: Returns the rate of update `step`, counted from 0.
+
+    Raises:
+        ConfigError: It returns anything but finite numbers >= 0, or another number when it is
+            called a second time.
     """
     rates = [_checked(schedule, step) for step in range(max(num_steps, 1))]
     room = PRECISION * max(rates)
@@ -126,7 +138,7 @@ def tabulate(schedule: Callable[[int], float], num_steps: int) -> Points:
 
 
 def _checked(schedule: Callable[[int], float], step: int) -> float:
-    """The rate of a user's schedule. Raises: ConfigError."""
+    """Return the rate of a user's schedule. Raises: ConfigError."""
     rate = schedule(step)
     again = schedule(step)
     try:

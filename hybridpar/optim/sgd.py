@@ -15,10 +15,10 @@ from hybridpar.optim.slots import ParameterSlot
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent as torch.optim.SGD: (Nesterov) momentum without dampening, no
-    state without it.
+    """Stochastic gradient descent like torch.optim.SGD: (Nesterov) momentum without dampening.
 
-    Weight decay is L2: it is added to the gradient before the momentum, not decoupled.
+    Without momentum it has no state. Weight decay is L2: it is added to the gradient before the
+    momentum, not decoupled.
     """
 
     def __init__(

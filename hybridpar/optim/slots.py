@@ -16,15 +16,16 @@ from hybridpar.nn.placement import Held, Placement, Range, Shard
 class ParameterSlot:
     """One parameter as the rank at `place` holds it.
 
-    `segments` are half-open ranges of the local tensor's split dimension, in order, cut so that
-    each is held by one set of ranks; a single one that covers the tensor where no rows are shared.
-    `counted` are those this rank counts in a sum over the tp axis: every element of the global
-    parameter is counted by exactly one tp rank (a replicated parameter by rank 0, a shared row by
-    its first holder, as in Shard.owned).
-
-    `part`: the range of the local tensor's elements that this rank updates, where replicas share
-    the work; its tensors are then one-dimensional. Not for parameters with shared rows. `shared`:
-    whether replicas update the same. `joint`: whether ranks that train apart have the same of it.
+    Attributes:
+        segments: Half-open ranges of the local tensor's split dimension, in order, each held by one
+            set of ranks; a single one that covers the tensor if no rows are shared.
+        counted: The segments that this rank counts in a sum over the tp axis: every element of the
+            global parameter is counted by exactly one tp rank (a replicated parameter by rank 0, a
+            shared row by its first holder, see Shard.owned).
+        part: Range of the local tensor's elements that this rank updates, if replicas share the
+            work; its tensors are then one-dimensional. Not for parameters with shared rows.
+        shared: Whether replicas update the same.
+        joint: Whether ranks that train apart have the same of it.
     """
 
     name: str
@@ -55,8 +56,10 @@ class ParameterSlot:
         return self.placement.rank_at(self.place)
 
     def is_copy_along(self, axis: str) -> bool:
-        """Whether the ranks along an axis have the same of it, once its gradient is reduced; of
-        split ones, rows may be shared nevertheless."""
+        """Whether the ranks along an axis have the same of it, once its gradient is reduced.
+
+        Ranks that hold different shards may share rows nevertheless.
+        """
         if axis in APART:
             return self.joint
         shared_out = not self.shared and axis in ("pp", *BATCH)
@@ -64,13 +67,13 @@ class ParameterSlot:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts `counted` in a sum over the grid: the first of those that have
-        the same of it."""
+        """Whether this rank counts `counted` in a sum over the grid: the first rank among equal
+        ones does."""
         return all(index == 0 or not self.is_copy_along(axis) for axis, index in self.place.items())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the local tensor, or of the part of it."""
+        """Shape of the local tensor, or of its `part`."""
         if self.part is not None:
             return (self.part[1] - self.part[0],)
         return self.placement.local_shape(self.rank)
@@ -86,20 +89,20 @@ class ParameterSlot:
         )
 
     def counted_parts(self, x: Tensor) -> list[Tensor]:
-        """Views of the parts of a local tensor that this rank counts; the tensor itself where it
-        counts all of it."""
+        """Return views of the parts of a local tensor that this rank counts, or the tensor if it
+        counts all."""
         if self.counted == self.segments:
             return [x]
         return [x.narrow(self.dim, start, stop - start) for start, stop in self.counted]
 
     def elementwise_parts(self, x: Tensor) -> list[Tensor]:
-        """Views to run an elementwise kernel over, so that rows shared by several ranks stay equal
-        bit for bit.
+        """Return views to run an elementwise kernel over, so that shared rows stay equal bit for
+        bit.
 
         Vector kernels may round the last few elements of a tensor differently from the others. A
         shared run of rows is therefore a part of its own: it then has the same extent on every
         holder, wherever it lies in the local tensor. Splits along other dimensions than 0 would not
-        be contiguous and stay whole: rows are only shared along 0.
+        be contiguous and stay together: rows are only shared along 0.
         """
         if self.num_parts == 1:
             return [x]
@@ -107,13 +110,13 @@ class ParameterSlot:
 
     @property
     def num_parts(self) -> int:
-        """How many `elementwise_parts` there are."""
+        """Number of `elementwise_parts`."""
         return len(self.segments) if self.dim == 0 else 1
 
 
 def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:
-    """Local ranges and whether `rank` is the first holder; adjacent ones are joined where nothing
-    is shared."""
+    """Return local ranges and whether `rank` is the first holder; adjacent unshared ones are
+    joined."""
     cuts = sorted({edge for ranges in shard.ranges for r in ranges for edge in r})
     segments: list[tuple[Range, bool]] = []
     shared = False

@@ -1,4 +1,4 @@
-"""How much work an update of a parameter is, by its shape: nothing is run."""
+"""The work of a parameter's update, computed from its shape."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hybridpar.nn.placement import Placement
 from hybridpar.optim.newton_schulz import newton_schulz_cost
 
 _BYTES = {"adamw": 32, "lamb": 48, "muon": 40, "own": 32, "sgd": 20}
-"""Bytes that an update reads and writes for each element, in float32: weight, gradient and state,
-and the zeros that follow in the gradient. muon: of hidden matrices."""
+"""Bytes that an update reads and writes for each element, in float32: weight, gradient and
+state, and then zeros in the gradient. "muon" counts hidden matrices."""
 _NORM_BYTES = 4
 """Bytes that the gradient norm reads for each element."""
 _STALENESS_BYTES = {"extrapolation": 12, "prediction": 4}
-"""Bytes that a remedy for stale gradients reads and writes besides."""
+"""Further bytes that a remedy for stale gradients reads and writes."""
 
 
 def update_work(settings: OptimConfig, placement: Placement) -> tuple[int, int]:

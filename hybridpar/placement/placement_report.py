@@ -130,7 +130,7 @@ def _shape(placement: Assignment, others: Sequence[Other]) -> str:
         text = (
             f"chunks of whole blocks: hybridpar train CONFIG.toml --parallel.pp {used} "
             "--pipeline.schedule "
-            f"interleaved --pipeline.chunks {len(stages) // used} --pipeline.split "
+            f"interleaved --pipeline.virtual_stages {len(stages) // used} --pipeline.split "
             f"{' '.join(map(str, stages))}"
         )
     else:

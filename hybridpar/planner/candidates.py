@@ -125,7 +125,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                     memory=config.memory.on_another_grid(),
                     train=replace(config.train, micro_batch_size=b),
                 )
-                same = len(config.pipeline.split) == pp * pipeline.num_chunks
+                same = len(config.pipeline.split) == pp * pipeline.num_virtual_stages
                 if config.pipeline.split and same and request.keep.get("pp"):
                     made = replace(
                         made, pipeline=replace(made.pipeline, split=config.pipeline.split)
@@ -207,7 +207,7 @@ def _schedules(
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those on new weights, or those asked for, each with the
     settings it needs, and variants that drain faster or take less memory."""
-    own = replace(config.pipeline, placement="loop", activations="full", zero_bubble=False)
+    own = replace(config.pipeline, stage_layout="loop", activations="full", zero_bubble=False)
     names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
     own = replace(own, order=())
     for name in dict.fromkeys(find_schedule(name).name for name in names):
@@ -228,18 +228,18 @@ def _schedules(
                 warmup="depth",
                 early_switch="off",
                 gradient_buffers=0,
-                chunks=0,
+                virtual_stages=0,
                 sync_steps=own.sync_steps if stale else 0,
             )
         )
         several = [
             chunks
-            for chunks in ((base.chunks,) if base.chunks else CHUNKS)
+            for chunks in ((base.virtual_stages,) if base.virtual_stages else CHUNKS)
             if 1 < pp <= config.model.num_blocks // chunks
         ]
         if name == INTERLEAVED:
             for chunks in several:
-                pipeline = replace(base, chunks=chunks, num_microbatches=m, split=())
+                pipeline = replace(base, virtual_stages=chunks, num_microbatches=m, split=())
                 yield pipeline, optim
                 if request.split_backward:
                     yield replace(pipeline, zero_bubble=True, split_backward=True), optim
@@ -261,7 +261,7 @@ def _schedules(
             pipeline = replace(
                 base,
                 warmup=warmup,  # type: ignore[arg-type]
-                chunks=chunks,
+                virtual_stages=chunks,
                 early_switch=switch,
                 num_microbatches=m,
                 split=(),
@@ -280,11 +280,11 @@ def _schedules(
         if request.split_backward and v_exists:
             made = replace(
                 base,
-                placement="v",
+                stage_layout="v",
                 split_backward=True,
                 warmup="depth",
                 early_switch="off",
-                chunks=0,
+                virtual_stages=0,
                 gradient_buffers=0,
                 num_microbatches=m,
             )
@@ -329,7 +329,7 @@ def balanced(config: Config, machine: Machine) -> Candidate:
                 tuple(sum(of_block) for of_block in zip(*costs, strict=True)),
                 found.sizes,
                 cost.pp,
-                config.pipeline.placement,
+                config.pipeline.stage_layout,
             )
         )
         config = replace(config, pipeline=replace(config.pipeline, split=split))

@@ -140,9 +140,9 @@ def _hidden(cost: StepCost) -> Iterator[str]:
             now,
             schedule="2bw",
             warmup=warmup,
-            chunks=0,
+            virtual_stages=0,
             split=split,
-            placement="loop",
+            stage_layout="loop",
             activations="full",
         )
         then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)

@@ -190,7 +190,7 @@ class Fitting:
                 and (self.peak(changed) <= self.limit)
             )
 
-        least = max(1, 2 * config.parallel.pp * config.pipeline.num_chunks - 2)
+        least = max(1, 2 * config.parallel.pp * config.pipeline.num_virtual_stages - 2)
         if not fits(least):
             return 0
         low = least

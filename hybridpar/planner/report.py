@@ -189,8 +189,8 @@ def _how(config: Config, recompute: str) -> list[str]:
     )
     schedule += (
         f" on a V ({pipeline.activations})"
-        if pipeline.placement == "v"
-        else (f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else "")
+        if pipeline.stage_layout == "v"
+        else (f" ({pipeline.num_virtual_stages} chunks)" if pipeline.num_virtual_stages > 1 else "")
     )
     schedule += " with zero bubbles" if pipeline.zero_bubble else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
@@ -319,9 +319,9 @@ def _choice(config: Config) -> dict[str, Any]:
         "micro_batch_size": config.train.micro_batch_size,
         "num_microbatches": pipeline.num_microbatches,
         "schedule": pipeline.schedule,
-        "chunks": pipeline.num_chunks,
+        "virtual_stages": pipeline.num_virtual_stages,
         "warmup": pipeline.warmup,
-        "placement": pipeline.placement,
+        "stage_layout": pipeline.stage_layout,
         "activations": pipeline.activations,
         "zero_bubble": pipeline.zero_bubble,
         "early_switch": pipeline.early_switch,

@@ -210,9 +210,9 @@ class _Search:
             parallel.sequence,
             pipeline.schedule,
             pipeline.warmup,
-            pipeline.num_chunks,
+            pipeline.num_virtual_stages,
             pipeline.zero_bubble,
-            pipeline.placement,
+            pipeline.stage_layout,
             pipeline.activations,
         )
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
@@ -238,7 +238,7 @@ class _Search:
     def _add_leaner(self, candidate: Candidate) -> None:
         """Also tries a V schedule that keeps less, if there is one."""
         config = candidate.config
-        if config.pipeline.placement == "v" and not candidate.tried_recomputation:
+        if config.pipeline.stage_layout == "v" and not candidate.tried_recomputation:
             for pipeline in islice(on_v(config, candidate.cost.pp, config.pipeline.activations), 1):
                 self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 

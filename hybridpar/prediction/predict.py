@@ -68,7 +68,7 @@ def check_size(config: Config) -> None:
     """
     parallel = config.parallel
     train = config.train
-    stages = parallel.pp * config.pipeline.num_chunks
+    stages = parallel.pp * config.pipeline.num_virtual_stages
     sizes = {
         "model": ("blocks", config.model.num_blocks, _MOST_BLOCKS),
         "train.micro_batch_size": (

@@ -59,7 +59,7 @@ class StatePolicy:
             config.parallel,
             config.kernels.optimizer,
             config.pipeline.split_backward,
-            config.pipeline.placement != "v",
+            config.pipeline.stage_layout != "v",
             config.memory.host_optimizer,
             config.outer,
             config.compression,

@@ -116,11 +116,11 @@ def shapes(config: Config) -> Iterator[list[Config]]:
     if config.compression.both_ways != ("none", "none"):
         return  # other stages would train differently
     if 2 * config.parallel.pp <= config.model.num_blocks:
-        there_and_back = {"placement": "v", "split_backward": True}
+        there_and_back = {"stage_layout": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
     for chunks in _CHUNKS:
         if chunks * config.parallel.pp <= config.model.num_blocks:
-            looped = {"schedule": "interleaved", "chunks": chunks}
+            looped = {"schedule": "interleaved", "virtual_stages": chunks}
             yield made(looped, looped | _BUBBLE)
 
 
@@ -176,7 +176,7 @@ def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
         zero_bubble=False,
         warmup="depth",
         activations="full",
-        chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
+        virtual_stages=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
         order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
     )
 

@@ -107,7 +107,7 @@ def _parse(document: dict[str, Any]) -> Bundle:
         raise ValueError(f"its samples are not a batch of {config.global_batch_size}")
     versions = read("versions", Annotated[tuple[tuple[int, ...], ...], Within(0, step)])
     norms = read("stage_norms", Annotated[tuple[float | None, ...], FINITE])
-    stages = parallel.pp * config.pipeline.num_chunks
+    stages = parallel.pp * config.pipeline.num_virtual_stages
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
     numbers: dict[str, Any] = {

@@ -138,8 +138,8 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
     """
     run = read_costs(folder / COSTS)
     measured_by = read_run_config(folder / CONFIG)
-    chunks = measured_by.pipeline.num_chunks
-    if config.pipeline.num_chunks != chunks:
+    chunks = measured_by.pipeline.num_virtual_stages
+    if config.pipeline.num_virtual_stages != chunks:
         rule = (
             f"{folder} has measured {chunks} on each rank: the costs of stages are those of their "
             "blocks"
@@ -149,7 +149,9 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
             if chunks > 1
             else "1f1b"
         )
-        raise config_error("pipeline.chunks", config.pipeline.num_chunks, rule, works)
+        raise config_error(
+            "pipeline.virtual_stages", config.pipeline.num_virtual_stages, rule, works
+        )
     before = to_mapping(measured_by)
     now = to_mapping(config)
     for section, keys in _MATTERS.items():

@@ -292,7 +292,7 @@ def alone(config: Config) -> Config:
         )
     early = pipeline.early_switch
     if pipeline.schedule in ("naive", "gpipe", "interleaved", "own"):
-        pipeline = replace(pipeline, schedule="1f1b", chunks=0, order=())
+        pipeline = replace(pipeline, schedule="1f1b", virtual_stages=0, order=())
     if isinstance(early, int):
         early += parallel.pp - 1
     one = replace(
@@ -309,7 +309,7 @@ def alone(config: Config) -> Config:
             early_switch=early,
             split_backward=False,
             zero_bubble=False,
-            placement="loop",
+            stage_layout="loop",
             activations="full",
         ),
         train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp),

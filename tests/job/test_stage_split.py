@@ -47,7 +47,7 @@ def loads(config: Config) -> list[float]:
     found = [0.0] * pp
     for stage, blocks in enumerate(stage_split(config)):
         turn, rank = divmod(stage, pp)
-        if config.pipeline.placement == "v" and turn % 2:
+        if config.pipeline.stage_layout == "v" and turn % 2:
             rank = pp - 1 - rank
         found[rank] += sum(times[number] for number in blocks)
     return [load / max(found) for load in found]
@@ -134,9 +134,9 @@ def test_recomputed_layers_weigh_more_than_the_head() -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        {"schedule": "interleaved", "chunks": 2},
-        {"schedule": "2bw", "chunks": 3},
-        {"placement": "v", "split_backward": True},
+        {"schedule": "interleaved", "virtual_stages": 2},
+        {"schedule": "2bw", "virtual_stages": 3},
+        {"stage_layout": "v", "split_backward": True},
     ],
 )
 def test_ranks_with_several_stages_are_balanced(pipeline: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def test_ranks_with_several_stages_are_balanced(pipeline: dict[str, Any]) -> Non
 
 def test_tied_ends_are_updated_once_where_they_are_one_parameter() -> None:
     config = from_mapping({"model": {"vocab_size": 50_000}, "parallel": {"pp": 2}})
-    v = from_mapping({"pipeline": {"placement": "v", "split_backward": True}}, config)
+    v = from_mapping({"pipeline": {"stage_layout": "v", "split_backward": True}}, config)
     untied = from_mapping({"model": {"tie_embeddings": False}}, config)
     assert block_times(v)[-1] < block_times(config)[-1] == block_times(untied)[-1]
     assert block_times(v)[0] == block_times(config)[0]

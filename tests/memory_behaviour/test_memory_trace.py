@@ -64,7 +64,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ),
     (
         {"pp": 2},
-        {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE},
+        {"schedule": "2bw", "stage_layout": "v", "activations": "half", **SPLIT, **STAGE},
         {},
         {},
     ),
@@ -111,7 +111,7 @@ SHARED: list[tuple[dict[str, Any], ...]] = [  # of which only the peak is compar
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "interleaved", **SPLIT, **STAGE}, {}, {}),
     (
         {"dp": 2, "pp": 2, "zero": 3},
-        {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT},
+        {"schedule": "2bw", "stage_layout": "v", "activations": "half", **SPLIT},
         {},
         {},
     ),

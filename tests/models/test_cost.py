@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from custom_models import CustomGPT
 
 from hybridpar.config import ModelConfig, load_toml
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.models.cost import forward_flops_per_token, training_flops_per_token
 from hybridpar.nn.placement import named_placements
+from hybridpar.prediction.work import block_kinds
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,16 @@ def test_the_whole_attention_matrix_counts_where_nothing_is_masked() -> None:
     layer = 12 * 64 * 64
     head = round(2 * 0.15 * (64 * 50 + 64 * 64))
     assert training_flops_per_token(model) == 6 * 3 * layer + 12 * 3 * 64 * 32 + 3 * head
+
+
+class WithFormulas(CustomGPT):
+    @property
+    def cost_model(self) -> ModelConfig:
+        return self.text_format
+
+
+def test_a_custom_model_may_have_the_costs_of_a_gpt() -> None:
+    custom = WithFormulas(depth=3)
+    gpt = custom.text_format
+    for cost in (forward_flops_per_token, training_flops_per_token, block_kinds):
+        assert cost(custom) == cost(gpt)

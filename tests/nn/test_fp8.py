@@ -187,7 +187,7 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         {
             "model": {"num_layers": 6},
             "parallel": {"pp": 2},
-            "pipeline": {"placement": "v", "split_backward": True, "num_microbatches": 4},
+            "pipeline": {"stage_layout": "v", "split_backward": True, "num_microbatches": 4},
         },
     ),
     "ZeRO-1": (2, {"parallel": {"dp": 2, "zero": 1}}),

@@ -305,7 +305,7 @@ def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(
     if len(sizes) > pp:
         chunks = len(sizes) // pp
         assert (
-            f"--parallel.pp {pp} --pipeline.schedule interleaved --pipeline.chunks {chunks} "
+            f"--parallel.pp {pp} --pipeline.schedule interleaved --pipeline.virtual_stages {chunks} "
             "--pipeline.split "
             f"{' '.join(map(str, sizes))}"
         ) in told
@@ -313,7 +313,7 @@ def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(
             config,
             parallel=replace(config.parallel, pp=pp, dp=1),
             pipeline=replace(
-                config.pipeline, schedule="interleaved", chunks=chunks, split=tuple(sizes)
+                config.pipeline, schedule="interleaved", virtual_stages=chunks, split=tuple(sizes)
             ),
         )
         assert problems(run, pp) == []

@@ -21,7 +21,7 @@ from hybridpar.placement.piper import (
     plan_stages,
     read_instance,
     score_stages,
-    search,
+    stage_search,
 )
 
 from .graphs import data_folder
@@ -225,7 +225,7 @@ def test_the_first_plan_within_no_limit_is_not_taken(monkeypatch: pytest.MonkeyP
     sizes = (4, 3, 8.0, 4), (6, 3, 9.0, 8), (6, 7, 8.0, 8)
     instances = [make_instance(small(*some, branch=True)) for some in sizes]
     found = [plan_stages(instance).time for instance in instances]
-    monkeypatch.setattr(search, "FIRST_LIMIT", 1e6)
+    monkeypatch.setattr(stage_search, "FIRST_LIMIT", 1e6)
     assert found == pytest.approx([plan_stages(instance).time for instance in instances], rel=1e-12)
 
 

@@ -37,7 +37,7 @@ def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
         for one in candidates(
             config, made.any_grid(config), Request(keep={"pp": 2}, schedules=("1f1b", "gpipe"))
         )
-        if one.config.pipeline.placement == "loop"
+        if one.config.pipeline.stage_layout == "loop"
     }
     assert kept == {(6, 2)}
     free = candidates(config, made.any_grid(config), Request(schedules=("1f1b",)))
@@ -57,7 +57,7 @@ def test_drains_are_shortened() -> None:
         (
             one.config.pipeline.schedule,
             one.config.pipeline.zero_bubble,
-            one.config.pipeline.placement == "v" and one.config.pipeline.activations,
+            one.config.pipeline.stage_layout == "v" and one.config.pipeline.activations,
         )
         for one in found
     }
@@ -76,10 +76,10 @@ def test_drains_are_shortened() -> None:
     assert all(
         one.least_time > 0.9 * one.cost.step_time
         for one in found
-        if one.config.pipeline.placement == "loop"
+        if one.config.pipeline.stage_layout == "loop"
     )
     best = search(config, on, replace(request, schedules=("1f1b", "interleaved"))).ranked[0].config
-    assert best.pipeline.zero_bubble or best.pipeline.placement == "v"
+    assert best.pipeline.zero_bubble or best.pipeline.stage_layout == "v"
 
 
 @pytest.mark.parametrize("activations", ["full", "half", "min"])
@@ -90,7 +90,7 @@ def test_bounds_on_a_v(activations: str) -> None:
     for p, m, bandwidth in ((2, 4, 1e4), (2, 12, 1e4), (3, 6, 1e4), (3, 12, 1e5), (4, 6, 1e5)):
         config = made.config(pp=p, m=m, b=1, dp=2, zero=1, num_layers=17)
         pipeline = replace(
-            config.pipeline, placement="v", activations=activations, split_backward=True
+            config.pipeline, stage_layout="v", activations=activations, split_backward=True
         )  # type: ignore[arg-type]
         on = made.machine(
             config, 2 * p, inner=made.link(latency=0.05, bandwidth=bandwidth), memory=1e11
@@ -122,14 +122,18 @@ def test_stale_schedules_are_taken_only_where_they_are_asked_for() -> None:
 
 def test_chunks_that_were_chosen_stay() -> None:
     config, on = made.even(1e11)
-    config = replace(config, pipeline=replace(config.pipeline, schedule="interleaved", chunks=3))
+    config = replace(
+        config, pipeline=replace(config.pipeline, schedule="interleaved", virtual_stages=3)
+    )
     found = [
         one
         for one in candidates(config, on, Request(micro_batches=(1,)))
-        if one.config.pipeline.placement == "loop"
+        if one.config.pipeline.stage_layout == "loop"
     ]
-    assert {one.config.pipeline.num_chunks for one in found} == {1, 3}
-    assert {one.config.parallel.pp for one in found if one.config.pipeline.num_chunks == 3} == {
+    assert {one.config.pipeline.num_virtual_stages for one in found} == {1, 3}
+    assert {
+        one.config.parallel.pp for one in found if one.config.pipeline.num_virtual_stages == 3
+    } == {
         2,
         4,
     }
@@ -137,7 +141,7 @@ def test_chunks_that_were_chosen_stay() -> None:
         assert one.least_time <= one.cost.step_time * (1 + 1e-9)
         assert len(one.config.pipeline.split) in (
             0,
-            one.config.parallel.pp * one.config.pipeline.num_chunks,
+            one.config.parallel.pp * one.config.pipeline.num_virtual_stages,
         )
 
 

@@ -243,4 +243,4 @@ def test_the_last_stage_sends_to_the_first_against_the_way() -> None:
 
 
 def _with_chunks(base: Config) -> Config:
-    return replace(base, pipeline=replace(base.pipeline, chunks=2))
+    return replace(base, pipeline=replace(base.pipeline, virtual_stages=2))

@@ -191,7 +191,7 @@ def test_a_split_has_equal_times_and_a_changed_model_is_noticed() -> None:
         machine,
         Request(keep={"pp": 2, "dp": 1}, schedules=("2bw",)),
     ).ranked[0]
-    assert looped.config.pipeline.chunks > 1, "7 and 7, with some waits for uneven stages"
+    assert looped.config.pipeline.virtual_stages > 1, "7 and 7, with some waits for uneven stages"
     assert looped.cost.step_time < 0.95 * 3 * 8.0 * base.pipeline.num_microbatches
     assert least_work(base, machine) == pytest.approx(3 * (8.0 + 6.0) / base.train.micro_batch_size)
     cost = StepCost(found.ranked[0].config, machine)

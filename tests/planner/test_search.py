@@ -81,7 +81,7 @@ def test_round_trips_bound_and_change_nothing_else(
         if one.cost.pp == 4
         and one.is_stale
         and one.config.pipeline.warmup == "depth"
-        and one.config.pipeline.placement == "loop"
+        and one.config.pipeline.stage_layout == "loop"
     ]
     found = [(one.config, one.cost.step_time) for one in search(config, on, request).ranked]
     tight = [one.least_time > 0.9 * one.cost.step_time for one in slow]
@@ -274,10 +274,10 @@ def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
     as it is drawn."""
     config, on = made.even(1e11)
     result = search(config, on, PIPELINE)
-    times = {one.config.pipeline.num_chunks: one.cost.step_time for one in result.ranked}
+    times = {one.config.pipeline.num_virtual_stages: one.cost.step_time for one in result.ranked}
     assert times.keys() == {1, 2, 3, 4}
     best = result.ranked[0].config
-    assert (best.pipeline.schedule, best.pipeline.num_chunks, best.pipeline.split) == (
+    assert (best.pipeline.schedule, best.pipeline.num_virtual_stages, best.pipeline.split) == (
         "interleaved",
         4,
         (1,) * 16,
@@ -307,7 +307,8 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
     """More is in flight: where just 1f1b fits as it is, the others are recomputed or left out."""
     config, plenty = made.even(1e11)
     peaks = {
-        one.config.pipeline.num_chunks: one.peak for one in search(config, plenty, PIPELINE).ranked
+        one.config.pipeline.num_virtual_stages: one.peak
+        for one in search(config, plenty, PIPELINE).ranked
     }
     assert peaks[1] < min(peaks[2], peaks[3], peaks[4])
     limit = 1.02 * peaks[1]
@@ -316,8 +317,10 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
     found = search(config, tight, PIPELINE)
     for one in found.ranked:
         assert max(stage.total for stage in predict(JobPlan(one.config))) <= limit
-        assert one.config.pipeline.num_chunks == 1 or one.config.pipeline.recompute != "none"
-    assert any(one.config.pipeline.num_chunks == 1 for one in found.ranked)
+        assert (
+            one.config.pipeline.num_virtual_stages == 1 or one.config.pipeline.recompute != "none"
+        )
+    assert any(one.config.pipeline.num_virtual_stages == 1 for one in found.ranked)
 
 
 # -- what is preferred though it is not the fastest

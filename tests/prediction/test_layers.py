@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from custom_models import CustomGPT
 
 from hybridpar.config import (
     Config,
@@ -25,6 +26,7 @@ MODEL = ModelConfig(
     num_layers=9, hidden_size=48, num_heads=3, seq_length=24, vocab_size=257, dropout=0.1
 )
 CASES = {
+    "custom": Config(model=CustomGPT(depth=9)),
     "gpt": Config(model=MODEL),
     "bf16 tp": Config(
         model=MODEL,

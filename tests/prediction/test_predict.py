@@ -524,7 +524,7 @@ RUNS: list[
         "model": {"kind": "bert", **DROPOUT},
         "pipeline": {"schedule": "gpipe", "recompute": "all", **SPLIT},
     },
-    {"pp": 2, "model": DROPOUT, "pipeline": {"schedule": "2bw", "chunks": 2, **SPLIT}},
+    {"pp": 2, "model": DROPOUT, "pipeline": {"schedule": "2bw", "virtual_stages": 2, **SPLIT}},
     {
         "pp": 2,
         "model": {"kind": "bert", **DROPOUT},
@@ -575,7 +575,7 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
         ]
 
     one = activations(split=(3, *[2] * 6, 3))
-    two = activations(split=(2, *[1] * 14, 2), placement="v", activations="half")
+    two = activations(split=(2, *[1] * 14, 2), stage_layout="v", activations="half")
     assert max(two) <= 0.65 * max(one)
     assert min(two) >= 0.9 * max(two)
 

@@ -61,7 +61,8 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
         for one in simulated(shape, costs_for(shape[0]), (1,) * JobPlan(shape[0]).shape.num_stages)
     ]
     assert {
-        (one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found
+        (one.pipeline.schedule, one.pipeline.stage_layout, one.pipeline.num_virtual_stages)
+        for one in found
     } >= {
         ("1f1b", "loop", 1),
         ("own", "loop", 1),
@@ -142,8 +143,8 @@ def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        {"schedule": "1f1b", "placement": "v", "activations": "half"},
-        {"schedule": "interleaved", "chunks": 3, "zero_bubble": True},
+        {"schedule": "1f1b", "stage_layout": "v", "activations": "half"},
+        {"schedule": "interleaved", "virtual_stages": 3, "zero_bubble": True},
     ],
     ids=str,
 )
@@ -154,7 +155,9 @@ def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None
     found = filled(
         job,
         Costs(
-            [1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3
+            [1.0, 1.4, 0.7] * 2 if "virtual_stages" in pipeline else [1.0, 1.3, 0.8, 1.9],
+            2.0,
+            latency=0.3,
         ),
         (1,) * job.shape.num_stages,
     )
@@ -186,6 +189,9 @@ def test_a_single_stage_has_nothing_to_choose() -> None:
 
 
 def test_what_it_finds_is_not_given() -> None:
-    wrong = conflicts(make(2, 4, chunks=2, zero_bubble=True))
-    assert {problem.field for problem in wrong} == {"pipeline.chunks", "pipeline.zero_bubble"}
+    wrong = conflicts(make(2, 4, virtual_stages=2, zero_bubble=True))
+    assert {problem.field for problem in wrong} == {
+        "pipeline.virtual_stages",
+        "pipeline.zero_bubble",
+    }
     assert not [*conflicts(make(2, 4, num_microbatches=7, recompute="all"))]

@@ -54,7 +54,7 @@ Case = tuple[dict[str, int], Sections]
 Steps = list[tuple[float, float, bool]]
 
 BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp"}
-V = {"placement": "v", "split_backward": True}
+V = {"stage_layout": "v", "split_backward": True}
 TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
 BF16: Sections = {"train": {"dtype": "bf16"}}
 FP64: Sections = {"train": {"dtype": "fp64"}}
@@ -116,9 +116,9 @@ def on_grids(
         config = make(sizes, sections)
         pipeline = sections.get("pipeline", {})
         if (
-            pipeline.get("schedule") == "interleaved" or "placement" in pipeline
+            pipeline.get("schedule") == "interleaved" or "stage_layout" in pipeline
         ):  # which one process has not
-            pipeline = pipeline | {"placement": "loop", "activations": "full"}
+            pipeline = pipeline | {"stage_layout": "loop", "activations": "full"}
             pipeline["schedule"] = pipeline.get("schedule", "1f1b").replace("interleaved", "1f1b")
         alone = make({}, sections | {"pipeline": pipeline})
         grid = ProcessGrid(**sizes, device_type="cuda")

@@ -58,7 +58,7 @@ def make(
         (
             {"pp": 2},
             {
-                "chunks": 3,
+                "virtual_stages": 3,
                 "split": [2, 1, 1, 1, 1, 1],
                 "recompute": "stage:1,4",
                 "num_microbatches": 3,
@@ -69,12 +69,12 @@ def make(
         ({"pp": 2, "dp": 2}, {"num_microbatches": 5}, DROPOUT),
         (
             {"pp": 2, "dp": 2, "zero": 1},
-            {"schedule": "2bw", "chunks": 3, "num_microbatches": 3, "sync_steps": 1},
+            {"schedule": "2bw", "virtual_stages": 3, "num_microbatches": 3, "sync_steps": 1},
             DROPOUT,
         ),
         (
             {"pp": 3},
-            {"schedule": "2bw", "chunks": 2, "warmup": "latency", "split_backward": True},
+            {"schedule": "2bw", "virtual_stages": 2, "warmup": "latency", "split_backward": True},
             BERT,
         ),
     ],
@@ -107,7 +107,7 @@ def test_equal_to_1f1b_to_the_bit_however_often_they_change(tmp_path: Path) -> N
         (2, {}),
         (2, {"schedule": "1f1b"}),
         (3, {}),
-        (2, {"chunks": 3}),
+        (2, {"virtual_stages": 3}),
     )
     sections: dict[str, Any] = {"model": DROPOUT, "optim": {"clip_grad": 0.0}}
     last = 2 * len(stretches)
@@ -189,16 +189,26 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     ("grid", "pipeline", "field", "rule"),
     [
         ({}, {}, "parallel.pp", "at least 2 where a rank holds 2 chunks"),
-        ({"pp": 2}, {"chunks": 4}, "pipeline.chunks", "the model has only 7 blocks; try 3"),
-        ({"pp": 4}, {}, "pipeline.chunks", "try pipeline.schedule = 1f1b"),
-        ({"pp": 2}, {"chunks": 1}, "pipeline.chunks", "must be at least 2, or 0 for the default"),
         (
             {"pp": 2},
-            {"schedule": "1f1b", "chunks": 2},
-            "pipeline.chunks",
+            {"virtual_stages": 4},
+            "pipeline.virtual_stages",
+            "the model has only 7 blocks; try 3",
+        ),
+        ({"pp": 4}, {}, "pipeline.virtual_stages", "try pipeline.schedule = 1f1b"),
+        (
+            {"pp": 2},
+            {"virtual_stages": 1},
+            "pipeline.virtual_stages",
+            "must be at least 2, or 0 for the default",
+        ),
+        (
+            {"pp": 2},
+            {"schedule": "1f1b", "virtual_stages": 2},
+            "pipeline.virtual_stages",
             "has no such option, only interleaved",
         ),
-        ({"pp": 2}, {"chunks": -1}, "pipeline.chunks", "must not be negative"),
+        ({"pp": 2}, {"virtual_stages": -1}, "pipeline.virtual_stages", "must not be negative"),
         (
             {"pp": 2},
             {"split": [4, 3]},

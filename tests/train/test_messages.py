@@ -107,7 +107,11 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
     ("compression", "tp", "pipeline"),
     [
         ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
-        ({"messages": "int4"}, 1, {"placement": "v", "split_backward": True, "recompute": "stage"}),
+        (
+            {"messages": "int4"},
+            1,
+            {"stage_layout": "v", "split_backward": True, "recompute": "stage"},
+        ),
         (
             {"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"},
             1,

@@ -59,10 +59,10 @@ def with_costs(monkeypatch: pytest.MonkeyPatch, costs_of: Callable[[Config], Cos
     """Have the actions of a trial take given times."""
     measured = trial.run_costs
 
-    def modelled(config: Config, ranks: Sequence[Any]) -> Any:
-        run = measured(config, ranks)
+    def modelled(job: JobPlan, ranks: Sequence[Any]) -> Any:
+        run = measured(job, ranks)
         assert run is not None
-        return replace(run, measured=replace(run.measured, costs=costs_of(config)))
+        return replace(run, measured=replace(run.measured, costs=costs_of(job.config)))
 
     monkeypatch.setattr(trial, "run_costs", modelled)
 

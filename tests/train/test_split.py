@@ -102,7 +102,7 @@ def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settin
         ("2bw", {"gradient_buffers": 1}),
         ("2bw", {"warmup": "bandwidth"}),
         ("2bw", {"sync_steps": 2}),
-        ("2bw", {"chunks": 2}),
+        ("2bw", {"virtual_stages": 2}),
         ("pipedream", {"sync_steps": 1}),
     ],
     ids=str,
@@ -231,8 +231,8 @@ class Twice(SequentialSpec):
     "pipeline",
     [
         {"schedule": "1f1b", "zero_bubble": True},
-        {"schedule": "1f1b", "placement": "v"},
-        {"schedule": "2bw", "chunks": 2},
+        {"schedule": "1f1b", "stage_layout": "v"},
+        {"schedule": "2bw", "virtual_stages": 2},
     ],
     ids=str,
 )

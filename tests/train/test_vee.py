@@ -18,7 +18,7 @@ from hybridpar.verify.run import verify
 pytestmark = pytest.mark.ranks
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
-V = {"placement": "v", "split_backward": True}
+V = {"stage_layout": "v", "split_backward": True}
 FILLED = {
     "schedule": "own",
     "order": [
@@ -62,7 +62,12 @@ def test_verify(
 @pytest.mark.parametrize(
     ("pp", "schedule", "orders", "sections"),
     [
-        (2, "1f1b", (V, {}, V | {"activations": "half"}, V | {"chunks": 4}), {"model": DROPOUT}),
+        (
+            2,
+            "1f1b",
+            (V, {}, V | {"activations": "half"}, V | {"virtual_stages": 4}),
+            {"model": DROPOUT},
+        ),
         (2, "1f1b", (V | FILLED, {}), {"model": DROPOUT}),
         (
             4,
@@ -70,7 +75,7 @@ def test_verify(
             (V | {"activations": "min", "recompute": "stage"},),
             {"train": {"dtype": "bf16"}},
         ),
-        (2, "2bw", (V | {"activations": "half"}, {}, {"chunks": 2}), {"model": DROPOUT}),
+        (2, "2bw", (V | {"activations": "half"}, {}, {"virtual_stages": 2}), {"model": DROPOUT}),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     title: {
         "schedule": name,
         **options,
-        **({"split_backward": True} if options.keys() & {"zero_bubble", "placement"} else {}),
+        **({"split_backward": True} if options.keys() & {"zero_bubble", "stage_layout"} else {}),
     }
     for title, name, options in GALLERY["SCHEDULES"]
 }

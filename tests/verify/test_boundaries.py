@@ -63,10 +63,10 @@ def make(
         ({"pp": 3}, {"schedule": "gpipe", "recompute": "all"}, {}),
         (
             {"pp": 2, "tp": 2},
-            {"schedule": "2bw", "placement": "v", "activations": "half", "split_backward": True},
+            {"schedule": "2bw", "stage_layout": "v", "activations": "half", "split_backward": True},
             {},
         ),
-        ({"pp": 3}, {"placement": "v", "split_backward": True, "recompute": "stage"}, {}),
+        ({"pp": 3}, {"stage_layout": "v", "split_backward": True, "recompute": "stage"}, {}),
     ],
     ids=str,
 )

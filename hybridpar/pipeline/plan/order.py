@@ -115,7 +115,7 @@ def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
         return (
             f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the "
             "model "
-            "(pipeline.chunks)"
+            "(pipeline.virtual_stages)"
         )
     return _out_of_order(steps, chunks)
 

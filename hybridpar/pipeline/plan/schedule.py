@@ -63,7 +63,9 @@ class Schedule:
     @property
     def activations(self) -> str:
         """On a V, how much a rank may keep (vee.py); else empty."""
-        return self.options.activations if self.options.placement == "v" and not self.order else ""
+        return (
+            self.options.activations if self.options.stage_layout == "v" and not self.order else ""
+        )
 
     def with_options(self, **changes: Any) -> Schedule:
         """Return the schedule with other options of its passes.
@@ -245,8 +247,8 @@ class Schedule:
             own_order.check_order(self.order, sizes)
         elif bool(self.activations) != sizes.is_v:
             raise config_error(
-                "pipeline.placement",
-                sizes.placement,
+                "pipeline.stage_layout",
+                sizes.stage_layout,
                 "is the order of schedules on a V alone",
                 "loop",
             )
@@ -256,12 +258,12 @@ class Schedule:
             raise config_error(
                 "pipeline.early_switch",
                 self.options.early_switch,
-                f"is of one stage on each rank, and each has {sizes.chunks} (pipeline.chunks)",
+                f"is of one stage on each rank, and each has {sizes.chunks} (pipeline.virtual_stages)",
                 "off",
             )
-        if sizes.is_ring and "chunks" not in self.accepts:
+        if sizes.is_ring and "virtual_stages" not in self.accepts:
             raise config_error(
-                "pipeline.chunks",
+                "pipeline.virtual_stages",
                 sizes.chunks,
                 f"schedule {self.name} has one stage on each rank",
                 "0",

@@ -28,14 +28,14 @@ class ScheduleOptions:
         split: Each backward is an I and a W.
         host: The host's share of the slack to make the new weights. 0: the rank makes them.
         zero_bubble: The W of a batch fill the time in which the pipeline drains.
-        placement: Order of the stages on the ranks, "loop" or "v".
+        stage_layout: Order of the stages on the ranks, "loop" or "v".
         activations: On a V, how many micro-batches a rank may keep: "full", "half" or "min".
         order: A custom schedule: what each rank computes of a batch.
         feedback: Replicas keep what they have not sent of a batch's gradients, and add it to the
             next batch's.
         offload: Micro-batches whose activations are away at once, of all ranks or by rank.
         sync_steps: Batches that run as 1f1b before the schedule begins.
-        chunks: Stages on each rank. 0: the schedule's default.
+        virtual_stages: Stages on each rank. 0: the schedule's default.
     """
 
     schedule: str
@@ -47,13 +47,13 @@ class ScheduleOptions:
     split: bool = False
     host: float = 0.0
     zero_bubble: bool = False
-    placement: str = "loop"
+    stage_layout: str = "loop"
     activations: str = "full"
     order: tuple[str, ...] = ()
     feedback: bool = False
     offload: int | tuple[int, ...] = 0
     sync_steps: int = 0
-    chunks: int = 0
+    virtual_stages: int = 0
 
     @staticmethod
     def of(config: Config) -> ScheduleOptions:
@@ -79,11 +79,11 @@ class ScheduleOptions:
             gradient_buffers=pipeline.gradient_buffers,
             split=pipeline.split_backward,
             zero_bubble=pipeline.zero_bubble,
-            placement=pipeline.placement,
+            stage_layout=pipeline.stage_layout,
             activations=pipeline.activations,
             order=pipeline.order,
             sync_steps=pipeline.sync_steps,
-            chunks=pipeline.chunks,
+            virtual_stages=pipeline.virtual_stages,
         )
 
     @property

@@ -45,7 +45,7 @@ weights:
     stage 1        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*        *
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a
-micro-batch, t a batch. Where a rank holds several chunks of the model, what it does has another
+micro-batch, t a batch. Where a rank holds several stages of the model, what it does has another
 order: interleaved.py, vee.py. One's own is in the configuration: order.py; fill.py makes such
 orders.
 """
@@ -137,13 +137,13 @@ SCHEDULES: dict[str, Schedule] = {
             interleaved.runs_ahead(1),
             "warmup",
             "zero_bubble",
-            "placement",
+            "stage_layout",
         ),
         _synchronous(
             "interleaved",
             "interleaved 1F1B, arXiv 2104.04473, section 2.2",
             interleaved.runs_ahead(2),
-            "chunks",
+            "virtual_stages",
             "zero_bubble",
         ),
         Schedule(
@@ -155,7 +155,9 @@ SCHEDULES: dict[str, Schedule] = {
             _constant(2),
             num_gradient_buffers=2,
             needs_full_pipeline=True,
-            accepts=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
+            accepts=frozenset(
+                {"warmup", "early_switch", "sync_steps", "stage_layout", "virtual_stages"}
+            ),
         ),
         Schedule(
             ScheduleOptions("pipedream"),
@@ -173,7 +175,7 @@ SCHEDULES: dict[str, Schedule] = {
     )
 }
 
-OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "chunks", "placement")
+OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "virtual_stages", "stage_layout")
 """Ones of the user's, which an order makes (`make_schedule`)."""
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more
@@ -203,10 +205,10 @@ def make_schedule(options: ScheduleOptions) -> Schedule:
         options=options,
         num_gradient_buffers=options.gradient_buffers or schedule.num_gradient_buffers,
     )
-    if options.placement == "v":
+    if options.stage_layout == "v":
         return _on_v(schedule)
     ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
-    if options.zero_bubble and "chunks" in schedule.accepts:
+    if options.zero_bubble and "virtual_stages" in schedule.accepts:
         # where a backward to the input comes back in half of the time
         ahead = interleaved.runs_ahead(1)
     return replace(
@@ -234,8 +236,8 @@ class _Rule:
 def _problems(schedule: Schedule, options: ScheduleOptions) -> list[Problem]:
     """Return what is wrong with the options of a schedule."""
     known = set(schedule.accepts)
-    if options.placement == "v" and schedule.flush:
-        known.add("chunks")
+    if options.stage_layout == "v" and schedule.flush:
+        known.add("virtual_stages")
     problems = []
     for name, rule in _rules(schedule, options).items():
         value = getattr(options, name)
@@ -252,15 +254,15 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
     """Return the rules about options of `pipeline`, by name."""
     name = schedule.name
     factor = WARMUPS.get(options.warmup, 0)
-    is_v = options.placement == "v"
+    is_v = options.stage_layout == "v"
     most = schedule.num_gradient_buffers
     # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in
     # flight cannot pass those that have stopped where the transfers of a rank on an axis queue:
     # check finds deadlocks from 4 stages on. Nor can what the next batch has in flight where a rank
     # holds several stages.
-    buffers = (0, most) if factor > 1 or options.chunks > 1 else range(most + 1)
+    buffers = (0, most) if factor > 1 or options.virtual_stages > 1 else range(most + 1)
     # nor can it pass a drain, or what goes round, where it is long
-    drains_or_rings = schedule.flush or options.chunks > 1
+    drains_or_rings = schedule.flush or options.virtual_stages > 1
     warmups = [warmup for warmup, k in WARMUPS.items() if k < 3 or not drains_or_rings]
     return {
         "warmup": _Rule(
@@ -285,7 +287,7 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
             "is what the order of a V does of itself",
             "false",
         ),
-        "placement": _Rule("loop", True, "", "loop"),
+        "stage_layout": _Rule("loop", True, "", "loop"),
         "activations": _Rule(
             options.activations,
             not is_v or schedule.flush or options.activations in vee.ENDLESS,
@@ -298,10 +300,10 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
             "must name what each rank computes with schedule own",
             own_order.EXAMPLE if name == "own" else "[]",
         ),
-        "chunks": _Rule(
+        "virtual_stages": _Rule(
             0,
-            options.chunks != 1 and (not is_v or options.chunks % 2 == 0),
-            "must be at least 2, or 0 for the default, and even with pipeline.placement = v",
+            options.virtual_stages != 1 and (not is_v or options.virtual_stages % 2 == 0),
+            "must be at least 2, or 0 for the default, and even with pipeline.stage_layout = v",
         ),
     }
 
@@ -312,21 +314,21 @@ def _on_v(schedule: Schedule) -> Schedule:
     Raises: ConfigError with every option that has no meaning there.
     """
     options = schedule.options
-    rule = "is the order of a V's own: pipeline.placement = v has no such option"
+    rule = "is the order of a V's own: pipeline.stage_layout = v has no such option"
     problems = []
     if options.warmup != "depth":
         problems.append(Problem("pipeline.warmup", options.warmup, rule, "depth"))
     if options.early_switch is not None:
         problems.append(Problem("pipeline.early_switch", options.early_switch, rule, "off"))
-    if options.activations in vee.ENDLESS and options.chunks > 2:
+    if options.activations in vee.ENDLESS and options.virtual_stages > 2:
         rule = f"is 2 with pipeline.activations = {options.activations}"
-        problems.append(Problem("pipeline.chunks", options.chunks, rule, "0"))
+        problems.append(Problem("pipeline.virtual_stages", options.virtual_stages, rule, "0"))
     if not schedule.flush and schedule.num_gradient_buffers == 1:
         problems.append(
             Problem(
                 "pipeline.gradient_buffers",
                 1,
-                "must be 2 with pipeline.placement = v, where the next "
+                "must be 2 with pipeline.stage_layout = v, where the next "
                 "batch reaches a rank's second chunk before this one has left its first",
                 "0",
             )

@@ -14,7 +14,7 @@ class Sizes:
     """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
     that a rank holds.
 
-    With several `chunks` of the model on each rank their `placement` says which. loop: stage c *
+    With several `chunks` of the model on each rank their `stage_layout` says which. loop: stage c *
     num_ranks + r is chunk c of rank r; the pipeline is a ring, and the last rank sends to the
     first. v: stages r and 2 * num_ranks - 1 - r are the two of rank r; the last rank hands over to
     itself, and the first has both ends. With more chunks, an even number, it goes on so: there and
@@ -24,7 +24,7 @@ class Sizes:
     num_ranks: int
     num_microbatches: int
     chunks: int = 1
-    placement: str = "loop"
+    stage_layout: str = "loop"
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -34,7 +34,7 @@ class Sizes:
                 "pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1"
             )
         if self.chunks < 1:
-            raise config_error("pipeline.chunks", self.chunks, "must be at least 1", "1")
+            raise config_error("pipeline.virtual_stages", self.chunks, "must be at least 1", "1")
         if self.chunks > 1 and self.num_ranks == 1:
             works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
             raise config_error(
@@ -50,7 +50,10 @@ class Sizes:
         """The sizes that a configuration names."""
         pipeline = config.pipeline
         return Sizes(
-            config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks, pipeline.placement
+            config.parallel.pp,
+            pipeline.num_microbatches,
+            pipeline.num_virtual_stages,
+            pipeline.stage_layout,
         )
 
     @staticmethod
@@ -76,7 +79,7 @@ class Sizes:
     @property
     def is_v(self) -> bool:
         """Whether stages go there and back."""
-        return self.placement == "v"
+        return self.stage_layout == "v"
 
     @property
     def num_links(self) -> int:
@@ -91,7 +94,7 @@ class Sizes:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""
-        return rank_of_stage(stage, self.num_ranks, self.placement)
+        return rank_of_stage(stage, self.num_ranks, self.stage_layout)
 
     def stages_of(self, rank: int) -> Sequence[int]:
         """The stages that a rank holds, the first one first; it has the rank's number."""

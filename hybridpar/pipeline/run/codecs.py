@@ -47,7 +47,7 @@ class Codecs:
             if codec is not None:
                 _require_fewer(config, key, name, codec)
         exact = {config.model.num_blocks - 1}
-        if config.pipeline.placement == "v" and names != ("none", "none"):
+        if config.pipeline.stage_layout == "v" and names != ("none", "none"):
             pp = config.parallel.pp
             exact |= {job.split[turn].start for turn in range(pp, len(job.split), pp)}
         return cls(forward, backward, frozenset(exact))

@@ -88,9 +88,9 @@ class Lane:
         turns = (
             tuple(
                 (grid.again("pp", turn), grid.again("pp_reverse", turn))
-                for turn in range(1, config.pipeline.num_chunks)
+                for turn in range(1, config.pipeline.num_virtual_stages)
             )
-            if config.pipeline.placement == "v"
+            if config.pipeline.stage_layout == "v"
             else ()
         )
         if has_connections(grid):

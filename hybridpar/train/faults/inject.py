@@ -135,7 +135,7 @@ def parse_fault(text: str, config: Config) -> Fault:
     parallel = config.parallel
     m = config.pipeline.num_microbatches
     ranks = parallel.num_ranks
-    stages = parallel.pp * config.pipeline.num_chunks
+    stages = parallel.pp * config.pipeline.num_virtual_stages
     rank = number = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
         rank = number % parallel.pp * parallel.tp * parallel.dp

@@ -34,8 +34,8 @@ def filled(schedule: Schedule, sizes: Sizes, costs: Costs, most: float = 0) -> S
     return make_schedule(
         ScheduleOptions(
             "own",
-            placement=sizes.placement,
-            chunks=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
+            stage_layout=sizes.placement,
+            virtual_stages=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
             order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
         )
     )
@@ -83,7 +83,7 @@ def test_more_room_shortens_the_drain() -> None:
 def test_measured_costs_beat_a_rule_for_equal_ones() -> None:
     """ZB-V's order is made for F = I = W; where a stage is slower, or a link is, another one is
     faster."""
-    sizes, schedule = Sizes(4, 8, 2, "v"), make_schedule(ScheduleOptions("1f1b", placement="v"))
+    sizes, schedule = Sizes(4, 8, 2, "v"), make_schedule(ScheduleOptions("1f1b", stage_layout="v"))
     for costs in (
         costs_of(1, 1.5, 0.5, 2),
         costs_of(1, 1, 1, 2, 0.4),
@@ -111,7 +111,7 @@ def test_every_order_is_right(p: int, m: int, kind: str, times: list[float]) -> 
     else:
         sizes, schedule = (
             Sizes(p, m, 2, "v"),
-            make_schedule(ScheduleOptions("1f1b", placement="v", activations=kind)),
+            make_schedule(ScheduleOptions("1f1b", stage_layout="v", activations=kind)),
         )
     report = proven(filled(schedule, sizes, costs_of(f, i, w, sizes.chunks, latency)), sizes)
     most = max(schedule.max_live_activations(sizes, rank) for rank in range(p))

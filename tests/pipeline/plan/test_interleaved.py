@@ -171,7 +171,7 @@ def test_2bw_of_several_stages_on_each_rank(
 def test_2bw_of_several_stages_in_deep_pipelines(p: int, m: int, gather: bool) -> None:
     """Where few orders of receives fit: just enough micro-batches, and transfers of a rank
     queue."""
-    schedule = make_schedule(ScheduleOptions("2bw", chunks=2))
+    schedule = make_schedule(ScheduleOptions("2bw", virtual_stages=2))
     sizes = Sizes(p, m, 2)
     check(
         make_plan(find_schedule(schedule).with_options(gather=gather), sizes, 0, 3), sizes, schedule
@@ -224,7 +224,7 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
     every batch."""
     m = sizes.num_microbatches
     v = sizes.chunks
-    plan = make_plan(make_schedule(ScheduleOptions("2bw", chunks=2)), sizes, 0, 8)
+    plan = make_plan(make_schedule(ScheduleOptions("2bw", virtual_stages=2)), sizes, 0, 8)
     assert simulate(plan, Costs(1 / v, times / v)).step_time(m) - m * (1 + times) == pytest.approx(
         bubble
     )
@@ -234,7 +234,7 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
 def test_2bw_of_several_stages_hides_some_of_a_links_latency(warmup: str, hidden: float) -> None:
     """Of a stage's forward and backward: less than of one stage on each rank, as a ring posts
     receives late."""
-    schedule = make_schedule(ScheduleOptions("2bw", chunks=2, warmup=warmup))
+    schedule = make_schedule(ScheduleOptions("2bw", virtual_stages=2, warmup=warmup))
     sizes = Sizes(4, 12, 2)
     plan = make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 8)
     for share, free in ((hidden, True), (hidden + 0.15, False)):
@@ -261,7 +261,9 @@ def test_2bw_of_several_stages_balances_uneven_blocks(
         float(ends[stop] - ends[stop - size])
         for size, stop in zip(split, accumulate(split), strict=True)
     ]
-    schedule = make_schedule(ScheduleOptions("2bw", chunks=chunks - 1 and chunks, warmup="latency"))
+    schedule = make_schedule(
+        ScheduleOptions("2bw", virtual_stages=chunks - 1 and chunks, warmup="latency")
+    )
     sizes = Sizes(4, 8, chunks)
     plan = make_plan(schedule, sizes, 0, 8)
     took = simulate(plan, Costs(forward, [2 * each for each in forward])).step_time(8)
@@ -279,7 +281,7 @@ def test_large_runs_of_2bw_are_proven_by_smaller_ones(m: int, warmup: str) -> No
                 "parallel": {"pp": 20, "dp": 1},
                 "pipeline": {
                     "schedule": "2bw",
-                    "chunks": 3,
+                    "virtual_stages": 3,
                     "num_microbatches": m,
                     "warmup": warmup,
                 },
@@ -397,41 +399,55 @@ def test_pictures() -> None:
     ("make", "field", "works"),
     [
         (lambda: Sizes(1, 4, 2), "parallel.pp", "1f1b"),
-        (lambda: Sizes(2, 4, 0), "pipeline.chunks", "1"),
-        (lambda: make_schedule(ScheduleOptions("1f1b", chunks=2)), "pipeline.chunks", "0"),
-        (lambda: make_schedule(ScheduleOptions(NAME, chunks=1)), "pipeline.chunks", "0"),
+        (lambda: Sizes(2, 4, 0), "pipeline.virtual_stages", "1"),
+        (
+            lambda: make_schedule(ScheduleOptions("1f1b", virtual_stages=2)),
+            "pipeline.virtual_stages",
+            "0",
+        ),
+        (
+            lambda: make_schedule(ScheduleOptions(NAME, virtual_stages=1)),
+            "pipeline.virtual_stages",
+            "0",
+        ),
         (
             lambda: make_schedule(ScheduleOptions(NAME, warmup="latency")),
             "pipeline.warmup",
             "depth",
         ),
-        (lambda: SCHEDULES["pipedream"].check_sizes(Sizes(2, 4, 2)), "pipeline.chunks", "0"),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, warmup="bandwidth")),
+            lambda: SCHEDULES["pipedream"].check_sizes(Sizes(2, 4, 2)),
+            "pipeline.virtual_stages",
+            "0",
+        ),
+        (
+            lambda: make_schedule(ScheduleOptions("2bw", virtual_stages=2, warmup="bandwidth")),
             "pipeline.warmup",
             "depth",
         ),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, gradient_buffers=1)),
+            lambda: make_schedule(ScheduleOptions("2bw", virtual_stages=2, gradient_buffers=1)),
             "pipeline.gradient_buffers",
             "0",
         ),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, early_switch=1)).check_sizes(
-                Sizes(2, 4, 2)
-            ),
+            lambda: make_schedule(
+                ScheduleOptions("2bw", virtual_stages=2, early_switch=1)
+            ).check_sizes(Sizes(2, 4, 2)),
             "pipeline.early_switch",
             "off",
         ),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", chunks=2)).check_sizes(Sizes(4, 2, 2)),
+            lambda: make_schedule(ScheduleOptions("2bw", virtual_stages=2)).check_sizes(
+                Sizes(4, 2, 2)
+            ),
             "pipeline.num_microbatches",
             "3",
         ),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, warmup="latency")).check_sizes(
-                Sizes(4, 4, 2)
-            ),
+            lambda: make_schedule(
+                ScheduleOptions("2bw", virtual_stages=2, warmup="latency")
+            ).check_sizes(Sizes(4, 4, 2)),
             "pipeline.num_microbatches",
             "6",
         ),

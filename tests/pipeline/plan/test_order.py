@@ -109,7 +109,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
         (
             ("F0 B0 F0b B0b",),
             1,
-            r"has F0b, and the rank holds 1 stage of the model \(pipeline.chunks\)",
+            r"has F0b, and the rank holds 1 stage of the model \(pipeline.virtual_stages\)",
         ),
         (("F0 B0", "F0 B0"), 1, None),
     ],
@@ -135,7 +135,7 @@ def test_letters_name_the_stages_of_a_rank() -> None:
     for placement, chunks in (("v", 0), ("loop", 2)):
         sizes = Sizes(2, 2, 2, placement)
         schedule = make_schedule(
-            ScheduleOptions("own", order=lines, chunks=chunks, placement=placement)
+            ScheduleOptions("own", order=lines, virtual_stages=chunks, stage_layout=placement)
         )
         for rank, line in enumerate(lines):
             steps = [
@@ -147,9 +147,9 @@ def test_letters_name_the_stages_of_a_rank() -> None:
     with pytest.raises(
         ConfigError, match=r"of rank 0 must have F0b and either B0b or both I0b and W0b"
     ):
-        make_schedule(ScheduleOptions("own", order=("F0 B0", "F0 B0"), chunks=2)).check_sizes(
-            Sizes(2, 1, 2)
-        )
+        make_schedule(
+            ScheduleOptions("own", order=("F0 B0", "F0 B0"), virtual_stages=2)
+        ).check_sizes(Sizes(2, 1, 2))
 
 
 def test_orders_that_wait_for_each_other_are_found_before_a_run() -> None:

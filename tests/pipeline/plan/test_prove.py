@@ -84,7 +84,7 @@ def test_large_plans_are_proven(setting):
     except ConfigError:
         assume(False)
     if chunks > 1:
-        options = options | {"chunks": chunks}
+        options = options | {"virtual_stages": chunks}
     if options.get("early_switch", 0) is None:
         del options["early_switch"]
     assert JobPlan(make(name, p, m, **options)).prove()

@@ -140,14 +140,14 @@ def pipelines(draw):
     }
     if name in ("1f1b", "2bw") and draw(st.booleans()):
         section |= {
-            "placement": "v",
+            "stage_layout": "v",
             "split_backward": True,
             "activations": draw(st.sampled_from(["full", "full", "half", "min"])),
-            "chunks": draw(st.sampled_from([0, 2, 4, 6, 8])),
+            "virtual_stages": draw(st.sampled_from([0, 2, 4, 6, 8])),
         }
     else:
         if name in ("interleaved", "2bw"):
-            section["chunks"] = draw(st.sampled_from([0, *range(2, 9)]))
+            section["virtual_stages"] = draw(st.sampled_from([0, *range(2, 9)]))
         if name in ("1f1b", "interleaved", "2bw"):
             section["warmup"] = draw(st.sampled_from(list(WARMUPS)))
         if name in ("1f1b", "interleaved") and section["split_backward"]:
@@ -170,9 +170,11 @@ def orders(draw):
         draw(st.sampled_from([1, 1, 2, 3, 4, 8])),
         draw(st.integers(1, 32)),
     )
-    placement = draw(st.sampled_from(["loop", "v"])) if chunks > 1 and chunks % 2 == 0 else "loop"
+    stage_layout = (
+        draw(st.sampled_from(["loop", "v"])) if chunks > 1 and chunks % 2 == 0 else "loop"
+    )
     assume(pp > 1 or chunks == 1)
-    sizes = Sizes(pp, m, chunks, placement)
+    sizes = Sizes(pp, m, chunks, stage_layout)
     eager = draw(st.lists(st.integers(0, 9), min_size=pp, max_size=pp))
     left = {(kind, stage): 0 for kind in (Kind.F, Kind.B) for stage in range(sizes.num_stages)}
     steps: list[list[tuple[Kind, int, int]]] = [[] for _ in range(pp)]
@@ -207,9 +209,9 @@ def orders(draw):
     section = {
         "schedule": "own",
         "num_microbatches": m,
-        "placement": placement,
-        "split_backward": placement == "v",
-        "chunks": chunks if chunks > 1 else 0,
+        "stage_layout": stage_layout,
+        "split_backward": stage_layout == "v",
+        "virtual_stages": chunks if chunks > 1 else 0,
         "order": [format_order(each, sizes, rank) for rank, each in enumerate(steps)],
     }
     return pp, section
@@ -334,7 +336,13 @@ def test_state_that_moves_leaves_the_order_of_messages(setting, passes):
 )
 def test_a_v_of_several_passes_needs_a_wider_window(pp, chunks, m):
     config = config_of(
-        pp, {"placement": "v", "split_backward": True, "chunks": chunks, "num_microbatches": m}
+        pp,
+        {
+            "stage_layout": "v",
+            "split_backward": True,
+            "virtual_stages": chunks,
+            "num_microbatches": m,
+        },
     )
     sizes = Sizes.of(config)
     plan = make_plan(find_schedule(schedule_of(config)).with_options(split=True), sizes, 0, 2)
@@ -360,7 +368,7 @@ def test_an_order_far_ahead_needs_a_wider_window():
 @given(pipelines())
 def test_a_schedule_in_step_has_the_smallest_window(setting):
     pp, section = setting
-    assume(section.get("chunks", 0) <= 2 or section.get("placement") != "v")
+    assume(section.get("virtual_stages", 0) <= 2 or section.get("stage_layout") != "v")
     try:
         config = config_of(pp, section)
         assume(not [*conflicts(config)])
@@ -389,8 +397,24 @@ TINY = {
 @pytest.mark.parametrize(
     ("pp", "section"),
     [
-        (3, {"placement": "v", "chunks": 4, "split_backward": True, "num_microbatches": 4}),
-        (2, {"placement": "v", "chunks": 6, "split_backward": True, "num_microbatches": 5}),
+        (
+            3,
+            {
+                "stage_layout": "v",
+                "virtual_stages": 4,
+                "split_backward": True,
+                "num_microbatches": 4,
+            },
+        ),
+        (
+            2,
+            {
+                "stage_layout": "v",
+                "virtual_stages": 6,
+                "split_backward": True,
+                "num_microbatches": 5,
+            },
+        ),
         (2, {"schedule": "own", "order": AHEAD, "num_microbatches": 12}),
     ],
 )

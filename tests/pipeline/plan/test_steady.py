@@ -56,7 +56,7 @@ def random_case(rng):
         warmup="latency"
         if schedule == "1f1b" and not sizes.is_v and rng.random() < 0.3
         else "depth",
-        placement=sizes.placement,
+        stage_layout=sizes.stage_layout,
         activations=rng.choice(("full", "half", "min")) if sizes.is_v else "full",
     )
     calls = (

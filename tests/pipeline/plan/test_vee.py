@@ -31,7 +31,9 @@ ORDERS = ("full", "half", "min")
 
 
 def on_v(name: str, activations: str, **options: Any) -> Schedule:
-    return make_schedule(ScheduleOptions(name, placement="v", activations=activations, **options))
+    return make_schedule(
+        ScheduleOptions(name, stage_layout="v", activations=activations, **options)
+    )
 
 
 def proven(schedule: Schedule, p: int, m: int, num_batches: int = 2, **options: Any) -> CheckReport:
@@ -194,7 +196,7 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
     """(p-1)F/v at m = p, of which torch's ZB-V takes twice as much with v = 2, and with v > 2 from
     2p on, too; at the memory of 1f1b's first rank, and without a deadlock where transfers of a turn
     queue."""
-    schedule = make_schedule(ScheduleOptions("1f1b", placement="v", chunks=v))
+    schedule = make_schedule(ScheduleOptions("1f1b", stage_layout="v", virtual_stages=v))
     for m in (p,) if v == 2 else (p, 2 * p, 2 * p + 1, 3 * p + 2):
         sizes = Sizes(p, m, v, "v")
         found = simulate(
@@ -212,7 +214,7 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
 def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
-    schedule = make_schedule(ScheduleOptions("1f1b", placement="v", chunks=v))
+    schedule = make_schedule(ScheduleOptions("1f1b", stage_layout="v", virtual_stages=v))
     sizes = Sizes(p, m, v, "v")
     report = check(
         make_plan(find_schedule(schedule).with_options(split=True, gather=True), sizes, 0, 2),
@@ -351,7 +353,7 @@ def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int
             "parallel": {"pp": 12, "dp": 1},
             "pipeline": {
                 "schedule": "2bw",
-                "placement": "v",
+                "stage_layout": "v",
                 "split_backward": True,
                 "activations": activations,
                 "num_microbatches": 80,
@@ -380,7 +382,7 @@ def test_picture() -> None:
     ("pipeline", "field", "works"),
     [
         ({"split_backward": False}, "pipeline.split_backward", "true"),
-        ({"schedule": "gpipe"}, "pipeline.placement", "loop"),
+        ({"schedule": "gpipe"}, "pipeline.stage_layout", "loop"),
         ({"schedule": "2bw"}, "pipeline.activations", "half"),
         (
             {"schedule": "2bw", "activations": "half", "num_microbatches": 2},
@@ -404,10 +406,14 @@ def test_picture() -> None:
         ),
         ({"warmup": "latency"}, "pipeline.warmup", "depth"),
         ({"zero_bubble": True}, "pipeline.zero_bubble", "false"),
-        ({"placement": "loop", "activations": "half"}, "pipeline.activations", "full"),
-        ({"chunks": 3}, "pipeline.chunks", "0"),
-        ({"chunks": 4, "activations": "half"}, "pipeline.chunks", "0"),
-        ({"chunks": 4, "schedule": "2bw", "activations": "half"}, "pipeline.chunks", "0"),
+        ({"stage_layout": "loop", "activations": "half"}, "pipeline.activations", "full"),
+        ({"virtual_stages": 3}, "pipeline.virtual_stages", "0"),
+        ({"virtual_stages": 4, "activations": "half"}, "pipeline.virtual_stages", "0"),
+        (
+            {"virtual_stages": 4, "schedule": "2bw", "activations": "half"},
+            "pipeline.virtual_stages",
+            "0",
+        ),
     ],
     ids=str,
 )
@@ -416,7 +422,7 @@ def test_what_cannot_run_is_named(pipeline: dict[str, Any], field: str, works: s
         {
             "parallel": {"pp": 2, "dp": 1},
             "pipeline": {
-                "placement": "v",
+                "stage_layout": "v",
                 "split_backward": True,
                 "num_microbatches": 4,
                 **pipeline,

@@ -165,7 +165,7 @@ def test_replicas_of_virtual_stages_sum_what_several_graphs_make_final() -> None
     sections = {
         "model": {"hidden_size": 32, "seq_length": 16},
         "parallel": {"pp": 2, "dp": 2, "zero": 1},
-        "pipeline": {"schedule": "1f1b", "placement": "v", "split_backward": True},
+        "pipeline": {"schedule": "1f1b", "stage_layout": "v", "split_backward": True},
     }
     expected = run_ranks(replicas, 4, False, sections)
     for (plain, *_), (losses, num_replayed, num_final) in zip(
@@ -264,9 +264,9 @@ def gallery() -> list[Sections]:
     script = Path(__file__).parents[3] / "scripts" / "schedule_gallery.py"
     found = []
     for _, schedule, options in runpy.run_path(str(script))["SCHEDULES"]:
-        split = "zero_bubble" in options or "placement" in options
+        split = "zero_bubble" in options or "stage_layout" in options
         model = {
-            "num_layers": 6 if options.get("chunks") == 4 else 2,
+            "num_layers": 6 if options.get("virtual_stages") == 4 else 2,
             "hidden_size": 32,
             "seq_length": 16,
         }
@@ -379,7 +379,7 @@ V = {
     "parallel": {"pp": 2},
     "pipeline": {
         "schedule": "1f1b",
-        "placement": "v",
+        "stage_layout": "v",
         "split_backward": True,
         "num_microbatches": 4,
     },
@@ -464,7 +464,7 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
             {
                 "parallel": {"pp": 2},
                 "train": {"graph_grids": True},
-                "pipeline": {"schedule": "interleaved", "chunks": 2},
+                "pipeline": {"schedule": "interleaved", "virtual_stages": 2},
             },
             None,
         ),
@@ -472,7 +472,7 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
             {
                 "parallel": {"pp": 2},
                 "train": {"graph_grids": True},
-                "pipeline": {"placement": "v", "split_backward": True},
+                "pipeline": {"stage_layout": "v", "split_backward": True},
             },
             None,
         ),

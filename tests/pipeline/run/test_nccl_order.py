@@ -32,7 +32,7 @@ from hybridpar.validate import resolve
 GALLERY = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "schedule_gallery.py"))
 SCHEDULES: dict[str, dict[str, Any]] = {}
 for _title, _name, _options in GALLERY["SCHEDULES"]:
-    _split = {"split_backward": True} if _options.keys() & {"zero_bubble", "placement"} else {}
+    _split = {"split_backward": True} if _options.keys() & {"zero_bubble", "stage_layout"} else {}
     SCHEDULES[_title] = {"schedule": _name, **_options, **_split}
 STEPS = 3
 
@@ -45,8 +45,8 @@ ON_ONE_QUEUE = Device(one_queue=True)
 def config_of(pipeline: dict[str, Any], num_microbatches: int, **parallel: Any) -> Config:
     """Return a tiny GPT that can be cut into the stages of the pipeline."""
     parallel = {"tp": 1, "dp": 1, **parallel}
-    holds_several = pipeline["schedule"] == "interleaved" or "placement" in pipeline
-    layers = parallel["pp"] * pipeline.get("chunks", 2 if holds_several else 1)
+    holds_several = pipeline["schedule"] == "interleaved" or "stage_layout" in pipeline
+    layers = parallel["pp"] * pipeline.get("virtual_stages", 2 if holds_several else 1)
     config = from_mapping(
         {
             "model": {
@@ -109,7 +109,7 @@ def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) 
     assert find_deadlock(issued) == ""
     assert find_deadlock(issued, Device(by_pair)) == ""
     assert "on pp" in find_deadlock(issued, Device(shared_direction))
-    is_v = pipeline.get("placement") == "v"
+    is_v = pipeline.get("stage_layout") == "v"
     assert bool(find_deadlock(issued, Device(shared_turns))) is is_v
 
 

@@ -75,7 +75,7 @@ def test_what_cannot_is_explained(text: str, rule: str) -> None:
 
 
 def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_first() -> None:
-    ring = from_mapping({"pipeline": {"schedule": "interleaved", "chunks": 2}}, CONFIG)
+    ring = from_mapping({"pipeline": {"schedule": "interleaved", "virtual_stages": 2}}, CONFIG)
     assert parse_fault("hang stage 3 at step 7", ring).rank == 2
     with pytest.raises(ConfigError, match="the pipeline has 4 stages, 0 to 3"):
         parse_fault("hang stage 4 at step 7", ring)

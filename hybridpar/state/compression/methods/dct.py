@@ -13,8 +13,7 @@ messages_values.
 Messages between stages (`TopK`, `FixedIndices`) have the largest features of each token.
 
 Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times
-    as many as intended
-pass a new threshold.
+as many as intended pass a new threshold.
 """
 
 from __future__ import annotations

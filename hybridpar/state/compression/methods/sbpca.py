@@ -18,8 +18,7 @@ vectors.
 Settings: gradients_rank, gradients_blocks.
 
 Source: doi 10.1145/3577214, with sums over rows instead of means, and over ranks: X, D and s are
-    those of one process
-that has all rows.
+those of one process that has all rows.
 """
 
 from __future__ import annotations
