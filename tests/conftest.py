@@ -1,6 +1,8 @@
 import contextlib
 import gc
+import hashlib
 import io
+import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 from hybridpar.train import loop, peak
+
+_BEGAN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,9 +25,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="run all cases of the tests that are marked `sampled`; "
+        help="run everything, also what is marked `thorough` or left out of `sampled` matrices; "
         "hypothesis draws other examples in every run",
     )
+    parser.addoption(
+        "--slice",
+        type=_slice,
+        metavar="K/N",
+        help="run instead the K-th of N shares of what only --thorough runs",
+    )
+    parser.addoption(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="skip the tests that have not begun after this time",
+    )
+
+
+def _slice(text: str) -> tuple[int, int]:
+    share, _, shares = text.partition("/")
+    if not 1 <= int(share) <= int(shares):
+        raise ValueError(text)
+    return int(share), int(shares)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,30 +55,63 @@ def pytest_configure(config: pytest.Config) -> None:
     with contextlib.suppress(ImportError):  # what tests a GPU does without it
         from hypothesis import settings
 
-        same = not config.getoption("--thorough")
-        settings.register_profile("ours", deadline=None, max_examples=60, derandomize=same)
+        thorough = config.getoption("--thorough")
+        settings.register_profile(
+            "ours",
+            deadline=None,
+            max_examples=60 if thorough else 15,
+            derandomize=not thorough,
+        )
         settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is `sampled(n)`, keeps every n-th case, and others as far as values would not
-    take part else."""
-    if config.getoption("--thorough"):
-        return
-    cases = defaultdict[str, list[Any]](list)
-    for item in items:
-        if item.get_closest_marker("sampled") is not None:
-            cases[item.nodeid.partition("[")[0]].append(item)
+    """Deselect what this run leaves out, and on a machine without GPUs what needs one."""
     left_out = set[Any]()
-    for rows in cases.values():
-        sampled = rows[:: rows[0].get_closest_marker("sampled").args[0]]
-        taken = {value for row in sampled for value in _values(row)}
-        for row in rows:
-            if row not in sampled and _values(row) <= taken:
-                left_out.add(row)
-            taken |= _values(row)
+    if not torch.cuda.is_available() and not config.getoption("markexpr"):
+        left_out.update(item for item in items if item.get_closest_marker("gpu"))
+    if share := config.getoption("--slice"):
+        mine = {item for item in _thorough(items) if _share(item, share[1]) == share[0]}
+        left_out.update(item for item in items if item not in mine)
+    elif not config.getoption("--thorough"):
+        left_out.update(_thorough(items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _thorough(items: list[pytest.Item]) -> set[Any]:
+    """Return the tests that only --thorough runs."""
+    sampled = defaultdict[str, list[Any]](list)
+    thorough = defaultdict[str, list[Any]](list)
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("sampled") is not None:
+            sampled[function].append(item)
+        if item.get_closest_marker("thorough") is not None and not item.get_closest_marker("gpu"):
+            thorough[function].append(item)
+    found = set[Any]()
+    for rows in sampled.values():
+        kept = rows[:: rows[0].get_closest_marker("sampled").args[0]]
+        taken = {value for row in kept for value in _values(row)}
+        for row in rows:
+            if row not in kept and _values(row) <= taken:
+                found.add(row)
+            taken |= _values(row)
+    for rows in thorough.values():
+        num_kept = rows[0].get_closest_marker("thorough").kwargs.get("keep", 0)
+        kept = [rows[i * len(rows) // num_kept] for i in range(min(num_kept, len(rows)))]
+        found.update(row for row in rows if row not in kept)
+    return found
+
+
+def _share(item: pytest.Item, num_shares: int) -> int:
+    """Return the share that a test belongs to, from 1."""
+    return int(hashlib.sha256(item.nodeid.encode()).hexdigest(), 16) % num_shares + 1
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - _BEGAN > item.config.getoption("--seconds"):
+        pytest.skip("--seconds have passed")
 
 
 def pytest_collection_finish() -> None:

@@ -91,6 +91,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     JobPlan(config).prove()
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "grid", "sections"),
@@ -193,6 +195,7 @@ def train_watched(config: Config) -> Any:
     return found.measured, found.predicted, sent
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "other"),
@@ -252,6 +255,7 @@ def train_until(config: Config, killed_after: int) -> None:
         sys.exit(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_is_started_again_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -459,6 +463,7 @@ def test_a_conversation_is_as_its_tokenizer_has_it(tmp_path: Path) -> None:
         assert text.removeprefix("<s>").strip().replace(prompt, "", 1).strip() == answer.strip()
 
 
+@pytest.mark.thorough
 def test_answers_alone_are_learned(tmp_path: Path) -> None:
     """The loss before training is that of transformers with labels of -100 where the prompt is."""
     import finetune

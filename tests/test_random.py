@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar import native, random
@@ -74,7 +74,6 @@ def test_every_part_of_the_counter_counts(draw):
         assert int(bits[i, r, c]) & MASK == out[index % 4], (i, r, c)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     num_samples=st.integers(0, 4),
     rows=st.integers(0, 5),
@@ -117,7 +116,6 @@ def test_a_part_is_a_slice_of_the_whole(num_samples, rows, cols, gap, start, fir
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
 @given(
     num_samples=st.integers(0, 3),
     rows=st.integers(0, 6),

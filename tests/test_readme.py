@@ -108,6 +108,7 @@ def test_every_block_says_what_it_is() -> None:
     assert not strange, "no command of ours: say '# not run here: ' and why"
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("page", "body"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)]
 )
@@ -148,12 +149,14 @@ def test_a_configuration_is_read(page: str, body: str, inside: Path) -> None:
     load_toml(inside / "block.toml")
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0, capsys.readouterr()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", IN_ORDER)
@@ -190,6 +193,7 @@ def test_a_first_page_works_in_its_order(
     assert [step for step, _, _ in steps(metrics(rows.parent))] == list(range(1, num_steps + 1))
 
 
+@pytest.mark.thorough
 def test_the_site_builds_without_warnings(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

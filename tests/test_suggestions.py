@@ -201,7 +201,7 @@ def require_help(seed: int) -> None:
 
 
 def test_suggestions_help(request: pytest.FixtureRequest) -> None:
-    for seed in range(20_000 if request.config.getoption("--thorough") else 400):
+    for seed in range(20_000 if request.config.getoption("--thorough") else 80):
         require_help(seed)
 
 
@@ -302,7 +302,7 @@ def with_suggestion(document: dict[str, Any], problem: Problem) -> dict[str, Any
 
 def test_suggestions_for_a_cluster_help(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    for seed in range(20_000 if request.config.getoption("--thorough") else 400):
+    for seed in range(20_000 if request.config.getoption("--thorough") else 80):
         document = draw_table(Random(seed), _CLUSTER)
         for _ in range(60):  # refusals, of one value after another
             if not (found := cluster_refusals(path, document)):
@@ -361,6 +361,7 @@ def said_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return ""
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("command", [Plan, Check, Simulate])
 def test_a_misspelled_flag_is_told_one_that_is_known(
     command: type[Any], config_file: Path, capsys: pytest.CaptureFixture[str]
@@ -379,6 +380,7 @@ def test_a_misspelled_flag_is_told_one_that_is_known(
         assert {*near} <= known, said
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("command", [Plan, Check, Simulate])
 @pytest.mark.parametrize(
     "words", [["-1"], ["0"], ["1.5"], ["many"], ["nan"], ["inf"], ["99999999999"], []]

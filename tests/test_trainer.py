@@ -105,6 +105,7 @@ def test_fit_starts_the_ranks_of_its_grid(tmp_path: Path) -> None:
     assert loss(out, labels).item() == pytest.approx(sum(trainer.evaluate().values()), rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_ranks_compute_in_parallel_after_the_program_has(tmp_path: Path) -> None:
     """A plain fork would wait for threads of OpenMP that it has not."""
@@ -162,6 +163,7 @@ def test_a_rank_that_returns_stop_stops_all(tmp_path: Path) -> None:
     assert whole.history.losses == finished.history.losses
 
 
+@pytest.mark.thorough
 def test_a_stop_from_an_evaluation_comes_at_once(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, parallel={"pp": 1}, train={"num_steps": 12})
     assert trainer.fit(on_evaluation=lambda step, losses: STOP if step == 0 else None).step == 0

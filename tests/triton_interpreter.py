@@ -1,16 +1,28 @@
 """A pytest plugin for Triton's interpreter, which makes it three times as fast: its language is
 patched once a launch, not at every call of a device function; types of blocks, of which there are
 few, are made once; a reduction by a function of the kernels' calls it with halves of blocks, not
-with single numbers."""
+with single numbers. EVERY in the environment: one test of so many runs."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
+import pytest
 from triton import language
 from triton.language import core
 from triton.runtime import interpreter
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what EVERY says of the tests that -k has selected."""
+    items[:] = [
+        item
+        for i, item in enumerate(items)
+        if i % int(os.environ.get("EVERY", "1")) == 0 or item.name == "test_triton_runs_here"
+    ]
 
 
 def call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:

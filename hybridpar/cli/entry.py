@@ -95,6 +95,8 @@ _LASTING = (
     PermissionError,
 )
 """Errors of files that a new start meets again; those of a disk or a network may pass."""
+_FIRST_S = 10.0
+"""How long the first rank may take to report an error that all have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -479,6 +481,8 @@ def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool
         print(json.dumps(plain, default=str), flush=True)
     if launch.agent and (final or not error.may_pass):
         _end_job(launch, f"has refused: {error}", "" if speaks else line)
+    if launch.supervisor and not speaks and launch.args[0] != "train":
+        time.sleep(_FIRST_S)  # the agent kills all ranks, the one that speaks too, once one ends
     if alone and launch.world_size > 1:
         if isinstance(error, LostContactError):
             time.sleep(GRACE_S)

@@ -106,6 +106,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.thorough
 def test_no_selection_of_tests_is_empty() -> None:
     """As a rehearsal collects them, but in one process."""
     context = Context("cpu", "cpu", Path("out"))
@@ -392,6 +393,7 @@ def test_a_step_whose_program_is_missing_is_left_out_on_a_gpu(
     assert report_of(tmp_path)["steps"][1]["note"] == "no no-such-program on this machine"
 
 
+@pytest.mark.thorough
 def test_pytest_s_lines_are_counted_with_and_without_workers(tmp_path: Path) -> None:
     """As this machine's pytest and pytest-xdist print them."""
     (tmp_path / "tests").mkdir()
@@ -437,6 +439,7 @@ def test_error(broken): pass
 # -- what must be there
 
 
+@pytest.mark.thorough
 def test_an_extension_that_does_not_load_stops_the_check_at_once(tmp_path: Path) -> None:
     """In a copy of the checkout, all of links but the extensions."""
     package = tmp_path / "hybridpar"

@@ -43,6 +43,7 @@ def speeds() -> Speeds:
     return simulated_speeds(Machine(), GPT)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "i", range(len(CLAIMS)), ids=[f"{claim.name}, {claim.place}" for claim in CLAIMS]
 )
@@ -53,6 +54,7 @@ def test_stated_speed_ups(speeds: Speeds, i: int) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("text", STATEMENTS)
 def test_what_is_said_of_figures_8_and_12(text: str) -> None:
     assert STATEMENTS[text]() == (text != MISSED)

@@ -57,6 +57,7 @@ def train_on(config: Config, root: Path) -> None:
     assert steps[0] == steps[1]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sections", "dtype"),
@@ -139,6 +140,7 @@ def meet_a_full_disk(root: Path, failing: int, wait: bool) -> Outcome:
     return said, left, checkpoint.saved_steps(root)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, False)])
 def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(

@@ -139,6 +139,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize(("master", "dtype"), NARROW, ids=str)
 def test_a_narrower_export_is_what_was_to_be_written(

@@ -102,6 +102,7 @@ def same_after_a_resume(config: Config, folder: Path) -> list[StepResult]:
     return steps
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("memory", MEMORY)
@@ -117,6 +118,7 @@ def test_resumed_to_the_bit(memory: str, dtype: str, schedule: str, tmp_path: Pa
     assert [step.loss for step in steps] == [step.loss for step in without]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ["lamb", "muon", "sgd"])
 def test_every_optimizer_takes_parameters_without_elements(name: str, tmp_path: Path) -> None:
     same_after_a_resume(replace(CONFIG, optim=replace(CONFIG.optim, name=name)), tmp_path)
@@ -149,6 +151,7 @@ def test_a_stage_without_parameters_is_saved_and_resharded(tmp_path: Path) -> No
         assert losses == pytest.approx([s.loss for s in expected[2:]], rel=1e-9)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_share_parameters_without_elements(zero: int, tmp_path: Path) -> None:
@@ -164,6 +167,7 @@ def test_replicas_share_parameters_without_elements(zero: int, tmp_path: Path) -
         assert [s.loss for s in steps] == pytest.approx([s.loss for s in expected], rel=1e-9)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("gradients", ["int8", "dct", "powersgd"])
 def test_compressed_gradients_without_elements(gradients: str, tmp_path: Path) -> None:

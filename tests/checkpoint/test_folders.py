@@ -208,6 +208,7 @@ def killing(work: Callable[[], Any], number: int) -> Callable[[], None]:
     return watched
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("before", "keep"), [([1, 2], 2), ([2, 3], 1), ([3], 1)], ids=str)
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     tmp_path: Path, before: list[int], keep: int

@@ -89,6 +89,7 @@ def steps_of(start: Path, tp: int, pp: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_pythia_trains_alike_on_every_grid(tmp_path: Path) -> None:
     made = import_folder(make_theirs(tmp_path / "theirs", "gpt_neox", **NEOX), tmp_path / "ours")

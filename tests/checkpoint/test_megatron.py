@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize(
     ("name", "layout"),
     CASES,

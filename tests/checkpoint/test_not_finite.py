@@ -92,8 +92,8 @@ def save_a_bad_state(
     return []
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     ("sections", "rank", "kind"),

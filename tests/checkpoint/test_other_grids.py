@@ -105,6 +105,7 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
     )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("before", "after", "sections"),
     [
@@ -178,6 +179,7 @@ def test_one_version_of_two(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_a_single_stage_takes_over_any_schedule(tmp_path: Path, schedule: str) -> None:
     """On one stage pipedream has no old gradients, so the expected run is two-fold."""

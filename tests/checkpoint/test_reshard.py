@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.grids import SCALER, differing, engines, fill, load_all, numbers, save_all
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridpar.checkpoint.folders import begin, publish
@@ -69,7 +69,6 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...], dim: int) -> Placement:
     )
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_pieces_make_up_any_local_tensor(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
@@ -217,7 +216,6 @@ GPT = {
 PLAIN = ("2bw", "adamw", "none")
 
 
-@settings(max_examples=6)
 @given(
     GRIDS,
     GRIDS,

@@ -38,6 +38,7 @@ def start(folder: Path, tp: int, pp: int, dp: int) -> None:
         assert torch.equal(tensor, place.take(whole, engine.grid.tp.rank)), name
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "grid"),
@@ -69,6 +70,7 @@ def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
         ), name
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("dtype", "zero"), [("fp32", 0), ("bf16", 1)])
 def test_one_grid_to_another(tmp_path: Path, dtype: str, zero: int) -> None:
@@ -141,6 +143,7 @@ def test_weights_for_other_tokens_are_refused(
     assert main(["train", str(config), *flags, "--data.tokenizer", str(tokenizer)]) == 0
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

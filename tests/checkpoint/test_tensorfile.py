@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -79,7 +79,6 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=120)
 @given(st.data())
 def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
     """Chunks of 16 bytes. One byte of the file is damaged."""
@@ -230,7 +229,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150)
 @given(
     st.one_of(
         VALUES,

@@ -200,6 +200,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
 }
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_found_and_named(name: str) -> None:
     case, factory, num_ranks, looks = BUGS[name]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tokenizers
 from data.documents import add_document
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.data import bert
@@ -241,7 +241,6 @@ def reference_truncation(a, b, limit, rng):
             longer.pop()
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 2**32))
 def test_truncation_leaves_what_the_paper_leaves(a, b, seed):
     data = object.__new__(BertDataset)
@@ -271,7 +270,6 @@ def test_parts_do_not_leave_their_tokens(make_indexed):
         assert text.max() < FIRST + stop
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     documents=st.lists(
         st.lists(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=5

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.data.blend import Blend
@@ -29,7 +29,6 @@ class Counted:
 shares = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(shares)
 def test_shares_hold_at_any_length(weights):
     blend = Blend([Counted(50) for _ in weights], weights, seed=1)
@@ -41,7 +40,6 @@ def test_shares_hold_at_any_length(weights):
     np.testing.assert_array_equal(counts[sum(weights) - 1], weights)
 
 
-@settings(max_examples=40, deadline=None)
 @given(shares, st.data())
 def test_each_epoch_of_a_member_visits_every_sample_once(weights, data):
     lengths = data.draw(st.lists(st.integers(1, 30), min_size=len(weights), max_size=len(weights)))

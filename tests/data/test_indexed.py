@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from data.documents import add_document
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
@@ -56,7 +56,6 @@ def test_type_of_ids(vocab_size, name):
     assert token_dtype(vocab_size) == name
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
@@ -75,7 +74,6 @@ def test_round_trip(tmp_path_factory, documents, dtype):
     assert data.dtype == dtype
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
     dtype=st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "uint16"]),
@@ -159,7 +157,6 @@ def test_missing_file(tmp_path, suffix):
         IndexedDataset(tmp_path / "x")
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     changes=st.lists(
         st.tuples(st.integers(0, len(IDX) - 1), st.integers(0, 255)), min_size=1, max_size=4

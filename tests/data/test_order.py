@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.data.bits import below, count_heads, derive, root_key
@@ -8,7 +8,6 @@ from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 
 
-@settings(max_examples=200, deadline=None)
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(n, seed, epoch):
     epochs, samples = SampleOrder(n, seed).locate(np.arange(n) + epoch * n)

@@ -130,6 +130,7 @@ for text in texts:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="reads the peak of its memory there"
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from data import foreign
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -46,7 +46,6 @@ def test_special_tokens(trained):
         train_tokenizer(TEXTS, 300, "gpt").bert()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back(trained, text):
     assert trained.decode(trained.encode(text)) == text
@@ -58,6 +57,7 @@ def test_special_tokens_in_a_text_are_text(trained):
     assert trained.decode(ids) == f"a{END}b[MASK]"
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize(
     "made", [foreign.llama, lambda: foreign.llama("first"), foreign.llama_3, foreign.unigram]
 )

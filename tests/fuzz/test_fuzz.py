@@ -26,7 +26,7 @@ def test_valid_files_are_read(target: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@settings(max_examples=30, suppress_health_check=list(HealthCheck), database=None)
+@settings(suppress_health_check=list(HealthCheck), database=None)
 @given(st.randoms(use_true_random=False))
 def test_mutated_files_are_read_or_refused(target: Target, random: Random) -> None:
     tally = Tally()

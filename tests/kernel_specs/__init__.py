@@ -17,8 +17,7 @@ class Spec:
     `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the
     integers in `divisible` as multiples of 16. `constants`: the tl.constexpr arguments.
     `most_registers`: of a thread, on an A100 and an H100, for which it was chosen; None, and on
-    other GPUs: what warps leave. `capabilities`: what it is launched on. `thorough`: compiled with
-    --thorough alone.
+    other GPUs: what warps leave. `capabilities`: what it is launched on.
     """
 
     types: Mapping[str, str]
@@ -28,7 +27,6 @@ class Spec:
     divisible: tuple[str, ...] = ()
     most_registers: int | None = None
     capabilities: tuple[int, ...] = (80, 90, 100, 120)
-    thorough: bool = False
 
     def __str__(self) -> str:
         pointers = "-".join(dict.fromkeys(t[1:] for t in self.types.values() if t.startswith("*")))

@@ -27,8 +27,7 @@ CANDIDATES = [
     for d in (64, 128)
     for dropout in (0, 1)
 ]
-"""All tiles of these are compiled, with dropout and wide heads, which take most registers, also
-without --thorough."""
+"""All tiles of these are compiled."""
 INPUTS = ("q", "k", "v")
 COUNTERS = dict.fromkeys(("key0", "key1", "threshold"), "i32")
 POINTERS = {
@@ -43,11 +42,10 @@ Use = tuple[int, int, str, bool, bool, int, bool, bool]
 
 def specs(kernel: str) -> Iterator[Spec]:
     for use in USES:
-        yield spec(kernel, use, tiles(kernel, use)[0], False)
+        yield spec(kernel, use, tiles(kernel, use)[0])
     for use in CANDIDATES:
-        gpu, d, _, _, _, dropout, _, _ = use
         for tile in tiles(kernel, use):
-            yield spec(kernel, use, tile, not (dropout and d == 128 and gpu in (80, 90, 120)))
+            yield spec(kernel, use, tile)
 
 
 def tiles(kernel: str, use: Use) -> tuple[Tile, ...]:
@@ -62,7 +60,7 @@ def tiles(kernel: str, use: Use) -> tuple[Tile, ...]:
     )
 
 
-def spec(kernel: str, use: Use, tile: Tile, thorough: bool) -> Spec:
+def spec(kernel: str, use: Use, tile: Tile) -> Spec:
     inputs = INPUTS if kernel == "forward_kernel" else (*INPUTS, "dout")
     capability, d, element, causal, padded, dropout, grouped, engine = use
     elements = {f"{name}_ptr": f"*{element}" for name in (*INPUTS, *POINTERS[kernel])}
@@ -110,7 +108,6 @@ def spec(kernel: str, use: Use, tile: Tile, thorough: bool) -> Spec:
         tile.num_warps,
         tile.num_stages,
         capabilities=(capability,),
-        thorough=thorough,
     )
 
 

@@ -57,28 +57,22 @@ def test_every_kernel_has_a_spec() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Without --thorough each spec is compiled for one of its GPUs, by turns: a kernel is for all
-    of them."""
+    """Without --thorough each kernel is compiled once, for one of its GPUs, by turns."""
     if "spec" not in metafunc.fixturenames:
         return
-    thorough = metafunc.config.getoption("--thorough")
-    cases = [
-        (module, kernel, spec, capability)
-        for module in MODULES
-        for kernel, specs in specs_of(module).items()
-        for i, spec in enumerate(specs)
-        for turn, capability in enumerate(spec.capabilities)
-        if thorough
-        or (
-            not spec.thorough
-            and (len(specs) < len(spec.capabilities) or turn == i % len(spec.capabilities))
-        )
-    ]
-    metafunc.parametrize(
-        ("module", "kernel", "spec", "capability"),
-        cases,
-        ids=["-".join(map(str, case)) for case in cases],
-    )
+    cases = []
+    for module in MODULES:
+        for kernel, specs in specs_of(module).items():
+            turn = len(cases)
+            for spec in specs:
+                for place, capability in enumerate(spec.capabilities):
+                    is_first = spec is specs[0] and place == turn % len(spec.capabilities)
+                    marks = [] if is_first else [pytest.mark.thorough]
+                    name = f"{module}-{kernel}-{spec}-{capability}"
+                    cases.append(
+                        pytest.param(module, kernel, spec, capability, id=name, marks=marks)
+                    )
+    metafunc.parametrize(("module", "kernel", "spec", "capability"), cases)
 
 
 def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, record_property):

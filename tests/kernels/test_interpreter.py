@@ -61,7 +61,9 @@ RUNS = {  # each starts a Python, so they are few
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
-def test_in_the_interpreter(name):
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.thorough)])
+def test_in_the_interpreter(name, every):
+    """every: one case of so many runs."""
     tests, choices = RUNS[name]
     run = subprocess.run(
         [
@@ -75,6 +77,7 @@ def test_in_the_interpreter(name):
             "no:cacheprovider",
             "-p",
             "triton_interpreter",
+            "--thorough",
         ],
         cwd=ROOT,
         capture_output=True,
@@ -82,6 +85,7 @@ def test_in_the_interpreter(name):
         env={
             **os.environ,
             "TRITON_INTERPRET": "1",
+            "EVERY": str(every),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT / "tests"),
         },

@@ -123,6 +123,7 @@ def test_times_of_a_cluster_make_swaps_possible(
     assert {swap["link"] for swap in plain["swaps"]} >= {"pcie3", "pcie4", "pcie5", "c2c"}
 
 
+@pytest.mark.thorough
 def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "--run", str(run)]) == 0
     said = capsys.readouterr().out

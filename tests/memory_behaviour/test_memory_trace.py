@@ -193,6 +193,7 @@ def assert_peak(predicted: list[Span], stage: StageMemory, tolerance: float = 0.
     assert max(numbers.values()) < 100
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
@@ -229,6 +230,7 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
         assert freed <= also <= freed | last
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, Any], ...]) -> None:
     config = config_of(case, 3)
@@ -240,6 +242,7 @@ def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, A
         )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("gradients", ["dct", "sbpca"])
 def test_gradients_whose_numbers_decide_are_not_predicted(gradients: str) -> None:
     config = config_of(({"dp": 2}, {}, {}, {}, {"compression": {"gradients": gradients}}))
@@ -247,6 +250,7 @@ def test_gradients_whose_numbers_decide_are_not_predicted(gradients: str) -> Non
         predict_trace(config)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("name", "size", "share"), [("alexnet", 63, 0.15), ("resnet18", 32, 0.25)])
 def test_models_of_users_repeat_from_iteration_1_on_and_are_predicted(
     name: str, size: int, share: float

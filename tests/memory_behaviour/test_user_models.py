@@ -64,7 +64,7 @@ def behaviours(spans: list[Span]) -> list[list[tuple[What, int, str]]]:
     return [rows[step] for step in sorted(rows)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)

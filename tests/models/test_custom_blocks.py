@@ -84,6 +84,7 @@ def test_a_block_without_parameters_resumes_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(weight, then.state.weights.full_weights()[name]), name
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("memory", [{"host_optimizer": True}, {"budget": 16384}])
 def test_parameters_without_elements_change_no_bit(memory: dict[str, Any]) -> None:
     results = []
@@ -96,6 +97,7 @@ def test_parameters_without_elements_change_no_bit(memory: dict[str, Any]) -> No
     assert results[0] == results[1]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),

@@ -104,6 +104,7 @@ def test_the_first_module_has_the_values_of_what_the_last_one_shares() -> None:
     assert not any(parameter.is_meta for parameter in held.parameters())
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),

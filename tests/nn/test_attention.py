@@ -179,6 +179,7 @@ def test_attention_on_one_process() -> None:
     run_cases(1)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_attention_split(tp: int) -> None:

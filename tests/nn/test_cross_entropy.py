@@ -197,6 +197,7 @@ def test_cross_entropy_on_one_process() -> None:
     run_cases(1)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [3, 4])
 def test_cross_entropy_split(tp: int) -> None:

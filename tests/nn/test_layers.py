@@ -227,6 +227,7 @@ def test_layers_on_one_process() -> None:
     run_cases(1)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [3, 4])
 def test_layers_split(tp: int) -> None:

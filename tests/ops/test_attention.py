@@ -49,6 +49,7 @@ PADDING = torch.tensor(
 )
 
 
+@pytest.mark.thorough(keep=24)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -106,6 +107,7 @@ def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
     assert (v.grad.transpose(1, 2)[~PADDING] == 0).all()
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])

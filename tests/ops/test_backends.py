@@ -232,6 +232,7 @@ def tensors_of(
     ]
 
 
+@pytest.mark.thorough(keep=213)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -264,6 +265,7 @@ def test_strides_do_not_matter(case, device):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.thorough(keep=107)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=str
 )  # of which some loops have their own
@@ -324,6 +326,7 @@ def test_nan_and_infinity_are_not_hidden(op, value, dtype, device):
             assert torch.equal(got.isfinite().cpu(), expected.isfinite())
 
 
+@pytest.mark.thorough(keep=107)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar import native, random
@@ -31,7 +31,6 @@ def test_keeps_what_the_bits_say(backend, dtype):
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
 @given(
     b=st.integers(0, 3),
     rows=st.integers(0, 5),

@@ -108,6 +108,7 @@ def on_ranks(parts, dtype, nesterov):
     return result
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float64, False), (torch.float32, True)])

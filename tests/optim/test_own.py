@@ -44,6 +44,7 @@ def test_it_is_what_it_says() -> None:
         torch.testing.assert_close(own, ours, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),
@@ -76,6 +77,7 @@ def test_a_grid_is_the_same_training(grid: dict[str, int], sections: dict[str, A
     holds(grid, from_mapping(sections, config))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_goes_on_to_the_bit_and_on_another_grid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +154,7 @@ def test_the_newest_class_of_a_name_is_used() -> None:
         Trainer(optimizer=older)
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize(
     ("call", "message"),
     [

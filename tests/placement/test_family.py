@@ -80,6 +80,7 @@ def from_command_line(
     return json.loads(out)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_solver(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (path := tmp_path / "graph.json").write_text(json.dumps(FAMILY[name]))

@@ -33,6 +33,7 @@ def paths(w: Workload) -> list[list[int]]:
     return found
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_chunks_are_the_most_visits_of_a_path(seed: int, training: bool) -> None:

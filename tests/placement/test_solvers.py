@@ -191,6 +191,7 @@ def test_a_second_call_can_help_latency() -> None:
 # -- what cannot be
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "expert"])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -394,6 +394,7 @@ def test_a_plan_that_nearly_fills_the_memory_must_be_faster_than_predictions_err
         assert best.memory is not None
 
 
+@pytest.mark.thorough
 def test_plans_for_gpus_that_are_not_here() -> None:
     """2.2B on 8 V100: what checkpoints are written from is in host memory, and would not fit beside
     the rest."""

@@ -69,6 +69,7 @@ def offered(**sections: dict[str, Any]) -> list[str]:
 HALVED = "train.micro_batch_size = 2, pipeline.num_microbatches = 8"
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(
     ("sections", "there", "absent"),
     [

@@ -89,6 +89,7 @@ def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> S
     return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: [footprint]}, Sizes(p, m))
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 5), (4, 4), (4, 9)])
 def test_activations_are_those_in_flight(schedule: str, p: int, m: int) -> None:
@@ -101,6 +102,7 @@ def test_activations_are_those_in_flight(schedule: str, p: int, m: int) -> None:
         assert found.during.startswith("B")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_each_action_counts_on_top_of_what_is_there(schedule: str) -> None:
     large = replace(NOTHING, weights=7, kept=10)
@@ -229,6 +231,7 @@ def test_static_bytes_by_kind() -> None:
     assert predict(JobPlan(make(optim={"name": "sgd", "momentum": 0.0})))[0].optimizer == 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_2bw_adds_a_copy_of_the_weights_and_a_gradient_buffer(dtype: str) -> None:
     for flush, double in zip(
@@ -284,6 +287,7 @@ def test_recomputation_trades_what_is_kept_for_what_comes_on_top() -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("model", "widths"),
     [
@@ -406,7 +410,7 @@ def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
     assert (on_cpu.checkpoint, on_cpu.host) == (first.host, 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("paper", ["", "_paper"])
 @pytest.mark.parametrize(
@@ -544,6 +548,7 @@ RUNS: list[
 ]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("sections", RUNS, ids=str)
 def test_runs(sections: dict[str, Any]) -> None:
@@ -592,6 +597,7 @@ def test_with_sequence_parallelism() -> None:
         assert less.total < more.total
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> None:
     """A layer keeps the outputs of both its norms and the sum between them, besides its input, the
@@ -612,6 +618,7 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
     assert (more.message, more.received) == (u, u // tp)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_where_messages_weigh(schedule: str) -> None:
@@ -628,6 +635,7 @@ def test_where_messages_weigh(schedule: str) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_with_gradients_that_wait_as_factors() -> None:
     config = small(
@@ -645,6 +653,7 @@ def test_with_gradients_that_wait_as_factors() -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("gradients", "most"), [("powersgd", 0.95), ("sbpca", 0.5)])
 def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> None:
@@ -663,6 +672,7 @@ def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> Non
     assert less.gradients < most * more.gradients
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("zero", "pp", "pipeline", "dtype"),
@@ -691,6 +701,7 @@ def test_with_shared_gradients_and_weights(
         assert less.weights == pytest.approx(more.weights / (1 + (zero > 2)), rel=0.001)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(("zero", "tied"), [(1, False), (3, True)])
 def test_the_replica_that_has_most(zero: int, tied: bool) -> None:
@@ -707,6 +718,7 @@ def test_the_replica_that_has_most(zero: int, tied: bool) -> None:
     assert max(peaks[:2]) < 0.95 * peaks[2], peaks
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_with_shares_in_a_file(tmp_path: Path) -> None:
     """A tied weight's sum ends early where a tier makes room by it; some gradients of a backward

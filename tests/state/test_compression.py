@@ -288,6 +288,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
@@ -340,6 +341,7 @@ def test_all_of_it_is_the_run_without_compression() -> None:
                 assert not any(x.any() for x in one.kept[-1].values())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("compression", [DCT, POWER, PCA], ids=lambda c: c["gradients"])
 def test_another_scale_of_the_loss_in_every_batch_changes_no_bit(
@@ -356,6 +358,7 @@ def run_both(config: Config) -> list[Ran]:
     return [run(config, 6, policy) for policy in (BatchPolicy, Scaled)]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("compression", [DCT, POWER, PCA], ids=lambda c: c["gradients"])
 def test_half_precision_scales_its_losses_and_skips_what_overflows(

@@ -123,6 +123,7 @@ def gradients_of(config: Config) -> tuple[set[str], dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 2])
 def test_weights_of_torch_layers_are_sent_whole(zero: int) -> None:
@@ -137,6 +138,7 @@ def test_weights_of_torch_layers_are_sent_whole(zero: int) -> None:
             torch.testing.assert_close(sums[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("gradients", ["bf16", "dct", "powersgd"])
 def test_other_methods_compress_them(gradients: str) -> None:

@@ -44,6 +44,7 @@ def resume(config: Config, folder: Path) -> dict[str, Tensor]:
     return {key: x.clone() for key, x in engine.state.tensors().items()}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("compression", "parallel"),
@@ -108,6 +109,7 @@ def add(total: dict[str, Tensor], slot: Any, x: Tensor) -> None:
         whole += x
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -132,6 +134,7 @@ def test_replicas_hand_on_the_sum_of_what_they_have_not_sent(
     assert all(torch.equal(x, found[name]) for name, x in wanted.items())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 2])
 def test_memory_is_predicted(zero: int) -> None:

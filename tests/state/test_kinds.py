@@ -74,6 +74,7 @@ def test_keys_are_read_as_they_are_written() -> None:
             parse_key(key)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("_with_residuals")
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -3,7 +3,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.state.layout import FlatLayout
@@ -43,7 +43,6 @@ def test_names_must_be_unique():
         FlatLayout(["a", "a"], [(1,), (1,)], torch.float32)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 100), max_size=12),
     bucket_bytes=st.integers(1, 2000),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
@@ -56,7 +56,6 @@ def partitions(
     ]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=10),
     num_ranks=st.integers(1, 5),

@@ -53,7 +53,7 @@ def sizes(config: Config) -> dict[str, int]:
     return trained(config).state.num_bytes()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("optim", [{"staleness": "prediction"}, {"name": "muon"}], ids=str)
@@ -70,6 +70,7 @@ def test_what_is_predicted_is_what_is_trained_with(
     assert (there["master"] > 0) == (dtype == "bf16" or "staleness" in optim)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("optim", [{}, {"name": "muon", "staleness": "extrapolation"}], ids=str)
 def test_what_is_measured_is_what_is_trained_with(optim: dict[str, Any]) -> None:
     config = make(

@@ -83,6 +83,7 @@ def expected(batch, ranks):
     }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("num_ranks", "bucket_bytes", "num_buffers"),

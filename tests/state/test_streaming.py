@@ -147,6 +147,7 @@ CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_factors(case: str) -> None:
@@ -186,6 +187,7 @@ def check_bytes(ran: list[Ran]) -> None:
     assert {one.traffic for one in ran} == {sum(one.sent.num_bytes for one in ran)}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("start_at", "model"),
@@ -228,6 +230,7 @@ def run_and_look(config: Config) -> tuple[Ran, set[str]]:
     return run(config, 4), {name for i in range(2) for name in engine.state.gradients.views(i)}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("before", "after", "stays"),
     [
@@ -337,6 +340,7 @@ def blocks_of(x: Tensor, dy: Tensor, rows: int) -> Factors:
     return list(zip(dy.split(rows), x.split(rows), strict=True))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("rank", "true_rank", "first", "least"),
     [(3, 3, 0.9, 0.996), (3, 8, 0.8, 0.9), (48, 8, 0.95, 0.98)],
@@ -381,6 +385,7 @@ def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
     assert 0 < large.numel <= 6 * 64 < 64 * 48, large.name
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_fewer_directions_or_none_or_no_numbers(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.state.pages import Region, SparePages
@@ -70,7 +70,6 @@ class User:
         ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, NUM_ITEMS))
 def test_content_follows_its_item(seed: int, budget: int) -> None:
     draw = random.Random(seed)

@@ -61,8 +61,8 @@ def static_bytes(config: Config) -> tuple[int, int, int, int]:
     return current, engine.state.weights.buffers[0].nbytes, gradients[0].nbytes, len(gradients)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gradient_buffers", [0, 1])

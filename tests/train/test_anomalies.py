@@ -157,6 +157,7 @@ def poisoned_steps(config: Config) -> tuple[int, list[tuple[int, str, bool]]]:
     ]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "policy"),
@@ -210,6 +211,7 @@ def rolled_back(config: Config, root: Path) -> None:
         assert torch.equal(tensor, engine.state.weights.full_weights()[name])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "sections"),
@@ -238,6 +240,7 @@ def diverged(config: Config, name: str, rank: int) -> list[str]:
     return [*found, find_divergence(engine.state.placed(), engine.grid)]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "name", "rank", "expected"),

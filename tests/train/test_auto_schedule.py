@@ -139,6 +139,7 @@ def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
     assert load_toml(tmp_path / "run" / "config.toml").pipeline == kept
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "pipeline",

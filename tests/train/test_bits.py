@@ -66,7 +66,7 @@ def whole(dp: int, *each: Sections) -> tuple[list[StepResult], dict[str, Tensor]
     return outcomes[0].steps, weights
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("dp", "one", "other"),
     [
@@ -110,7 +110,7 @@ def test_bits_are_equal(dp: int, one: Sequence[Sections], other: Sequence[Sectio
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -163,7 +163,7 @@ def saved_in_between(config: Config, folder: Path) -> list[Ending]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_a_run_goes_on_from_a_save_to_the_bit(schedule: str, zero: int, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def _gathered() -> list[float]:
     return [rank.events[1].start for rank in trace.gather(recorder, grid)]
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_no_arrow_of_a_run_leads_back_in_time(tmp_path: Path) -> None:
     run_job(

@@ -31,6 +31,7 @@ def calm(config: Path, *flags: str) -> list[tuple[int, float, float]]:
     return steps(metrics(config.parent / "runs" / "calm"))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(

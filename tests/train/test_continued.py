@@ -93,6 +93,7 @@ def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, w
     assert after == {p: before[p] for p in after}, "nothing was overwritten"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("what", ["mix", "data and batch", "dropout"])
 def test_going_on_with_a_change_is_the_same_wherever_it_stops(
     config: Config, what: str, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +224,7 @@ def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_grid_goes_on_with_batches_of_another_size(tmp_path: Path) -> None:
     """Two stages, 2bw, then replicas too: the samples are those of one process."""

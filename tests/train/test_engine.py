@@ -31,6 +31,7 @@ def losses(config: Config, num_batches: int) -> list[float]:
     return [s.loss for s in steps]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
@@ -40,6 +41,7 @@ def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
     assert low == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("grid", [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_through_host_memory_it_is_the_same_training(grid: dict[str, int]) -> None:
@@ -59,6 +61,7 @@ def _states(config: Config, grid_device: str) -> list[Any]:
     return [engine.evaluate(loader, 1), hashes, *((s.loss, s.grad_norm) for s in steps)]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_master_is_what_accumulates(dtype: str) -> None:
     """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8
@@ -75,6 +78,7 @@ def test_the_master_is_what_accumulates(dtype: str) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> None:
@@ -115,6 +119,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",
@@ -159,6 +164,7 @@ def _rates(config: Config) -> tuple[list[StepResult], list[StepResult], int]:
     return steps, resumed, engine.state.optimizer.num_updates
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "clip"), [("1f1b", 1.0), ("2bw", 1.0), ("pipedream", 0.0)])
 def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(
@@ -222,6 +228,7 @@ def _evaluate(config: Config) -> dict[str, float]:
     return engine.evaluate(loader, 1)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "head",
     [

@@ -99,6 +99,7 @@ def means_of_samples(config: Config) -> dict[str, float]:
     }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_a_validation_loss_is_the_mean_over_targets_on_every_grid_and_cut(kind: str) -> None:
@@ -297,6 +298,7 @@ def _second_half(size: int, position: int) -> bool:
     return position // size % 2 == 1
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_a_replica_without_labels_is_as_if_one_process_had_them(kind: str) -> None:
@@ -314,6 +316,7 @@ def test_a_replica_without_labels_is_as_if_one_process_had_them(kind: str) -> No
                 torch.testing.assert_close(weights[name], weight, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections", COMPRESSED, ids=lambda one: str(one and one["compression"]["gradients"])

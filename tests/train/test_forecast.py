@@ -57,7 +57,7 @@ def moved_by_a_run(
     return tiers.traffic.read, tiers.traffic.written
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("schedule", "dtype"), [("1f1b", "bf16"), ("2bw", "fp32"), ("gpipe", "bf16")]
@@ -84,6 +84,7 @@ def forecast_and_moved(config: Config, folder: Path) -> tuple[tuple[int, int], .
     return (found.read, found.written), ((many[0] - few[0]) // 2, (many[1] - few[1]) // 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_shares_of_replicas(tmp_path: Path) -> None:
     config = make(1 << 30, "1f1b", "fp32", parallel={"dp": 2, "zero": 3})

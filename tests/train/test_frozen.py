@@ -81,6 +81,7 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[1])
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon", "sgd"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_frozen_parameters_keep_their_bits_and_take_no_state(optimizer: str, dtype: str) -> None:
@@ -157,6 +158,7 @@ def test_the_norm_and_the_update_are_those_of_torch() -> None:
         torch.testing.assert_close(weight, theirs.detach(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),
@@ -195,6 +197,7 @@ def test_frozen_stages_on_grids(grid: dict[str, int], sections: dict[str, Any]) 
         assert hp.Trainer(Partly(frozen), **sections).verify(grid, num_batches=3).ok
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("before", "after"), [((0, 2), (2,)), ((2,), (0, 2)), ((0, 2), (0, 2))])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_goes_on_with_other_parameters_frozen(

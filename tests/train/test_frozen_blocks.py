@@ -77,6 +77,7 @@ class Words(hp.ModelSpec):
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "frozen", [("1.up", "2.down.weight", "2.plain.bias"), ("0.", "3.", "1.down")]
@@ -100,6 +101,7 @@ def test_grids(grid: dict[str, int], sections: dict[str, Any], frozen: tuple[str
     assert hp.Trainer(Words(frozen), **sections).verify(grid, num_batches=3).ok
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("frozen", ["0.words", "3.out"])
 def test_a_tied_parameter_is_frozen_in_both_blocks_or_refused(frozen: str) -> None:
     with pytest.raises(

@@ -4,6 +4,7 @@ the window."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hybridpar.config import Launch, load_toml
 from hybridpar.data import Tokenizer, train_tokenizer
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.train import launch
 from hybridpar.train.generate import TOGETHER, Generator, Pieces, Sampling, choose
 from hybridpar.train.loop import train
 
@@ -137,7 +139,7 @@ def texts_on_grid(
     return [texts(generator, PROMPTS, way) for way in ways], numbers, bool(grid.pp.traffic.calls)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 3), (2, 2)])
 def test_a_grid_says_the_same_and_each_rank_reads_its_part(
@@ -362,7 +364,16 @@ def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.ranks
-def test_what_is_wrong_on_a_grid_is_said_once(run: Path) -> None:
+def test_what_is_wrong_on_a_grid_is_said_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rank that says it is later than the others, whose end ends it."""
+    part = launch.Job._part
+
+    def part_late(self: launch.Job) -> None:
+        part(self)
+        time.sleep(0.0 if self.launch.rank else 0.5)
+
+    monkeypatch.setattr(launch.Job, "_part", part_late)
+
     def said(*args: str) -> str:
         code, out = supervised("generate", "--checkpoint", *args)
         assert code == 1

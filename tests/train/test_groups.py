@@ -38,6 +38,7 @@ def config_of(*each: dict[str, dict[str, Any]]) -> Config:
     return gpt(SIZES, {"parallel": {"dp": 1}, "optim": {"weight_decay": 0.1}}, *each)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "groups", "sections"),
@@ -108,6 +109,7 @@ def test_frozen_groups_keep_their_bits_and_factors_scale_updates() -> None:
     ]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_predicted_state_of_frozen_groups_is_what_it_takes(dtype: str) -> None:
     sections = {"train": {"dtype": dtype}, "pipeline": {"schedule": "2bw"}}
@@ -136,6 +138,7 @@ def test_predicted_memory_tells_stages_with_frozen_layers_apart() -> None:
     assert grouped == [*optimizer[:1], 0, *optimizer[2:]]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_run_resumes_with_other_groups(tmp_path: Path, dtype: str) -> None:
     def sections(groups: list[dict[str, Any]]) -> Config:

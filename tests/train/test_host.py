@@ -78,7 +78,7 @@ PIPELINES = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
@@ -94,6 +94,7 @@ def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dt
     )
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "sections",
     [
@@ -121,6 +122,7 @@ def test_optimizers_models_and_skipped_steps(
     assert [step.step for step in outcome.steps if step.skipped] == [2] * ("train" in sections)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "schedule", "optimizer", "dtype"),
@@ -149,6 +151,7 @@ def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: s
         assert outcome.moved[0] > 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_saved_with_it_and_gone_on_with_without_it_and_back(dtype: str, tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
@@ -228,6 +231,7 @@ class LateCopies(HostWork):
         self._asked[threading.get_ident()] = list(pairs)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("schedule", "dtype"), [("2bw", "bf16"), ("1f1b", "fp32")])
 def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str) -> None:
     config = make(pipeline={"schedule": schedule}, train={"dtype": dtype})

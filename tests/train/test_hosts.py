@@ -195,6 +195,7 @@ def lose_host() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_signal_to_one_host_ends_all_and_saves_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +216,7 @@ def test_a_signal_to_one_host_ends_all_and_saves_once(
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 13))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("setting", "says"),
@@ -242,6 +244,7 @@ def test_what_would_come_again_is_said_once_a_host_and_ends_all(
         assert "SignalException" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_host_that_stumbles_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +374,7 @@ def test_our_launcher_breaks_the_silence_and_says_what_failed(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_our_launcher_ends_all_by_a_signal_before_ranks_have_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

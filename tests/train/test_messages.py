@@ -102,6 +102,7 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("compression", "tp", "pipeline"),

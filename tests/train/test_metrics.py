@@ -149,6 +149,7 @@ def trained(config: Config) -> Outcome:
     return train(start(config)[0], 5)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "parallel", "pipeline"),
@@ -243,6 +244,7 @@ def test_metrics_that_cannot_be_reported_are_refused_before_a_run(what: str, tex
         resolve(make(Net(what)), 1)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("model", [Net("another name"), Undeclared()])
 def test_every_micro_batch_has_the_same_metrics(model: ModelSpec) -> None:
     with pytest.raises(

@@ -73,6 +73,7 @@ def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
     return outcome, meter.read().peak
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("model", "pipeline", "dtype"),
     [
@@ -129,6 +130,7 @@ def test_the_same_bits_by_way_of_the_host_of_a_gpu(
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "pipeline"),
@@ -148,6 +150,7 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Pat
     assert any(outcome.moved for outcome, _ in outcomes)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("pp", "model", "pipeline", "dtype"),
@@ -178,6 +181,7 @@ def test_the_allocator_counts_what_is_predicted(
 LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",
@@ -206,6 +210,7 @@ def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: P
         assert smaller.total - not_counted == pytest.approx(smaller_peak, rel=0.02)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((0.0, 1e3), (0,))])
 def test_as_many_as_cost_no_time(
     seconds: tuple[float, float],

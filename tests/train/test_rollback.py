@@ -133,6 +133,7 @@ def spoil_updates(monkeypatch: pytest.MonkeyPatch, update: int, *, once: bool = 
 NOT_FINITE = r"is not finite, so that state is not saved: try a lower optim\.lr than 0\.01"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("update", "save_interval"), [(6, 1), (8, 2), (8, 3)])
 def test_weights_that_are_not_finite_end_a_run(
     tmp_path: Path,
@@ -164,6 +165,7 @@ def test_weights_that_are_not_finite_end_a_run(
     assert checkpoint.saved_steps(root) == [newest]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("last", [7, 12])
 def test_weights_that_are_not_finite_are_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, capsys: pytest.CaptureFixture[str]

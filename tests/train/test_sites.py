@@ -136,6 +136,7 @@ def train_and_go_on(config: Config, root: Path) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bf16"), ("int4", "fp16")])
 def test_messages_are_all_that_crosses_and_go_on_to_the_bit(
     tmp_path: Path, precision: str, dtype: str
@@ -329,6 +330,7 @@ def test_another_timeline_goes_on_where_all_are_the_same(tmp_path: Path) -> None
         assert all(torch.equal(loaded[name], alone[name]) for name in alone)
 
 
+@pytest.mark.thorough
 def test_sites_that_are_left_go_on_from_their_own_state_at_any_step(tmp_path: Path) -> None:
     """Three, with a message under way, of which one does not come back, or two; and a fourth, which
     comes with the weights that the three had in common last."""

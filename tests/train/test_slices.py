@@ -124,6 +124,7 @@ def same(config: Config) -> None:
         )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "options"),
@@ -140,6 +141,7 @@ def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
     same(make(2, 2, pipeline={"schedule": schedule, **options}))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("tp", "pp", "model", "dtype"),
@@ -160,6 +162,7 @@ def test_of_odd_sizes(tp: int, pp: int, model: dict[str, Any], dtype: str) -> No
     same(make(tp, pp, model=model, train={"dtype": dtype}, pipeline={"schedule": "2bw"}))
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_beside_replicas() -> None:
     same(

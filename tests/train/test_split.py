@@ -90,6 +90,7 @@ def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settin
     assert late or settings.get("pp", 1) == 1 or {"I", "W"} <= found[-1][1][2]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "options"),
@@ -111,7 +112,7 @@ def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
     same(2, pp=2, model=DROPOUT, pipeline={"schedule": schedule, **options})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("pp", [1, 2])
@@ -121,6 +122,7 @@ def test_in_every_precision_with_tied_embeddings(dtype: str, pp: int) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["all", "0", "stage"])
 def test_with_recomputation(recompute: str) -> None:
@@ -132,6 +134,7 @@ def test_with_recomputation(recompute: str) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "model",
@@ -147,7 +150,7 @@ def test_of_other_models(model: dict[str, Any]) -> None:
     same(2, pp=2, model=model, train={"dtype": "bf16"})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
@@ -169,6 +172,7 @@ def test_with_tensor_and_data_parallelism(
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "options", "sections"),
@@ -226,6 +230,7 @@ class Twice(SequentialSpec):
         return {"x": random.normal(size=4).astype(np.float32), "label": random.integers(3)}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "pipeline",

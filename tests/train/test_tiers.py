@@ -111,7 +111,7 @@ PIPELINES = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_any_budget_gives_the_same_bits(
@@ -163,6 +163,7 @@ def test_shares_on_the_host(tmp_path: Path) -> None:
     assert min(run_ranks(on_host, 2, config, tmp_path)) > 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("parts", "dtype"), [(1, "fp32"), (5, "fp32"), (5, "bf16")])
 def test_parts_change_nothing(parts: int, dtype: str) -> None:
     """A tied weight's gradients are added in one order: of a head, then of an embedding, in one
@@ -178,6 +179,7 @@ def test_parts_change_nothing(parts: int, dtype: str) -> None:
     one.check(other)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("optim", "model"),
     [
@@ -211,6 +213,7 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     assert run(make(untied), tmp_path, 1.0).moved == 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "pipeline", "dtype"),
@@ -254,8 +257,8 @@ def resumed(config: Config, folder: Path) -> int:
     return close(first) + close(second)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
@@ -272,6 +275,7 @@ def test_items_and_shares_of_replicas_are_saved_and_stopped(
     assert min(run_ranks(resumed, ranks, config, tmp_path)) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
     """Muon's least budget has room for all shares."""
@@ -284,6 +288,7 @@ def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
     assert run_ranks(resumed, 2, config, tmp_path) == [0, 0]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("before", "after", "dtype"), [(0.0, None, "bf16"), (None, 0.1, "fp32")])
 def test_saved_with_a_budget_and_gone_on_with_without_one_and_back(
     before: float | None, after: float | None, dtype: str, tmp_path: Path

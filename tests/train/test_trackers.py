@@ -94,6 +94,7 @@ def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
                 }
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("local")
 def test_every_row_is_kept_after_a_run_has_gone_back(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")

@@ -96,6 +96,7 @@ def test_each_set_has_the_loss_that_it_has_alone(tmp_path: Path) -> None:
         assert found == [(row[0], row[1 + number]) for row in rows], "the same, to the bit"
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_two_ranks_make_a_stopped_evaluation_of_all_sets(tmp_path: Path) -> None:
     sections = {"parallel": {"pp": 2}}

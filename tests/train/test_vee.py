@@ -36,6 +36,7 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
     return gpt((6, 24, 2, 10, 37), own, sections)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("pp", "more", "pipeline", "sections"),
     [
@@ -59,6 +60,7 @@ def test_verify(
     assert report.ok, report.first_divergence
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("pp", "schedule", "orders", "sections"),
     [
@@ -116,6 +118,7 @@ def test_equal_to_a_stage_on_each_rank_to_the_bit(
     assert changing[-1][0][2] == whole[-1][0][2], "evaluations"
 
 
+@pytest.mark.thorough
 def test_resume_of_tied_ends_is_exact(tmp_path: Path) -> None:
     """On the same grid to the bit, with clipping; with another placement within the order of
     sums."""

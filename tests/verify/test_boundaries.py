@@ -35,8 +35,8 @@ def make(
     return gpt((4, 70, 7, 11, 61), own, sections)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "compression",
     [
@@ -75,6 +75,7 @@ def test_every_grid_and_schedule_equals_one_process(grid, pipeline, parallel, co
     assert report.ok, report.first_divergence
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
     report = verify(

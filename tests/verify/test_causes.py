@@ -57,6 +57,7 @@ class Row(SequentialSpec):
         return {"x": x, "y": x[0]}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("what", "cause"),
     [

@@ -28,7 +28,7 @@ def holds(
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "disturbance", [CALM, Disturbance(frozenset({1, 2}), 2)], ids=["calm", "nan-resumed"]
 )
@@ -38,7 +38,7 @@ def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
     holds({"tp": 2, "pp": 2, "dp": 2}, on, disturbance)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("grid", [{"dp": 3}, {"pp": 4}, {"pp": 2, "dp": 3}], ids=str)
 @pytest.mark.parametrize("optim", ["adamw", "lamb", "sgd", "muon"])
 def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
@@ -53,12 +53,14 @@ def test_sharded_optimizer_state_of_several_versions() -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> None:
     shared = {**LLAMA, "num_kv_heads": 1}
     holds({"tp": 2, "dp": 2}, config(shared, parallel=ZERO, optim={"name": optim}), num_batches=3)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (4, 8, 1)])
 def test_early_switch(p: int, m: int, early_switch: int) -> None:
     pipeline = {"num_microbatches": m, "early_switch": early_switch}
@@ -69,6 +71,7 @@ def test_early_switch(p: int, m: int, early_switch: int) -> None:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -83,7 +86,7 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction", "nesterov", "lr_rescale"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_staleness_corrections(optim: str, staleness: str) -> None:
@@ -92,6 +95,7 @@ def test_staleness_corrections(optim: str, staleness: str) -> None:
     holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=5)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
 def test_corrections_of_parts(staleness: str) -> None:
     """With ZeRO-1, on early switch, both kinds of version in one batch."""

@@ -50,7 +50,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert set(report.worst) == {"init", "loss", "grad_norm", "gradient", "weight"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "model",
     [{}, {"tie_embeddings": False}, BERT, {**BERT, "tie_embeddings": False}],
@@ -72,7 +72,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
     holds(grid, make(model), num_batches=2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "grid", [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}, {"pp": 4}], ids=["pp3", "2x2x2", "pp4"]
@@ -93,7 +93,7 @@ def test_uneven_groups_with_everything_else() -> None:
     holds({"tp": 4, "pp": 2}, make(LLAMA, pipeline={"schedule": "2bw", "recompute": "all"}))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "grid",
     [{"tp": 3}, {"tp": 4, "pp": 2}, {"pp": 3, "dp": 2}],
@@ -118,6 +118,7 @@ def test_a_position_table_that_is_longer_than_sequences() -> None:
     assert not gradient[14:].any()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("split", [(4, 1), (1, 1, 1, 1, 1)], ids=str)
 def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     """Down to a stage that holds just the embedding, or just the head."""
@@ -127,18 +128,20 @@ def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("recompute", ["all", "0,2", "stage", "stage:0", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_recomputation_uses_the_version_of_the_forward(schedule: str, recompute: str) -> None:
     holds({"pp": 2}, make(DROPOUT, pipeline={"schedule": schedule, "recompute": recompute}))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("m", [1, 7])
 def test_gradient_accumulation(m: int) -> None:
     holds({"dp": 2}, make(BERT, pipeline={"num_microbatches": m}))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("schedule", "m"), [("pipedream", 1), ("gpipe", 2), ("1f1b", 1)])
 def test_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
     holds({"pp": 4}, make(pipeline={"schedule": schedule, "num_microbatches": m}))

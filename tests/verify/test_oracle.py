@@ -67,6 +67,7 @@ def test_prediction_runs_on_the_last_update_once_more_and_updates_the_weights_th
         assert torch.equal(weight, oracle.history[2][name])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("staleness", ["none", "extrapolation", "prediction"])
 def test_a_poisoned_batch_changes_nothing(staleness: str) -> None:
     """Neither weights nor the optimizer's state: the run goes on as if the batch had not been."""
@@ -112,6 +113,7 @@ def test_the_rate_depends_on_the_delay() -> None:
         )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 def test_tied_weights_stay_one_where_stages_have_gradients_of_different_age(zero: int) -> None:
@@ -123,7 +125,7 @@ def test_tied_weights_stay_one_where_stages_have_gradients_of_different_age(zero
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "model"),

@@ -79,6 +79,7 @@ def test_the_metrics_of_a_long_run_are_not_held_in_memory(
     assert Row.most < 10
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("schedule", "sections"),
     [
@@ -135,6 +136,7 @@ def test_a_grid_is_replayed_on_one_process(tmp_path: Path) -> None:
 PLAIN = ("--model.tie_embeddings", "False", "--optim.clip_grad", "0")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("flags", "exact"),

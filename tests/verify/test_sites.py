@@ -36,6 +36,7 @@ def make(parallel: dict[str, Any], outer: dict[str, Any], **sections: dict[str, 
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("parallel", "outer", "sections"),
     [

@@ -63,6 +63,7 @@ def make(optimizer: str = "adamw", schedule: str = "1f1b", **parallel: int) -> C
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "grid"),

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
@@ -22,7 +22,6 @@ def settings_of_plans(draw, max_stages=16, max_microbatches=64):
     return name, Sizes(p, max(m, p - 1) if SCHEDULES[name].needs_full_pipeline else m)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     settings_of_plans(),
     st.integers(0, 4),
@@ -155,7 +154,6 @@ def schedules_and_sizes(draw):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@settings(deadline=None, max_examples=40)
 @given(
     setting=schedules_and_sizes(), skipped=st.integers(0, 2), split=st.booleans(), data=st.data()
 )

@@ -4,7 +4,7 @@ that are right."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.test_zero_bubble import COSTS, costs_of, schedule_for
 
@@ -94,7 +94,6 @@ def test_measured_costs_beat_a_rule_for_equal_ones() -> None:
         assert max(live.activations for live in proven(found, sizes).peaks) <= 2 * sizes.num_ranks
 
 
-@settings(max_examples=40)
 @given(
     st.integers(2, 5),
     st.integers(1, 11),

@@ -8,7 +8,7 @@ from inspect import cleandoc
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
@@ -75,6 +75,7 @@ def test_rounds_hold_at_least_as_many_as_there_are_ranks(
     assert [k for r in found for k in r] == list(range(m))
 
 
+@pytest.mark.thorough(keep=30)
 @pytest.mark.parametrize(
     "sizes", SIZES, ids=lambda s: f"{s.num_ranks}x{s.chunks}-{s.num_microbatches}"
 )
@@ -133,7 +134,6 @@ def endless(draw: st.DrawFn) -> tuple[Schedule, Sizes]:
     return schedule, Sizes(p, draw(st.integers(ahead, 3 * p + 3)), v)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     endless(),
     st.booleans(),
@@ -178,7 +178,6 @@ def test_2bw_of_several_stages_in_deep_pipelines(p: int, m: int, gather: bool) -
     )
 
 
-@settings(deadline=None, max_examples=30)
 @given(endless(), st.floats(0.1, 10), st.floats(1, 5))
 def test_2bw_of_several_stages_has_no_bubble(
     made: tuple[Schedule, Sizes], forward: float, times: float

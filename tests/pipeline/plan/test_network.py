@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.pipeline.plan.action import parse_actions
@@ -40,7 +40,6 @@ def two_by_two(bandwidth: float = 1.0, **changes: int) -> Cluster:
     return Cluster(DEVICES["v100-16gb"], 2, 2, inner, outer, **changes)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
     st.integers(1, 6),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.items import text_of
 
@@ -74,7 +74,6 @@ def test_so_many_are_away_at_once(name: str, split: bool) -> None:
                 assert here == in_flight - min(away, most_away(SCHEDULES[name], sizes, rank))
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))

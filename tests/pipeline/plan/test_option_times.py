@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.test_options import options_of_2bw
 from pipeline.plan.test_simulate import relative_step
@@ -58,7 +58,6 @@ def independent_starts(p, m, num_batches, run_ahead, switch, forward, backward, 
     return started
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     options_of_2bw(6, 14),
     st.integers(1, 4),

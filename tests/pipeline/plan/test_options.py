@@ -213,7 +213,6 @@ def test_delays():
 # That the plans are right
 
 
-@settings(deadline=None, max_examples=80)
 @given(options_of_2bw(), st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
     options, sizes = setting
@@ -238,7 +237,6 @@ def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
             assert peak.activations == schedule.max_live_activations(sizes, rank)
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 24), st.integers(0, 2), st.booleans())
 def test_1f1b_may_run_ahead_too(p, m, first, clip):
     sizes = Sizes(p, m)
@@ -253,7 +251,6 @@ def test_1f1b_may_run_ahead_too(p, m, first, clip):
     assert report.peaks == tuple(Live(min(2 * (p - 1 - r) + 1, m), 1, 1) for r in range(p))
 
 
-@settings(deadline=None, max_examples=30)
 @given(options_of_2bw(), st.booleans())
 def test_updates_move_only_to_an_earlier_place(setting, clip):
     """`gather` changes nothing but where NORM and UPDATE stand, and each stands no later."""

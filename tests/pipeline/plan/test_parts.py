@@ -2,7 +2,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.items import drawn_sizes, text_of
 
@@ -90,7 +90,6 @@ CASES = (
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(*CASES, st.booleans(), st.booleans())
 def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
     name, p, m, seed, split, norms, late
@@ -112,7 +111,6 @@ def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(*CASES, st.data())
 def test_a_fault_in_a_divided_plan_is_found(name, p, m, seed, split, data):
     """Any part left out, told twice, or put before the part (or action) that it needs."""
@@ -190,7 +188,6 @@ def test_updates_that_are_late():
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(*CASES, st.sampled_from([0.3, 2 / 3, 1.0]), st.booleans())
 def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(
     name, p, m, seed, split, host, gather

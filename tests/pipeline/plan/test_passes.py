@@ -2,7 +2,7 @@ from dataclasses import replace
 from itertools import islice, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.items import text_of
 
@@ -169,7 +169,6 @@ def test_a_split_backward_sends_before_the_gradients_of_weights():
     assert text_of(first).endswith("B0@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(2, 8),
@@ -266,7 +265,6 @@ def test_evaluation():
     assert text_of(forward_actions(sizes, 2, 2)) == "RECV_F0@2 RECV_F1@2 F0@2 F1@2"
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(1, 16),

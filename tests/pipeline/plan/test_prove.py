@@ -2,7 +2,7 @@
 it."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
@@ -57,7 +57,6 @@ def large(draw):
     return name, options, p, m, chunks
 
 
-@settings(deadline=None, max_examples=300)
 @given(large())
 def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     name, options, p, m, chunks = setting
@@ -75,7 +74,6 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     assert m < p or few.num_microbatches >= few.num_ranks, "as full as the large one"
 
 
-@settings(deadline=None, max_examples=15)
 @given(large())
 def test_large_plans_are_proven(setting):
     name, options, p, m, chunks = setting

@@ -8,7 +8,7 @@ axis, are over.
 from collections import deque
 
 import pytest
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
@@ -364,7 +364,6 @@ def test_an_order_far_ahead_needs_a_wider_window():
     assert report.send_window == JobPlan(config).send_window
 
 
-@settings(max_examples=20)
 @given(pipelines())
 def test_a_schedule_in_step_has_the_smallest_window(setting):
     pp, section = setting
@@ -393,6 +392,7 @@ TINY = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("pp", "section"),

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.items import text_of
 
@@ -25,7 +25,6 @@ def relative_step(name, p, m, num_batches=12, gather=False, **costs):
     return simulate(plan, Costs(**costs)).step_time(m) / (3 * m)
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(["gpipe", "1f1b"]),
     st.integers(1, 16),
@@ -42,7 +41,6 @@ def test_bubble_of_flushing_schedules(name, p, m, forward, backward):
         assert timeline.idle_share(rank) == pytest.approx((p - 1) / (m + p - 1))
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 12), st.integers(0, 20), st.integers(1, 5), st.integers(0, 5))
 def test_2bw_is_never_idle(p, extra, forward, more):
     m = p + extra
@@ -269,7 +267,6 @@ def run_machine(plan, costs, reverse):
     return [[rank.starts, rank.returns, rank.ends] for rank in machine.ranks]
 
 
-@settings(deadline=None, max_examples=60)
 @given(PLANS, SHARED)
 def test_no_result_depends_on_the_order_in_which_ranks_are_taken(plan, costs):
     for mine, other in zip(
@@ -279,7 +276,6 @@ def test_no_result_depends_on_the_order_in_which_ranks_are_taken(plan, costs):
             assert times == pytest.approx(others, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
 @given(PLANS, SHARED)
 def test_cores_bound_the_speed_and_enough_of_them_change_nothing(plan, costs):
     timeline, free = simulate(plan, costs), simulate(plan, replace(costs, cores=None))
@@ -320,7 +316,6 @@ def test_parts_of_a_backward_take_its_time_and_send_early():
     )
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
     st.integers(1, 6),

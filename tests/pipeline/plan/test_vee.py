@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline.plan.test_zero_bubble import COSTS, costs_of
 
@@ -96,7 +96,6 @@ def test_which_rank_has_which_stage() -> None:
     assert Sizes.found({stage: wave.rank_of(stage) for stage in range(12)}, 3) == wave
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 9), st.integers(1, 27), st.sampled_from(ORDERS))
 def test_every_plan_is_right(p: int, m: int, activations: str) -> None:
     """Whatever m: also of less micro-batches than ranks. No rank holds more than is said."""
@@ -104,7 +103,6 @@ def test_every_plan_is_right(p: int, m: int, activations: str) -> None:
     assert peak(report) <= {"full": p, "half": p // 2 + 1, "min": p / 3 + 1.5}[activations]
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 8), st.integers(0, 3), st.sampled_from(vee.ENDLESS), st.booleans())
 def test_two_versions_are_enough(p: int, more: int, activations: str, gather: bool) -> None:
     """From as many micro-batches on as are in flight; with fewer, the error names the least."""
@@ -211,7 +209,6 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
         assert max(live.activations for live in report.peaks) <= p * v
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
 def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
     schedule = make_schedule(ScheduleOptions("1f1b", stage_layout="v", virtual_stages=v))

@@ -4,7 +4,7 @@ papers."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
@@ -61,7 +61,6 @@ def test_bubble_of_a_longer_warmup(p: int) -> None:
     assert max(live.activations for live in peaks) == 2 * p - 1
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.builds(Sizes, st.integers(2, 9), st.integers(1, 27), st.integers(1, 4)), st.integers(0, 3)
 )

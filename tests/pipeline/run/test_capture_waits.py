@@ -29,6 +29,7 @@ def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
     return GALLERY["plan_for"](schedule, sizes, 4), schedule, sizes
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13)])
 @pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
 def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(
@@ -83,6 +84,7 @@ def test_the_device_model_finds_what_stands_still_on_a_device() -> None:
 SAFE_TO_LOAD = {"GPipe", "1F1B", "PipeDream", "2BW", "2BW, longer warm-up", "2BW, interleaved"}
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
 def test_kernels_that_are_loaded_in_the_first_batch_can_bring_a_plan_to_a_stand(title: str) -> None:
     """If loading waits for the device. So train/warm_up.py has them loaded before.

@@ -285,7 +285,7 @@ def gallery() -> list[Sections]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("number", range(len(gallery())))
 def test_every_plan_of_the_gallery_is_replayed(number: int) -> None:
     for expected, found in run_ranks(train_both, 2, gallery()[number]):

@@ -88,6 +88,7 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("p", "m"), [(3, 4), (4, 9)])
 def test_2bw_keeps_exactly_two_versions(p: int, m: int) -> None:
@@ -101,6 +102,7 @@ def test_2bw_keeps_exactly_two_versions(p: int, m: int) -> None:
         assert activations == allowed == p - rank
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("p", "m"), [(4, 1), (4, 2), (3, 4)])
 def test_pipedream_keeps_a_version_for_each_batch_in_flight(p: int, m: int) -> None:
@@ -113,6 +115,7 @@ def test_pipedream_keeps_a_version_for_each_batch_in_flight(p: int, m: int) -> N
             assert versions == p - rank
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "live"),
@@ -122,7 +125,6 @@ def test_pipedream_keeps_a_version_for_each_batch_in_flight(p: int, m: int) -> N
         ("1f1b", lambda p, m, r: min(p - r, m)),
     ],
 )
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("m", [2, 6])
 def test_synchronous_schedules_keep_one_version(schedule: str, live, m: int) -> None:
     p = 4

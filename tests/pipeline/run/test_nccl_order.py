@@ -95,7 +95,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "has_connections", lambda grid: grid.pp.size > 1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("title", SCHEDULES)
 def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) -> None:

@@ -59,6 +59,7 @@ def gradients(stage: Stage, x: Tensor | None, batch: MicroBatch) -> dict[str, Te
     return found
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize(
     "kind",
     [

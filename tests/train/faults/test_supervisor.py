@@ -98,6 +98,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch, run: Path, after: str = "") -> None:
     monkeypatch.setattr(Watch, "look", see)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="an outage is made with a filter of Linux")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("patience_s", [600.0, 0.0])
@@ -213,6 +214,7 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.Monke
     assert same_checkpoint(run, calm)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
     """The file of the state goes with its process; the next one starts from the checkpoint."""
@@ -321,6 +323,7 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 21))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one goes on from its own state with the whole batch; the one that returns begins
@@ -434,6 +437,7 @@ def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None
     assert "before it had begun" not in out
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_torchrun_starts_the_same_ranks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -501,6 +505,7 @@ def test_a_stopped_process_is_seen() -> None:
     assert not is_stopped(process.pid)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", ["before its record", "while it imports"])
 def test_a_rank_that_hangs_before_it_has_begun_is_found(
@@ -582,6 +587,7 @@ def is_there(pid: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="finds records in /proc")
 @pytest.mark.timeout(300)
 def test_a_hang_is_found_where_the_records_were_removed(
@@ -666,6 +672,7 @@ def test_the_rendezvous_listens_on_loopback_alone() -> None:
     assert handler.next_rendezvous().bootstrap_store_info.master_port != port
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_path: Path) -> None:
     """Both reach the supervisor alone, which hands them on."""
