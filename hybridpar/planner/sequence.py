@@ -47,7 +47,7 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
 
 
 def _formulas(config: Config) -> ModelConfig:
-    """The GPT or BERT whose costs those of the blocks are. Raises: ConfigError without one."""
+    """Return the GPT or BERT whose formulas hold for the blocks. Raises: ConfigError without one."""
     return config.model.cost_model or config.transformer
 
 

@@ -1,14 +1,14 @@
-"""What moves a rank's state beside its work, in the simulator, and which actions wait for it: hosts
-that make weights, items that come and go, and what micro-batches keep. The engines are in copies.py
+"""Connects ranks with the engines beside them, in the simulator: hosts that make weights, items of
+state that are fetched and released, activations that are offloaded. The engines are in copies.py
 and shared.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.collectives import Collectives
 from hybridpar.pipeline.plan.copies import (
     BusyHost,
     CopyEngines,
@@ -18,234 +18,173 @@ from hybridpar.pipeline.plan.copies import (
 )
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.kinds import BESIDE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
 from hybridpar.pipeline.plan.shared import ReplicaEngines, SharedItems
-from hybridpar.pipeline.plan.transfers import Rank
+from hybridpar.pipeline.plan.simulated_rank import Rank, StuckError, Wake
 
-When = Callable[[Rank, Action], float | None]
-Effect = Callable[[Rank, Action, int], None]
-Work = Sequence[Sequence[float]]  # by stage and micro-batch
-Entry = tuple[When | None, Work, Effect | None]
-Table = dict[Kind, Entry]
 Engines = CopyEngines | ReplicaEngines | TieredReplicaEngines
 
 
-class StuckError(HybridparError):
-    """A plan cannot go on: `waiting` says, by rank, at which step and for what."""
-
-    def __init__(self, waiting: Mapping[int, tuple[int, str]]):
-        self.waiting = waiting
-        rank, (step, reason) = next(iter(waiting.items()))
-        super().__init__(f"{len(waiting)} ranks wait forever; rank {rank}, step {step}: {reason}")
+def note_stall(rank: Rank, start: float, ready: float) -> float:
+    """Return when the rank's next action can start, and note how long it waits for engines."""
+    if ready > start:
+        rank.stalls[len(rank.starts)] = ready - start
+    return max(start, ready)
 
 
-class MovedState:
-    """Engines and hosts of all ranks. homes: ranks of the stages. parts: of each rank.
+class Hosts:
+    """The hosts of the ranks whose plan has HOST.
 
-    reduced(rank, batch): when its gradients are. wake(rank, host): goes on with a rank that waits
-    for its host.
+    Args:
+        cores: The cores that hosts share with ranks; None: they share none.
+        collectives: Say when gradients are reduced.
     """
 
     def __init__(
         self,
         ranks: Sequence[Rank],
-        homes: Sequence[int],
         costs: Costs,
         parts: Sequence[PartCounts],
-        residency: Mapping[int, Residency | SharedItems],
-    ):
-        self.ranks = ranks
-        self.homes = homes
-        self.costs = costs
-        self.parts = parts
-        p = len(ranks)
-        self.engines: dict[int, Engines] = {
-            r: self._engines(r, items) for r, items in residency.items()
-        }
-        offload = expand(costs.offload, p)
-        reload = expand(costs.reload, p)
-        self.stashes = {
-            r: StashEngines(*times) for r, times in enumerate(zip(offload, reload, strict=True))
-        }
-        self.hosts: dict[int, HostEngines | BusyHost] = {}
-
-    def _engines(self, rank: int, items: Residency | SharedItems) -> Engines:
-        def times(costs: Costs) -> tuple[float, float, dict[Kind, float]]:
-            fetch, release = (
-                expand(cost, len(self.ranks))[rank] for cost in (costs.fetch, costs.release)
-            )
-            return (
-                fetch,
-                release,
-                {kind: expand(cost, len(self.ranks))[rank] for kind, cost in costs.calls.items()},
-            )
-
-        if isinstance(items, Residency):
-            return CopyEngines(items, *times(self.costs))
-        replicas = ReplicaEngines(items, *times(self.costs.shared or self.costs))
-        if items.tiers is None:
-            return replicas
-        return TieredReplicaEngines(CopyEngines(items.tiers, *times(self.costs)), replicas)
-
-    def add_hosts(
-        self,
-        table: Table,
         cores: Cores | None,
-        reduced: Callable[[Rank, int], float],
-        wake: Callable[[Rank, BusyHost], None],
-    ) -> None:
-        """Changes the entries of what hosts begin with, and of what waits for them."""
-        self.cores = cores
-        self.reduced = reduced
-        self.wake = wake
-        self.hosts = self._hosts()
-        if self.hosts:
-            table[Kind.NORM] = self._sending(*table[Kind.NORM])
-            table[Kind.UPDATE] = self._awaiting_host(*table[Kind.UPDATE])
+        collectives: Collectives,
+        wake: Wake,
+    ):
+        self._collectives = collectives
+        self._wake = wake
+        self._host_step = [0] * len(ranks)  # the newest HOST
+        p = len(ranks)
+        rows = [expand(cost, p) for cost in (costs.to_host, costs.host, costs.from_host)]
+        times = list(zip(*rows, strict=True))
+        self._hosts: dict[int, HostEngines | BusyHost] = {}
+        for rank in ranks:
+            if not any(action.kind is Kind.HOST for action in rank.actions):
+                continue
+            r = rank.index
+            shares = _group_shares(costs, parts[r], r)
+            if cores is None or not costs.host_works:
+                self._hosts[r] = HostEngines(*times[r], shares)
+            else:
+                self._hosts[r] = BusyHost(cores, times[r], shares, partial(self._arrived, rank))
 
-    def add_stashes(self, table: Table) -> None:
-        """Changes the entries of what moves activations, and of what waits for them."""
-        if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
-            table |= {
-                kind: self._with_stash(kind, *table[kind])
-                for kind, row in ROWS.items()
-                if row.of_stash or Kind.RELOAD in row.needs
-            }
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
 
-    def add_items(self, table: Table) -> None:
-        """Changes the entries of what moves items, and of what touches them."""
-        if self.engines:
-            table |= {kind: self._with_items(kind, *entry) for kind, entry in table.items()}
+    def weights_made(self, rank: Rank, action: Action, start: float) -> float | None:
+        """Dependency of UPDATE: its group of the new weights has arrived."""
+        host = self._hosts.get(rank.index)
+        if host is None:
+            return start
+        made = host.ready(action.part)
+        if made is None:
+            rank.waits_for = host
+            return None
+        return max(start, made)
 
-    def _hosts(self) -> dict[int, HostEngines | BusyHost]:
-        """The hosts of the ranks that have one."""
-        p = len(self.ranks)
-        costs = self.costs
-        times = list(
-            zip(
-                expand(costs.to_host, p),
-                expand(costs.host, p),
-                expand(costs.from_host, p),
-                strict=True,
-            )
-        )
-
-        def host(rank: Rank) -> HostEngines | BusyHost:
-            own = times[rank.index]
-            shares = self._shares(rank.index)
-            if self.cores is None or not costs.host_works:
-                return HostEngines(*own, shares)
-            return BusyHost(self.cores, own, shares, partial(self._host_arrived, rank))
-
-        return {
-            rank.index: host(rank)
-            for rank in self.ranks
-            if any(action.kind is Kind.HOST for action in rank.actions)
-        }
-
-    def _shares(self, rank: int) -> Sequence[float]:
-        """Of the groups of a rank's weights; there is an UPDATE for each, or one for all."""
-        shares = self.costs.host_shares[rank] if self.costs.host_shares else ()
-        number = self.parts[rank].count(Kind.UPDATE, rank)
-        return (sum(shares) or 1.0,) if number == 1 else shares or [1.0] * number
-
-    def _sending(self, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry of NORM where gradients then leave for the host."""
-
-        def effect_then_send(rank: Rank, action: Action, step: int) -> None:
-            if effect is not None:
-                effect(rank, action, step)
-            if action.part == 0 and rank.index in self.hosts:
-                reduced = self.reduced(rank, action.microbatch)
-                self.hosts[rank.index].send(max(rank.clock, reduced))
-
-        return when, work, effect_then_send
-
-    def _awaiting_host(self, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry of UPDATE where the host makes the weights."""
-
-        def when_made(rank: Rank, action: Action) -> float | None:
-            start = rank.clock if when is None else when(rank, action)
-            if start is None or (host := self.hosts.get(rank.index)) is None:
-                return start
-            if (made := host.ready(action.part)) is None:
-                assert isinstance(host, BusyHost)
-                rank.waits_for = host
-                return None
-            return max(start, made)
-
-        return when_made, work, effect
-
-    def _with_stash(
-        self, kind: Kind, when: When | None, work: Work, effect: Effect | None
-    ) -> Entry:
-        """The table's entry of a kind that moves what micro-batches keep, or needs it."""
-
-        def begin(rank: Rank, action: Action, step: int) -> None:
-            rank.ends[step] = self.stashes[rank.index].start(action, rank.clock)
-
-        if kind in (Kind.OFFLOAD, Kind.RELOAD):
-            return when, work, begin
-        return self._once_ready(when, self.stashes), work, effect
-
-    @staticmethod
-    def _once_ready(when: When | None, engines: Mapping[int, StashEngines | Engines]) -> When:
-        """When an action can start that also waits for what its rank's engines, if it has any,
-        bring."""
-
-        def when_ready(rank: Rank, action: Action) -> float | None:
-            start = rank.clock if when is None else when(rank, action)
-            if start is None or rank.index not in engines:
-                return start
-            ready = engines[rank.index].ready(action)
-            if ready > start:
-                rank.stalls[len(rank.starts)] = ready - start
-            return max(start, ready)
-
-        return when_ready
-
-    def _with_items(
-        self, kind: Kind, when: When | None, work: Work, effect: Effect | None
-    ) -> Entry:
-        """The table's entry of a kind that touches or moves items."""
-
-        def follow(rank: Rank, action: Action, step: int) -> None:
-            if effect is not None:
-                effect(rank, action, step)
-            if (engines := self.engines.get(rank.index)) is None:
-                return
-            fault, start, end = engines.follow(action, rank.clock)
-            if fault:
-                raise StuckError({rank.index: (step, fault)})
-            if kind in PER_ITEM:
-                rank.ends[step] = end
-                if start > rank.clock:
-                    rank.stalls[step] = start - rank.clock
-
-        if kind in PER_ITEM:
-            works = [
-                self.engines[r].work(kind) if r in self.engines else [0.0]
-                for r in range(len(self.ranks))
-            ]
-            return (
-                self._once_ready(when, self.engines),
-                [works[rank] for rank in self.homes],
-                follow,
-            )
-        if kind in BESIDE - {Kind.NORM}:
-            return when, work, effect
-        return self._once_ready(when, self.engines), work, follow
+    def send_gradients(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of NORM: reduced gradients leave for the host."""
+        host = self._hosts.get(rank.index)
+        if action.part == 0 and host is not None:
+            reduced = self._collectives.reduction_end(rank, action.microbatch)
+            host.send(max(rank.clock, reduced))
 
     def begin(self, rank: Rank, action: Action, step: int) -> None:
-        rank.host_step = step
-        rank.ends[step] = self.hosts[rank.index].begin(rank.clock)
+        """Effect of HOST: the host begins to make the new weights."""
+        self._host_step[rank.index] = step
+        rank.ends[step] = self._hosts[rank.index].begin(rank.clock)
 
-    def _host_arrived(self, rank: Rank, now: float) -> None:
-        """A group of the weights that the host makes has arrived."""
-        host = self.hosts[rank.index]
+    def _arrived(self, rank: Rank, now: float) -> None:
+        """A group of the weights that a busy host makes has arrived."""
+        host = self._hosts[rank.index]
         assert isinstance(host, BusyHost)
         if host.is_done:
-            rank.ends[rank.host_step] = now
-        self.wake(rank, host)
+            rank.ends[self._host_step[rank.index]] = now
+        self._wake(rank, host)
+
+
+def _group_shares(costs: Costs, parts: PartCounts, rank: int) -> Sequence[float]:
+    """Return the shares of the groups of a rank's weights; there is an UPDATE for each, or one for
+    all."""
+    shares = costs.host_shares[rank] if costs.host_shares else ()
+    number = parts.count(Kind.UPDATE, rank)
+    if number == 1:
+        return (sum(shares) or 1.0,)
+    return shares or [1.0] * number
+
+
+class OffloadedActivations:
+    """The engines of all ranks that offload and reload activations."""
+
+    def __init__(self, ranks: Sequence[Rank], costs: Costs):
+        p = len(ranks)
+        times = zip(expand(costs.offload, p), expand(costs.reload, p), strict=True)
+        self._engines = [StashEngines(offload, reload) for offload, reload in times]
+
+    def ready(self, rank: Rank, action: Action, start: float) -> float:
+        """Dependency of EVICT and of what reads activations: nothing of them is on its way."""
+        return note_stall(rank, start, self._engines[rank.index].ready(action))
+
+    def move(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of OFFLOAD and RELOAD: the copy starts."""
+        rank.ends[step] = self._engines[rank.index].start(action, rank.clock)
+
+
+class MovedItems:
+    """The engines of all ranks that fetch and release items of their state, or gather and reduce
+    what replicas share."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        costs: Costs,
+        residency: Mapping[int, Residency | SharedItems],
+    ):
+        self._num_ranks = num_ranks
+        self._costs = costs
+        self._engines = {rank: self._engines_of(rank, items) for rank, items in residency.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._engines)
+
+    def ready(self, rank: Rank, action: Action, start: float) -> float:
+        """Dependency of what touches or moves items: all that it needs is there."""
+        engines = self._engines.get(rank.index)
+        return start if engines is None else note_stall(rank, start, engines.ready(action))
+
+    def follow(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of what touches or moves items: a move starts, what is made is in the fast tier.
+
+        Raises: StuckError if the action cannot run with the items that are there.
+        """
+        engines = self._engines.get(rank.index)
+        if engines is None:
+            return
+        fault, start, end = engines.follow(action, rank.clock)
+        if fault:
+            raise StuckError({rank.index: (step, fault)})
+        if action.kind in PER_ITEM:
+            rank.ends[step] = end
+            if start > rank.clock:
+                rank.stalls[step] = start - rank.clock
+
+    def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
+        """Return the rank's own time that a move takes, by stage and item. homes: ranks of the
+        stages."""
+        return [self._engines[r].work(kind) if r in self._engines else [0.0] for r in homes]
+
+    def _engines_of(self, rank: int, items: Residency | SharedItems) -> Engines:
+        if isinstance(items, Residency):
+            return CopyEngines(items, *self._times(self._costs, rank))
+        replicas = ReplicaEngines(items, *self._times(self._costs.shared or self._costs, rank))
+        if items.tiers is None:
+            return replicas
+        return TieredReplicaEngines(
+            CopyEngines(items.tiers, *self._times(self._costs, rank)), replicas
+        )
+
+    def _times(self, costs: Costs, rank: int) -> tuple[float, float, dict[Kind, float]]:
+        """Return a rank's times to fetch and to release a MiB, and of its calls."""
+        p = self._num_ranks
+        calls = {kind: expand(cost, p)[rank] for kind, cost in costs.calls.items()}
+        return expand(costs.fetch, p)[rank], expand(costs.release, p)[rank], calls

@@ -9,12 +9,12 @@ needs (`simulate.fitting_send_window`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
-from hybridpar.pipeline.plan.moved_state import Effect, Entry, Table, When, Work
-from hybridpar.pipeline.plan.transfers import Channel, Rank
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.simulated_rank import Rank, Wake
+from hybridpar.pipeline.plan.transfers import Channel
 
 
 def min_send_window(num_ranks: int) -> int:
@@ -37,7 +37,7 @@ class SendWindow:
         self,
         ranks: Sequence[Rank],
         outgoing: Mapping[Kind, Sequence[Channel | None]],
-        wake: Callable[[Rank, deque[tuple[Channel, int]]], None],
+        wake: Wake,
     ):
         self.width = min_send_window(len(ranks))
         self._outgoing = outgoing
@@ -46,31 +46,23 @@ class SendWindow:
         # by rank, from the oldest on: the channel, and the number of the transfer there
         self._unfinished = [deque[tuple[Channel, int]]() for _ in ranks]
 
-    def limit(self, table: Table) -> Table:
-        """Return the table with entries that wait for the oldest send of a rank that has too
-        many."""
-        return {kind: self._limited(kind, *entry) for kind, entry in table.items()}
+    def oldest_send_finished(self, rank: Rank, action: Action, start: float) -> float | None:
+        """Dependency of every action: no more sends than the window has room for are unfinished."""
+        unfinished = self._unfinished[rank.index]
+        while len(unfinished) > self.width:
+            channel, number = unfinished[0]
+            if number >= len(channel.arrivals):
+                rank.waits_for = unfinished
+                return None
+            unfinished.popleft()
+            rank.clock = max(rank.clock, channel.arrivals[number])
+        return max(start, rank.clock)
 
-    def _limited(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        def when_finished(rank: Rank, action: Action) -> float | None:
-            unfinished = self._unfinished[rank.index]
-            while len(unfinished) > self.width:
-                channel, number = unfinished[0]
-                if number >= len(channel.arrivals):
-                    rank.waits_for = unfinished
-                    return None
-                unfinished.popleft()
-                rank.clock = max(rank.clock, channel.arrivals[number])
-            return rank.clock if when is None else when(rank, action)
-
-        def send(rank: Rank, action: Action, step: int) -> None:
-            channel = self._outgoing[action.kind][action.stage]
-            assert channel is not None, f"{action} has no stage to send to"
-            assert effect is not None, "a send starts a transfer"
-            self._unfinished[rank.index].append((channel, channel.num_sent))
-            effect(rank, action, step)
-
-        return when_finished, work, send if ROWS[kind].met_by else effect
+    def note_send(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of SEND, before its transfer is issued: one more send is unfinished."""
+        channel = self._outgoing[action.kind][action.stage]
+        assert channel is not None, f"{action} has no stage to send to"
+        self._unfinished[rank.index].append((channel, channel.num_sent))
 
     def arrived(self, sender: Rank) -> None:
         """Continue a rank that waits for its oldest send; another one of its sends has arrived."""

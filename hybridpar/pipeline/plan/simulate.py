@@ -49,22 +49,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from hybridpar.pipeline.plan.action import Action, Plan
+from hybridpar.pipeline.plan.collectives import Collectives, Meeting
 from hybridpar.pipeline.plan.copies import BusyHost
-from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
-from hybridpar.pipeline.plan.moved_state import Effect, Entry, MovedState, Table, When, Work
-from hybridpar.pipeline.plan.moved_state import StuckError as StuckError
+from hybridpar.pipeline.plan.costs import Costs
+from hybridpar.pipeline.plan.exchanges import Exchange, Exchanges
+from hybridpar.pipeline.plan.kinds import BESIDE, COMPUTE, PER_ITEM, ROWS, Kind
+from hybridpar.pipeline.plan.moved_state import Hosts, MovedItems, OffloadedActivations
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
 from hybridpar.pipeline.plan.send_window import SendWindow
 from hybridpar.pipeline.plan.shared import SharedItems
+from hybridpar.pipeline.plan.simulated_rank import Dependency, Effect, Rank
+from hybridpar.pipeline.plan.simulated_rank import StuckError as StuckError
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.pipeline.plan.transfers import Channel, Exchange, Rank, Transfers
+from hybridpar.pipeline.plan.transfers import Channel, Transfers
 
 
 def simulate(
@@ -112,22 +115,56 @@ def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
     return machine.window.width
 
 
-@dataclass(slots=True, eq=False)
-class _Meeting:
-    """A collective of one batch: over when `size` ranks have issued it."""
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How actions of a kind run.
 
-    size: int
-    issued: list[tuple[Rank, int]] = field(default_factory=list)  # who, and at which step
-    ready: float = 0.0
-    end: float | None = None
+    Args:
+        dependencies: Say one after the other when an action can start.
+        durations: Time of the rank that it takes, by stage and micro-batch.
+        effects: What follows, in this order.
+    """
+
+    dependencies: tuple[Dependency, ...]
+    durations: Sequence[Sequence[float]]
+    effects: tuple[Effect, ...]
+
+
+@dataclass(frozen=True)
+class _OfFirstPart:
+    """A dependency of the first part to run of actions that are cut into parts."""
+
+    dependency: Dependency
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, start: float) -> float | None:
+        first = self.parts[rank.index].first(action.kind, action.stage)
+        return self.dependency(rank, action, start) if action.part == first else start
+
+
+@dataclass(frozen=True)
+class _OfLastPart:
+    """An effect of the last part to run."""
+
+    effect: Effect
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, step: int) -> None:
+        if action.part == self.parts[rank.index].last(action.kind, action.stage):
+            self.effect(rank, action, step)
 
 
 class _Machine:
-    """All ranks, and what connects them.
+    """A graph: ranks, the resources between and beside them, and the rules by kind of action that
+    connect both.
 
-    The table has three entries for each kind of action: a function that says when it can start
-    (None: once the one before has returned), its durations by stage, and its effect. The function
-    returns None while the start is not known, and notes what the rank waits for.
+        ranks ------ transfers ---- cores or wires, which these share
+              |----- collectives    REDUCE, NORM, gather
+              |----- exchanges      only where communication blocks a rank
+              |----- hosts          only where a host makes the weights
+              |----- activations    only where they are offloaded
+              |----- items          only where state moves
+              '----- window         only where unfinished sends are limited
     """
 
     def __init__(
@@ -141,133 +178,115 @@ class _Machine:
     ):
         p = len(plan)
         self.costs = costs
-        self.ranks = [Rank(r, plan[r], gathered=ready[r] if ready else 0.0) for r in range(p)]
+        self.ranks = [Rank(r, plan[r]) for r in range(p)]
         self.sizes = Sizes.found(
             {a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p
         )
-        self.homes = [
-            self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)
-        ]  # ranks of the stages
+        self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]
+        self.parts = [PartCounts(rank.actions) for rank in self.ranks]
         self.transfers = Transfers(self.ranks, self.sizes, self.homes, costs, self._arrived)
         self.cores = self.transfers.cores
-        self.incoming = self.transfers.incoming
-        self.parts = [PartCounts(rank.actions) for rank in self.ranks]
-        self.moved = moved = MovedState(self.ranks, self.homes, costs, self.parts, residency)
-        self.reduce, self.gather = expand(costs.reduce, p), expand(costs.gather, p)
-        self.meetings: dict[
-            tuple[Kind, int, int], _Meeting
-        ] = {}  # by kind, batch, and stage (NORM: 0)
-        gathers = any(self.gather)
-        when = {Kind.HOST: self._when_normed, Kind.UPDATE: self._when_normed}
-        if gathers or ready:
-            when[Kind.F] = self._when_gathered
-        if costs.blocking_norm:
-            when[Kind.NORM] = self._when_reduced
-        effect = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm, Kind.HOST: moved.begin}
-        if gathers:
-            effect[Kind.UPDATE] = self._gather
-        self.table: Table = {
-            kind: (
-                when.get(kind, self._when_arrived if row.receive else None),
-                costs.durations(kind, self.homes),
-                effect.get(
-                    kind,
-                    self.transfers.send
-                    if row.met_by
-                    else self.transfers.post
-                    if row.side
-                    else None,
-                ),
-            )
-            for kind, row in ROWS.items()
+        self.exchanges = Exchanges(self.ranks, self._wake) if costs.blocking else None
+        self.collectives = Collectives(self.ranks, costs, ready, self.exchanges, self._wake)
+        self.hosts = Hosts(self.ranks, costs, self.parts, self.cores, self.collectives, self._wake)
+        self.activations = OffloadedActivations(self.ranks, costs)
+        self.items = MovedItems(p, costs, residency)
+        self.window = None
+        if limit_sends:
+            self.window = SendWindow(self.ranks, self.transfers.outgoing, self._wake)
+        self.waits_for_gather = self.collectives.gathers or bool(ready)
+        self.offloads = any(a.kind is Kind.OFFLOAD for rank in self.ranks for a in rank.actions)
+        self.rules = {
+            kind: _Rule(self._dependencies(kind), self._durations(kind), self._effects(kind))
+            for kind in ROWS
         }
-        if any(self.parts):
-            self.table |= {
-                kind: self._by_part(kind, *self.table[kind])
-                for kind, row in ROWS.items()
-                if row.cut
-            }
-        moved.add_hosts(
-            self.table,
-            self.cores,
-            lambda rank, batch: self._reduction(rank, batch).end or 0.0,
-            self._wake,
-        )
-        moved.add_stashes(self.table)
-        if costs.blocking:
-            self.table = {kind: self._blocking(kind, *entry) for kind, entry in self.table.items()}
-        moved.add_items(self.table)
-        self.window = (
-            SendWindow(self.ranks, self.transfers.outgoing, self._wake) if limit_sends else None
-        )
-        if self.window is not None:
-            self.table = self.window.limit(self.table)
         self.runnable = deque(self.ranks)
 
-    def _blocking(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry under `blocking`: a rank waits for its exchange before anything
-        else."""
-        side = ROWS[kind].side
-        joins = ROWS[kind].side != 0 or kind is Kind.REDUCE
+    # -- rules
 
-        def when_over(rank: Rank, action: Action) -> float | None:
-            exchange = rank.exchange
-            if exchange is not None and (not side or side != exchange.side):
-                if exchange.left:
-                    rank.waits_for = exchange
-                    return None
-                rank.clock = max(rank.clock, exchange.over)
-                rank.exchange = None
-            return rank.clock if when is None else when(rank, action)
-
-        def join(rank: Rank, action: Action, step: int) -> None:
-            rank.exchange = rank.exchange or Exchange(side)
-            rank.exchange.left += 1
-            if effect is not None:
-                effect(rank, action, step)
-
-        return when_over, work, join if joins else effect
-
-    def _arrived(self, channel: Channel, when: float) -> None:
-        self._wake(channel.receiver, channel)
+    def _dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
+        """Return what an action of a kind waits for. Those that set the rank's clock come first."""
+        row = ROWS[kind]
+        found: list[Dependency] = []
         if self.window is not None:
-            self.window.arrived(channel.sender)
-        if self.costs.blocking:
-            self._over(channel.sender, when)
-            self._over(channel.receiver, when)
+            found.append(self.window.oldest_send_finished)
+        if self.exchanges is not None:
+            found.append(self.exchanges.finished)
+        if row.receive:
+            found.append(self._once_for_all_parts(kind, self.transfers.received))
+        if kind is Kind.F and self.waits_for_gather:
+            found.append(self.collectives.gathered)
+        if kind is Kind.NORM and self.costs.blocking_norm:
+            found.append(self._once_for_all_parts(kind, self.collectives.reduced))
+        if kind in (Kind.HOST, Kind.UPDATE):
+            found.append(self._once_for_all_parts(kind, self.collectives.normed))
+        if kind is Kind.UPDATE and self.hosts:
+            found.append(self.hosts.weights_made)
+        if self.offloads and (kind is Kind.EVICT or Kind.RELOAD in row.needs):
+            found.append(self.activations.ready)
+        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+            found.append(self.items.ready)
+        return tuple(found)
 
-    def _over(self, rank: Rank, when: float) -> None:
-        """One of the transfers of a blocking rank, or its REDUCE, is over."""
-        if (exchange := rank.exchange) is not None:
-            exchange.left -= 1
-            exchange.over = max(exchange.over, when)
-            if not exchange.left:
-                self._wake(rank, exchange)
+    def _effects(self, kind: Kind) -> tuple[Effect, ...]:
+        """Return what follows an action of a kind."""
+        row = ROWS[kind]
+        found: list[Effect] = []
+        if row.met_by and self.window is not None:
+            found.append(self.window.note_send)
+        if self.exchanges is not None and (row.side or kind is Kind.REDUCE):
+            found.append(self.exchanges.join)
+        if row.met_by:
+            found.append(self.transfers.send)
+        elif row.side:
+            found.append(self.transfers.post)
+        if kind is Kind.REDUCE:
+            found.append(self.collectives.reduce)
+        if kind is Kind.NORM:
+            found.append(self._once_for_last_part(kind, self.collectives.norm))
+            if self.hosts:
+                found.append(self.hosts.send_gradients)
+        if kind is Kind.HOST:
+            found.append(self.hosts.begin)
+        if kind is Kind.UPDATE and self.collectives.gathers:
+            found.append(self._once_for_last_part(kind, self.collectives.gather))
+        if self.offloads and kind in (Kind.OFFLOAD, Kind.RELOAD):
+            found.append(self.activations.move)
+        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+            found.append(self.items.follow)
+        return tuple(found)
 
-    def _by_part(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry of a kind that is cut into parts."""
-        counts = [self.parts[rank] for rank in self.homes]
-
-        def when_first(rank: Rank, action: Action) -> float | None:
-            if when is not None and action.part == counts[action.stage].first(kind, action.stage):
-                return when(rank, action)
-            return (
-                self._gathered(rank, action, rank.clock)
-                if when == self._when_gathered
-                else rank.clock
-            )
-
-        def effect_last(rank: Rank, action: Action, step: int) -> None:
-            if effect is not None and action.part == counts[action.stage].last(kind, action.stage):
-                effect(rank, action, step)
-
-        shares = [
-            [time / counts[stage].count(kind, stage) for time in times]
-            for stage, times in enumerate(work)
+    def _durations(self, kind: Kind) -> Sequence[Sequence[float]]:
+        """Return the rank's time for actions of a kind, by stage and micro-batch; parts take equal
+        times."""
+        if self.items and kind in PER_ITEM:
+            return self.items.durations(kind, self.homes)
+        durations = self.costs.durations(kind, self.homes)
+        if not any(self.parts) or not ROWS[kind].cut:
+            return durations
+        return [
+            [time / self.parts[self.homes[stage]].count(kind, stage) for time in times]
+            for stage, times in enumerate(durations)
         ]
-        return when_first, shares, effect_last
+
+    def _touches_items(self, kind: Kind) -> bool:
+        """Whether actions of a kind, which is no move, touch items of the rank's state."""
+        return kind is Kind.NORM or kind not in BESIDE
+
+    def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
+        if any(self.parts) and ROWS[kind].cut:
+            return _OfFirstPart(dependency, self.parts)
+        return dependency
+
+    def _once_for_last_part(self, kind: Kind, effect: Effect) -> Effect:
+        if any(self.parts) and ROWS[kind].cut:
+            return _OfLastPart(effect, self.parts)
+        return effect
+
+    # -- events
 
     def run(self) -> None:
+        """Run all ranks to the ends of their lists. Raises: StuckError."""
         self._advance_all()
         while self._step_shared() or (self.window is not None and self.window.widen()):
             self._advance_all()
@@ -287,8 +306,8 @@ class _Machine:
             self._advance(self.runnable.popleft())
 
     def _advance(self, rank: Rank) -> None:
-        """Runs a rank's actions until it must wait or, where cores are shared, work."""
-        table = self.table
+        """Run a rank's actions until it must wait or, where cores are shared, work."""
+        rules = self.rules
         cores = self.cores
         actions = rank.actions
         starts = rank.starts
@@ -296,12 +315,15 @@ class _Machine:
         ends = rank.ends
         for step in range(len(starts), len(actions)):
             action = actions[step]
-            when, work, effect = table[action.kind]
-            start = rank.clock if when is None else when(rank, action)
-            if start is None:
-                return
+            rule = rules[action.kind]
+            start: float | None = rank.clock
+            for dependency in rule.dependencies:
+                start = dependency(rank, action, start)
+                if start is None:
+                    return
+            assert start is not None
             starts.append(start)
-            durations = work[action.stage]
+            durations = rule.durations[action.stage]
             duration = durations[action.microbatch % len(durations)]
             if cores is not None and duration:
                 cores.add(start, duration, partial(self._done, rank))
@@ -309,7 +331,7 @@ class _Machine:
             rank.clock = end = start + duration
             returns.append(end)
             ends.append(end)
-            if effect is not None:
+            for effect in rule.effects:
                 effect(rank, action, step)
 
     def _done(self, rank: Rank, now: float) -> None:
@@ -319,103 +341,26 @@ class _Machine:
         rank.clock = now
         rank.returns.append(now)
         rank.ends.append(now)
-        if (effect := self.table[action.kind][2]) is not None:
+        for effect in self.rules[action.kind].effects:
             effect(rank, action, step)
         self.runnable.append(rank)
 
-    # -- when an action can start
-
-    def _when_arrived(self, rank: Rank, action: Action) -> float | None:
-        if (channel := self.incoming[action.kind][action.stage]) is None:
-            return rank.clock
-        if channel.num_used == len(channel.arrivals):
-            rank.waits_for = channel
-            return None
-        arrival = channel.arrivals[channel.num_used]
-        channel.num_used += 1
-        return max(rank.clock, arrival)
-
-    def _when_gathered(self, rank: Rank, action: Action) -> float | None:
-        start = self._when_arrived(rank, action)
-        return None if start is None else self._gathered(rank, action, start)
-
-    def _gathered(self, rank: Rank, action: Action, start: float) -> float:
-        return start if action.version < rank.newest else max(start, rank.gathered)
-
-    def _when_reduced(self, rank: Rank, action: Action) -> float | None:
-        return self._when_over(rank, self._reduction(rank, action.microbatch))
-
-    def _when_normed(self, rank: Rank, action: Action) -> float | None:
-        batch = action.microbatch
-        if batch in rank.normed:
-            return self._when_over(rank, self._meeting(Kind.NORM, batch, 0, len(self.ranks)))
-        return self._when_over(rank, self._reduction(rank, batch))
-
-    def _when_over(self, rank: Rank, meeting: _Meeting) -> float | None:
-        if meeting.end is None:
-            rank.waits_for = meeting
-            return None
-        return max(rank.clock, meeting.end)
-
-    # -- what an action does
-
-    def _reduction(self, rank: Rank, batch: int) -> _Meeting:
-        """The REDUCE of that batch that this rank takes part in."""
-        last = len(self.ranks) - 1
-        tied = self.costs.tied and last > 0 and rank.index in (0, last)
-        return self._meeting(Kind.REDUCE, batch, 0 if tied else rank.index, 2 if tied else 1)
-
-    def _meeting(self, kind: Kind, batch: int, stage: int, size: int) -> _Meeting:
-        key = (kind, batch, stage)
-        if key not in self.meetings:
-            self.meetings[key] = _Meeting(size)
-        return self.meetings[key]
-
-    def _join(
-        self, meeting: _Meeting, rank: Rank, step: int, ready: float, duration: float
-    ) -> None:
-        """Takes part in a collective; the last one to join sets its end, and wakes those who wait
-        for it."""
-        meeting.issued.append((rank, step))
-        meeting.ready = max(meeting.ready, ready)
-        if len(meeting.issued) < meeting.size:
-            return
-        meeting.end = meeting.ready + duration
-        for member, at in meeting.issued:
-            member.ends[at] = meeting.end
-            self._wake(member, meeting)
-            if self.costs.blocking and member.actions[at].kind is Kind.REDUCE:
-                self._over(member, meeting.end)
+    def _arrived(self, channel: Channel, when: float) -> None:
+        """A transfer has arrived: both ends may go on."""
+        self._wake(channel.receiver, channel)
+        if self.window is not None:
+            self.window.arrived(channel.sender)
+        if self.exchanges is not None:
+            self.exchanges.complete(channel.sender, when)
+            self.exchanges.complete(channel.receiver, when)
 
     def _wake(self, rank: Rank, waited_for: object) -> None:
         if rank.waits_for is waited_for:
             rank.waits_for = None
             self.runnable.append(rank)
 
-    def _reduce(self, rank: Rank, action: Action, step: int) -> None:
-        self._join(
-            self._reduction(rank, action.microbatch),
-            rank,
-            step,
-            rank.clock,
-            self.reduce[rank.index],
-        )
-
-    def _norm(self, rank: Rank, action: Action, step: int) -> None:
-        batch = action.microbatch
-        meeting = self._meeting(Kind.NORM, batch, 0, len(self.ranks))
-        ready = rank.clock
-        if len(meeting.issued) == meeting.size - 1:  # all have issued their REDUCE before
-            ready = max(ready, *(self._reduction(r, batch).end or 0.0 for r in self.ranks))
-        rank.normed.add(batch)
-        self._join(meeting, rank, step, ready, self.costs.norm)
-
-    def _gather(self, rank: Rank, action: Action, step: int) -> None:
-        rank.newest = action.version
-        rank.gathered = rank.clock + self.gather[rank.index]
-        rank.ends[step] = rank.gathered
-
     def _reason(self, rank: Rank) -> str:
+        """Return what a rank waits for, in words."""
         action = rank.actions[len(rank.starts)]
         missing = rank.waits_for
         if isinstance(missing, Channel):
@@ -427,10 +372,10 @@ class _Machine:
             return f"{action} waits for the host"
         if isinstance(missing, Exchange):
             return f"{action} waits for {missing.left} transfers of this rank"
-        assert missing is not None, f"rank {rank.index} is not waiting"
+        assert isinstance(missing, Meeting), f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
-        kind, batch = next(
-            (k, b) for (k, b, _), meeting in self.meetings.items() if meeting is missing
-        )
         absent = [r.index for r in self.ranks if r.index not in there]
-        return f"{action} waits for {kind}{batch}, which ranks {absent} have not reached"
+        return (
+            f"{action} waits for {missing.kind}{missing.batch}, which ranks {absent} have not "
+            "reached"
+        )

@@ -7,42 +7,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.network import Route, Wires
+from hybridpar.pipeline.plan.simulated_rank import Rank
 from hybridpar.pipeline.plan.sizes import Sizes
-
-
-@dataclass(slots=True, eq=False)
-class Rank:
-    """One rank's place in its list, and its clock."""
-
-    index: int
-    actions: Sequence[Action]
-    starts: list[float] = field(default_factory=list)
-    returns: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    stalls: dict[int, float] = field(default_factory=dict)
-    clock: float = 0.0
-    waits_for: Any = None  # a Channel, a collective, a host, or an Exchange
-    exchange: Exchange | None = None  # blocking: what it last began to send or receive
-    normed: set[int] = field(default_factory=set)  # batches whose NORM it has issued
-    host_step: int = 0  # its newest HOST
-    newest: int = 0  # its newest weight version, and when its replicas have gathered that
-    gathered: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """Transfers of a blocking rank with the neighbour on one side, or its REDUCE (side 0)."""
-
-    side: int
-    left: int = 0  # that are not over
-    over: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +124,20 @@ class Transfers:
 
         return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
 
+    def received(self, rank: Rank, action: Action, start: float) -> float | None:
+        """Dependency of F, B and I: what the stage beside has sent is there."""
+        channel = self.incoming[action.kind][action.stage]
+        if channel is None:
+            return start
+        if channel.num_used == len(channel.arrivals):
+            rank.waits_for = channel
+            return None
+        arrival = channel.arrivals[channel.num_used]
+        channel.num_used += 1
+        return max(start, arrival)
+
     def send(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of SEND: issues its transfer."""
         channel = self.outgoing[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to send to"
         channel.num_sent += 1
@@ -160,6 +145,7 @@ class Transfers:
         self._transfer(channel)
 
     def post(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of RECV: posts it."""
         channel = self.incoming[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to receive from"
         channel.num_posted += 1

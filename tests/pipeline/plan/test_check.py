@@ -32,12 +32,10 @@ def settings_of_plans(draw, max_stages=16, max_microbatches=64):
 def test_every_plan_is_right(setting, first_batch, clip, ahead, split):
     name, sizes = setting
     schedule = SCHEDULES[name]
-    plan = make_plan(
-        replace(find_schedule(name).with_options(clip=clip, split=split), receive_ahead=ahead),
-        sizes,
-        first_batch,
-        3,
-    )
+    lowered = find_schedule(name).with_options(clip=clip, split=split)
+    if ahead is not None:
+        lowered = replace(lowered, receive_ahead=ahead)
+    plan = make_plan(lowered, sizes, first_batch, 3)
     report = check(plan, sizes, name, serial_links=ahead in (None, 0))
     assert (report.first_batch, report.num_batches) == (first_batch, 3)
     long_enough = 3 * sizes.num_microbatches > sizes.num_stages

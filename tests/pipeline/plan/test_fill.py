@@ -34,7 +34,7 @@ def filled(schedule: Schedule, sizes: Sizes, costs: Costs, most: float = 0) -> S
     return make_schedule(
         ScheduleOptions(
             "own",
-            stage_layout=sizes.placement,
+            stage_layout=sizes.stage_layout,
             virtual_stages=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
             order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
         )

@@ -25,7 +25,7 @@ from hybridpar.pipeline.plan.simulate import simulate
 
 
 def without_communication(name, p, m, stage, num_batches=3, **options):
-    actions = lower(ScheduleOptions(name, **options), Sizes(p, m), stage, 0, num_batches)
+    actions = lower(find_schedule(name).with_options(**options), Sizes(p, m), stage, 0, num_batches)
     kinds = COMPUTE | {Kind.REDUCE, Kind.NORM, Kind.UPDATE}
     return text_of(a for a in actions if a.kind in kinds).replace(f"@{stage}", "")
 

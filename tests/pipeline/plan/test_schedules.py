@@ -123,7 +123,7 @@ SIZES = st.builds(Sizes, st.integers(1, 16), st.integers(1, 64))
 )
 def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
     schedule = make_schedule(
-        ScheduleOptions(name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth")
+        ScheduleOptions(name, warmup=warmup if "warmup" in SCHEDULES[name].accepts else "depth")
     )
     if schedule.needs_full_pipeline:
         sizes = Sizes(sizes.num_stages, max(sizes.num_microbatches, schedule.warmup(sizes, 0)))
