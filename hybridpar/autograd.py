@@ -169,9 +169,9 @@ def default_generators() -> list[torch.Generator]:
 
 def _not_again(first: object, then: object) -> str:
     return (
-        f"a block that is recomputed saved {first} at first, and {then} when it ran again: what it "
-        "does must be "
-        'the same each time, or pipeline.recompute = "none"'
+        f"a recomputed block saved {first} in its first forward and {then} when it ran "
+        f"again: its forward must do the same each time; if it cannot, use pipeline.recompute = "
+        f'"none"'
     )
 
 

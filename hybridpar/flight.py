@@ -460,7 +460,7 @@ def _who(text: bytes) -> dict[str, Any]:
     """The plain values about a rank. Raises: ValueError for values that `Record` cannot use."""
     who = parse_json(text)
     if not isinstance(who, dict):
-        raise ValueError("the record says not who it is of")
+        raise ValueError("the record does not say which rank wrote it")
     axes = who.get("axes", {})
     if not isinstance(axes, dict):
         raise ValueError("axes must be an object")

@@ -194,7 +194,8 @@ class ProcessGrid:
             raise config_error(
                 "parallel",
                 given,
-                f"{' * '.join(self.sizes)} is {num_ranks} but the job has {world_size} processes",
+                f"{' * '.join(self.sizes)} = {num_ranks} does not match the job's {world_size} "
+                f"processes",
                 f"torchrun --nproc-per-node {num_ranks}",
             )
         via_host = num_ranks > 1 and device_type != "cpu" and dist.get_backend() == "gloo"
@@ -380,11 +381,16 @@ def _complete(sizes: AxisSizes) -> dict[str, int]:
     of ranks."""
     if not isinstance(sizes, Mapping):
         raise config_error(
-            "sizes", sizes, "must be the sizes of axes by name", '{"pp": 2, "tp": 2}, or pp=2, tp=2'
+            "sizes",
+            sizes,
+            "must map names of axes to their sizes",
+            '{"pp": 2, "tp": 2}, or pp=2, tp=2',
         )
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise config_error(f"parallel.{name}", size, "must be at least 1, a whole number", "1")
+            raise config_error(
+                f"parallel.{name}", size, "must be a whole number of at least 1", "1"
+            )
     return {name: 1 for name in ("pp", "dp", "tp") if name not in sizes} | dict(sizes)
 
 

@@ -56,7 +56,9 @@ def _load() -> str | None:
     except ImportError as error:
         return f"the extension hybridpar._C is not built or does not load ({error})"
     if arguments_digest() != _EXPECTED:
-        return "the extension hybridpar._C is of another version than this checkout; build it again"
+        return (
+            "the extension hybridpar._C was built for another version of hybridpar; build it again"
+        )
     return None
 
 
@@ -105,7 +107,9 @@ def _load_recorder() -> str | None:
             f"{found}"
         )
     if not hasattr(module.Observer, "resized"):
-        return f"the extension {_RECORDER} is of another version than this checkout; build it again"
+        return (
+            f"the extension {_RECORDER} was built for another version of hybridpar; build it again"
+        )
     try:
         module.start()
     except RuntimeError as error:

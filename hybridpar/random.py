@@ -149,8 +149,8 @@ def check_counters(
     """Raises: ValueError where a counter would wrap around and repeat numbers."""
     if not (0 <= step <= _MASK and sample >= 0 and sample + num_samples <= _MASK + 1):
         raise ValueError(
-            f"step {step} and samples {sample} to {sample + num_samples} must be within 0 to 2**32 "
-            "- 1"
+            f"step {step} or samples {sample} to {sample + num_samples} are out of range: 0 to "
+            f"2**32 - 1"
         )
     if min(num_samples, rows, cols, stride, start) < 0:
         raise ValueError(

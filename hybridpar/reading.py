@@ -64,11 +64,11 @@ def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
     try:
         handle = os.open(path, _FLAGS) if within is None else _open_within(path, within)
     except ValueError:  # a name with a zero byte
-        raise OSError(errno.EINVAL, "has an impossible name", repr(str(path))) from None
+        raise OSError(errno.EINVAL, "not a valid file name", repr(str(path))) from None
     file = FileIO(handle, "r")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
 
 
@@ -79,7 +79,7 @@ def _open_within(path: Path, folder: Path) -> int:
     inside = os.path.relpath(os.path.realpath(path), root)
     parts = Path(inside).parts
     if not parts or os.pardir in parts or os.path.isabs(inside):
-        raise OSError(errno.ELOOP, "is a symbolic link that leads out of its folder", str(path))
+        raise OSError(errno.ELOOP, "a symbolic link that leads out of its folder", str(path))
     # A link that takes a component's place from now on is refused: each one is opened in the folder
     # before it.
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -144,7 +144,7 @@ def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
     `most` bytes."""
     with open_regular(path, within=within) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise ValueError(f"it has {size} bytes, more than {most}")
+            raise ValueError(f"it has {size} bytes; at most {most} are allowed")
         return file.read(size)
 
 
@@ -258,13 +258,13 @@ def parse_json(
     try:
         return json.loads(text, object_pairs_hook=make or _object)
     except RecursionError:
-        raise ValueError("it nests too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("an object has one key twice")
+        raise ValueError("an object has the same key twice")
     return found
 
 

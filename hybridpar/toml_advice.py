@@ -30,8 +30,8 @@ def toml_advice(text: str, said: str) -> str:
     line = lines[number - 1].strip()
     if text.lstrip().startswith("{"):
         return (
-            f"line {number}, column {place[2]}: it is JSON; write [section] in one line, and key = "
-            "value in others"
+            f"line {number}, column {place[2]}: this is JSON; write [section] on one line, "
+            f"and key = value on the lines below"
         )
     if len(line) > _LONGEST:
         return f"line {number}, column {place[2]}: {rule}: {line[:_LONGEST]} .."
@@ -42,22 +42,22 @@ def toml_advice(text: str, said: str) -> str:
 def _mended(line: str, rule: str) -> str:
     """Return what to write instead of a line; empty where that is unknown."""
     if "twice" in rule:
-        return "write all keys of a section below its first heading"
+        return "the section appears twice; write all its keys below one heading"
     if "overwrite" in rule:
-        return "the key stands twice; leave one of the two lines out"
+        return "the key appears twice; remove one of the two lines"
     if line.startswith("["):
         return f"try [{line.strip('[] ')}]" if line.count("[") != line.count("]") else ""
     if (plain := line.translate(_QUOTES)) != line:
         return f"try {plain}"
     pair = _PAIR.match(line)
     if pair is None:
-        return "a line is [section] or key = value"
+        return "a line must be [section] or key = value"
     key = pair["key"]
     value = pair["value"]
     if not value:
-        return f"write a value behind {key} =" if pair["sign"] == "=" else f"try [{key}]"
+        return f"{key} needs a value after =" if pair["sign"] == "=" else f"try [{key}]"
     if (found := _value(value)) is None:
-        return f"leave out the line of {key}, which has no value"
+        return f"{key} has no value; remove the line"
     if "\\" in value and value.startswith('"'):
         return f"try {key} = '{value.strip(chr(34))}'"
     return f"try {key} = {found}" if found != value or pair["sign"] == ":" else ""

@@ -104,6 +104,9 @@ class Trainer:
         self.datasets = _checked_datasets(datasets)
         self._stop = StopFlag()
         self._given: GivenRow | None = None
+        if isinstance(model, type):
+            rule = "must be an object, not its class"
+            raise config_error("model", model, rule, f"{model.__name__}(..)")
         if _is_modules(model):
             self._given, model = self._row(model, loss, metrics, num_targets)
         else:
@@ -111,8 +114,8 @@ class Trainer:
             for name, function in functions.items():
                 if function is not None:
                     rule = (
-                        "goes with an nn.Sequential or a list of modules; another model has a "
-                        "method for it"
+                        "not supported with a ModelSpec, which defines it as a method; only "
+                        "with an nn.Sequential or a list of modules"
                     )
                     raise config_error(
                         name, function, rule, f"def {name}(..) in the class of the model"
@@ -127,9 +130,8 @@ class Trainer:
         base = base if model is None else dataclasses.replace(base, model=model)  # type: ignore[arg-type]
         if not isinstance(base.model, ModelSpec):
             rule = (
-                "must be a ModelSpec, an nn.Sequential or a list of modules; a configuration or "
-                "its file is named "
-                "config"
+                "must be a ModelSpec, an nn.Sequential or a list of modules; give a "
+                "configuration or its file as config="
             )
             raise config_error("model", base.model, rule, "hybridpar.ModelConfig()")
         require_settings(type(base.model))
@@ -347,12 +349,12 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
     if not isinstance(datasets or {}, Mapping):
         kind = f"a {type(datasets).__name__}"
         raise config_error(
-            "datasets", kind, "must be a dict of datasets by part of a run", '{"train": ..}'
+            "datasets", kind, 'must be a dict with the keys "train" and "valid"', '{"train": ..}'
         )
     if unknown := set(datasets or {}) - {"train", "valid"}:
         rule = (
-            'has unknown keys; known are "train" and "valid", and several validation sets are a '
-            'dict in "valid"'
+            'has unknown keys. Valid keys: "train" and "valid"; several validation sets are '
+            'a dict under "valid"'
         )
         works = '{"train": .., "valid": {"wiki": .., "code": ..}}'
         raise config_error("datasets", sorted(map(str, unknown)), rule, works)
@@ -363,11 +365,14 @@ def _with_optimizer(base: Config, optimizer: Any) -> Config:
     """Raises: ConfigError."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
         raise config_error(
-            "optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None"
+            "optimizer", optimizer, "must be a subclass of hybridpar.UpdateRule", "None"
         )
     name = spec_name(optimizer)
     if import_class("optim.spec", name, UpdateRule) is not optimizer:
-        rule = f"must be the newest class that is named {name!r}, as a run finds it by this name"
+        rule = (
+            f"must be the newest class named {name!r}: a run finds the class by its name, "
+            f"and a later definition has replaced this one"
+        )
         raise config_error("optimizer", optimizer, rule, "a class of another name")
     own = {"name": "own", "spec": name}
     return dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]

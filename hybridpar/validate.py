@@ -72,23 +72,24 @@ def value_problems(config: Config) -> Iterator[Problem]:
                 rule = "is too large"
                 works = default
             elif any(isinstance(part, str) and "\0" in part for part in parts):
-                rule = "must not hold a zero byte"
+                rule = "must not contain a zero byte"
                 works = default
             elif flaws := [
                 flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))
             ]:
-                rule = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}"
+                rule = f"must be UTF-8 text, since config.toml stores it; {flaws[0]}"
                 works = default
             elif any(isinstance(part, str) and part.startswith("~/") for part in parts):
                 home = [str(Path(str(part)).expanduser()) for part in parts]
                 rule = (
-                    "must be a path without ~, which a shell replaces only where it begins a word"
+                    "must not contain ~, which a shell expands only at the start of a word; "
+                    "write the full path"
                 )
                 works = home if isinstance(value, tuple) else f'"{home[0]}"'
             elif any(not isinstance(part, bool | int | float | str) for part in parts):
                 rule = (
-                    "must be text, a number, a truth value or a list of these, as TOML has no "
-                    "others"
+                    "must be a string, a number, a boolean or a list of these, the types "
+                    "that TOML has"
                 )
                 works = 0
             elif name in rules:
@@ -123,9 +124,8 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     sites = config.parallel.sites
     if sites > 1 and config.parallel.zero == 0 and world_size > tp * pp * sites:
         rule = (
-            "must be 1 with several replicas at each of several sites: each sends what it updates, "
-            "and all would "
-            "update all"
+            "must be at least 1 with parallel.sites > 1 and parallel.dp > 1: each replica "
+            "exchanges the part of the model that it updates"
         )
         yield Problem("parallel.zero", 0, rule, "1")
     product, given = (
@@ -136,7 +136,8 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "parallel",
             f"tp={tp} pp={pp} dp={dp}{given}",
-            f"{product} is {config.parallel.num_ranks} but the job has {world_size} processes",
+            f"{product} = {config.parallel.num_ranks} does not match the job's {world_size} "
+            f"processes",
             f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
             f"--nproc-per-node){fills}",
         )
@@ -213,5 +214,5 @@ def _continued(config: Config) -> Iterator[Problem]:
     if wrong := [name for name in config.train.continue_with if name not in CONTINUABLE]:
         near = get_close_matches(wrong[0], CONTINUABLE, 1, 0.0)[0]
         yield Problem(
-            "train.continue_with", wrong, f"can only name {', '.join(CONTINUABLE)}", f'["{near}"]'
+            "train.continue_with", wrong, f"must be one of {', '.join(CONTINUABLE)}", f'["{near}"]'
         )

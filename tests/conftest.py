@@ -53,12 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Of hypothesis: how busy the machine is says nothing of the code, and a change's tests end
     alike everywhere."""
     with contextlib.suppress(ImportError):  # what tests a GPU does without it
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
         thorough = config.getoption("--thorough")
         settings.register_profile(
             "ours",
             deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
             max_examples=60 if thorough else 15,
             derandomize=not thorough,
         )

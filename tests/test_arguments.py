@@ -54,23 +54,23 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train my.toml --pipeline.split [2,4]", "try --pipeline.split 2 4"),
         (
             "train my.toml --optim.betas 0.9 0.9 0.9",
-            "--optim.betas takes 2 values, and '0.9' is one more",
+            "--optim.betas takes 2 values; remove '0.9'",
         ),
         (
             "train my.toml stray",
-            "'stray' is one argument too many: the command takes CONFIG.toml; leave 'stray' out",
+            "'stray' is one argument too many: the command takes CONFIG.toml; remove it",
         ),
         (
             "train my.toml --train.num_steps 3 4",
-            "--train.num_steps takes one value, and '4' is one more; leave '4' out",
+            "--train.num_steps takes one value; remove '4'",
         ),
         (
             "train my.toml --run.name my run",
-            "a value with spaces stands in quotation marks: --run.name 'my run'",
+            "put a value with spaces in quotation marks: --run.name 'my run'",
         ),
         (
             "train my.toml --json true",
-            "--json takes no value, and 'true' stands behind it; write --json alone",
+            "--json takes no value, but is followed by 'true'; write --json alone",
         ),
         ("train my.toml --json=true", "--json=true: takes no value; write --json alone"),
         (
@@ -93,7 +93,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("resume my.toml", "resume is not a command; did you mean train?"),
         ("colour", "colour is not a command; there are train, verify, "),
         ("generate", "--checkpoint is missing; try hybridpar generate --checkpoint runs/run"),
-        ("generate runs/a", "'runs/a' stands without a flag; did you mean --checkpoint runs/a?"),
+        ("generate runs/a", "'runs/a' has no flag before it; did you mean --checkpoint runs/a?"),
         ("watch", "RUN is missing; try hybridpar watch RUN"),
         (
             "export",
@@ -164,29 +164,32 @@ def test_ranges_suggest_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is empty: it has no section; try a line [model]"),
-        ("# nothing\n", "is empty: it has no section"),
+        ("", "the file is empty; try the line [model]"),
+        ("# nothing\n", "the file is empty"),
         (
             "[model\n",
             "line 1, column 7: Expected ']' at the end of a table declaration: [model; try [model]",
         ),
         ("[model]\nkind = gpt\n", 'line 2, column 8: Invalid value: kind = gpt; try kind = "gpt"'),
         ("[model]\nnum_layers: 2\n", "num_layers: 2; try num_layers = 2"),
-        ("[model]\nnum_layers =\n", "write a value behind num_layers ="),
+        ("[model]\nnum_layers =\n", "num_layers needs a value after ="),
         (
             "[model]\nnum_layers = 2\nnum_layers = 3\n",
             "line 3, column 15: Cannot overwrite a value: num_layers = 3; ",
         ),
-        ("[model]\n[train]\n[model]\n", "write all keys of a section below its first heading"),
+        (
+            "[model]\n[train]\n[model]\n",
+            "the section appears twice; write all its keys below one heading",
+        ),
         ("[model]\nbias = True\n", "try bias = true"),
         ("[model]\nkind = \u201cgpt\u201d\n", 'try kind = "gpt"'),
         ("[optim]\nlr = .1\n", "try lr = 0.1"),
         ("[optim]\nlr = 1,5\n", "try lr = 1.5"),
-        ("[optim]\nspec = None\n", "leave out the line of spec"),
+        ("[optim]\nspec = None\n", "spec has no value; remove the line"),
         ("[optim]\nbetas = (0.9, 0.99)\n", "try betas = [0.9, 0.99]"),
         ("[train]\nnum_steps = 010\n", "try num_steps = 10"),
         ('[run]\ndir = "C:\\my runs"\n', "try dir = 'C:\\my runs'"),
-        ('{"model": {}}', "it is JSON; write [section] in one line"),
+        ('{"model": {}}', "this is JSON; write [section] on one line"),
         ("model:\n  num_layers: 2\n", "model:; try [model]"),
         (b"\xff\xfe[\0m\0", "it is UTF-16 text; save it as UTF-8"),
         (b"\x89PNG\0\0\xff", "it is a binary file, not text"),
@@ -240,20 +243,20 @@ def test_a_home_folder_is_written_out(inside: Path, monkeypatch: pytest.MonkeyPa
         (lambda m: hybridpar.Trainer(m, epochs=3), "try train={'num_steps': 3}"),
         (
             lambda m: hybridpar.Trainer(m, optim="adamw"),
-            "must be a dict of keys; try optim={'name': 'adamw'}",
+            "must be a dict of the section's keys; try optim={'name': 'adamw'}",
         ),
         (
             lambda m: hybridpar.Trainer(m, optim=None),
-            "must be a dict of keys; try optim={'name': 'adamw'}",
+            "must be a dict of the section's keys; try optim={'name': 'adamw'}",
         ),
         (
             lambda m: hybridpar.Trainer(m, datasets=[{"x": 1}]),
-            "datasets = 'a list': must be a dict of datasets",
+            "datasets = 'a list': must be a dict with the keys",
         ),
         (lambda m: hybridpar.Trainer(m, dataset={"train": []}), "did you mean datasets?"),
         (
             lambda m: hybridpar.Trainer(model=m),
-            "is the first argument, without a name; try Trainer(model, ..)",
+            "the model is the first argument, without a keyword; try Trainer(model, ..)",
         ),
         (
             lambda m: hybridpar.Trainer(m, {"optim": {"lr": 1}}),
@@ -267,7 +270,7 @@ def test_a_home_folder_is_written_out(inside: Path, monkeypatch: pytest.MonkeyPa
         (lambda m: hybridpar.ModelConfig(num_layer=2), "did you mean num_layers?"),
         (
             lambda m: hybridpar.ModelConfig(colour=2),
-            "colour = 2: is no setting; there are kind, num_layers,",
+            "colour = 2: unknown setting of ModelConfig. Settings: kind, num_layers,",
         ),
     ],
 )

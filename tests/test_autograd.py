@@ -61,10 +61,10 @@ def test_it_runs_up_to_the_last_tensor_that_is_needed() -> None:
 @pytest.mark.parametrize(
     ("again", "message"),
     [
-        (lambda x: x.exp().sum(), "saved 2 tensors at first, and 1 when it ran again"),
+        (lambda x: x.exp().sum(), "saved 2 tensors in its first forward and 1 when it ran again"),
         (
             lambda x: x[:2].exp().sin().sum(),
-            r"saved \(\(3,\), torch.float32\) at first, and \(\(2,\), torch.float32\)",
+            r"saved \(\(3,\), torch.float32\) in its first forward and \(\(2,\), torch.float32\)",
         ),
         (lambda x: x.double().exp().sin().sum(), r"saved .* and \(\(3,\), torch.float64\) when"),
     ],

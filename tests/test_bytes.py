@@ -72,7 +72,8 @@ def test_a_setting_is_refused_as_it_could_not_be_kept(
     ((name, keys),) = section.items()
     assert found.field == f"{name}.{next(iter(keys))}"
     assert (
-        "must be UTF-8 text, as config.toml keeps it; byte 0xe9 behind 'caf' is not" in found.rule
+        "must be UTF-8 text, since config.toml stores it; byte 0xe9 behind 'caf' is not"
+        in found.rule
     )
 
 
@@ -80,7 +81,7 @@ def test_a_setting_is_refused_as_it_could_not_be_kept(
 def test_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, NAME)
     with pytest.raises(
-        ConfigError, match=rf"{name} = .*must be UTF-8 text in the environment; byte 0xe9"
+        ConfigError, match=rf"{name} = .*this environment variable must be UTF-8 text; byte 0xe9"
     ):
         Launch.from_environment()
 

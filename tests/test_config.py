@@ -49,20 +49,21 @@ def test_a_file_changes_only_what_it_names() -> None:
     [
         (
             {"modle": {}},
-            "modle = '...': is not a section of the configuration; did you mean [model]?",
+            "modle = '...': unknown section; did you mean [model]?",
         ),
         (
             {"hidden_size": 64},
-            "hidden_size = 64: is a key of [model], and stands in no section; try model.hidden_size",
+            "hidden_size = 64: is a key of [model], but is in no section here; try "
+            "model.hidden_size",
         ),
-        ({"model": 3}, "is a section and needs keys"),
+        ({"model": 3}, "is a section, so it must have keys below it"),
         (
             {"model": {"num_layer": 3}},
-            "model.num_layer = 3: is not a key of the configuration; did you mean model.num_layers?",
+            "model.num_layer = 3: unknown key; did you mean model.num_layers?",
         ),
         (
             {"train": {"lr": 0.1}},
-            "train.lr = 0.1: is not a key of the configuration; did you mean optim.lr or outer.lr?",
+            "train.lr = 0.1: unknown key; did you mean optim.lr or outer.lr?",
         ),
         (
             {"parallel": {"tensor_model_parallel_size": 2}},
@@ -94,20 +95,19 @@ def test_a_file_changes_only_what_it_names() -> None:
         ({"model": {"n_layer": 2}}, "did you mean model.num_layers?"),
         (
             {"model": {"colour": 2}},
-            "model.colour = 2: is not a key of [model]; hybridpar train --help lists all",
+            "model.colour = 2: unknown key of [model]; `hybridpar train --help` lists all keys",
         ),
-        ({"memory": {"colour": 2}}, "is not a key of [memory]; there are budget, folder,"),
+        ({"memory": {"colour": 2}}, "unknown key. Keys of [memory]: budget, folder,"),
         (
             {"batch_size": 2},
-            "stands in no section, and is not the name of one; did you mean train.micro_batch_size?",
+            "unknown key, outside of any section; did you mean train.micro_batch_size?",
         ),
         ({"optimizer": {}}, "did you mean [optim]?"),
         (
             {"colour": {}},
-            "is not a section of the configuration; there are model, parallel, pipeline, optim, "
-            "train,",
+            "unknown section. Sections: model, parallel, pipeline, optim, train,",
         ),
-        ({"optim": "sgd"}, """try [optim] in a line, and name = "adamw" in the next one"""),
+        ({"optim": "sgd"}, 'try the line [optim], then the line name = "adamw"'),
         (
             {"run": {"trackers": "wand"}},
             "run.trackers = 'wand': must be one of wandb, mlflow; did you mean \"wandb\"?",
@@ -184,7 +184,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def test_a_file_that_says_nothing_is_a_mistake(tmp_path: Path) -> None:
     for text in ("", "# only this\n"):
         (tmp_path / "empty.toml").write_text(text)
-        with pytest.raises(ConfigError, match="has no section; try"):
+        with pytest.raises(ConfigError, match="the file is empty; try"):
             load_toml(tmp_path / "empty.toml")
 
 

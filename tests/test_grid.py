@@ -49,15 +49,20 @@ def test_axes_count_separately() -> None:
 @pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"tp": "2"}])
 def test_sizes_that_are_none(sizes: Any) -> None:
     ((name, value),) = sizes.items()
-    with pytest.raises(ConfigError, match=rf"parallel\.{name} = {value!r}: must be at least 1"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"parallel\.{name} = {value!r}: must be a whole " rf"number of at least 1",
+    ):
         ProcessGrid(**sizes)
-    with pytest.raises(ConfigError, match=r"sizes = 5: must be the sizes of axes by name; try \{"):
+    with pytest.raises(
+        ConfigError, match=r"sizes = 5: must map names of axes to their sizes; try \{"
+    ):
         ProcessGrid(5)  # type: ignore[arg-type]
 
 
 def test_more_ranks_than_processes() -> None:
     with pytest.raises(
-        ConfigError, match=r"pp \* dp \* tp is 6 but the job has 1 processes; try torchrun"
+        ConfigError, match=r"pp \* dp \* tp = 6 does not match the job's 1 processes; try torchrun"
     ):
         ProcessGrid(tp=3, pp=2)
 
@@ -148,7 +153,7 @@ def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
 
 
 def wrong_size_and_two_grids() -> None:
-    with pytest.raises(ConfigError, match="is 3 but the job has 2"):
+    with pytest.raises(ConfigError, match="= 3 does not match the job's 2"):
         ProcessGrid(tp=3)
     a = ProcessGrid(tp=2)
     b = ProcessGrid(dp=2)

@@ -32,16 +32,16 @@ def test_a_path_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
 def test_only_regular_files_of_a_known_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     assert read_limited(tmp_path / "a", 5) == b"12345"
-    with pytest.raises(ValueError, match="it has 5 bytes, more than 4"):
+    with pytest.raises(ValueError, match="it has 5 bytes; at most 4 are allowed"):
         read_limited(tmp_path / "a", 4)
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert read_limited(tmp_path / "link", 5) == b"12345"
     assert read_limited(tmp_path / "link", 5, within=tmp_path) == b"12345"
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "out").symlink_to(tmp_path / "a")
-    with pytest.raises(OSError, match="is a symbolic link that leads out of its folder"):
+    with pytest.raises(OSError, match="a symbolic link that leads out of its folder"):
         open_regular(tmp_path / "inner" / "out", within=tmp_path / "inner")
-    with pytest.raises(OSError, match="impossible name"):
+    with pytest.raises(OSError, match="not a valid file name"):
         open_regular(tmp_path / "a\0b")
 
 
@@ -56,19 +56,19 @@ def test_a_pipe_or_a_device_hangs_nobody(tmp_path: Path) -> None:
         "m.jsonl",
     ):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         load_toml(tmp_path / "x.toml")
-    with pytest.raises(ConfigError, match="is no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         load_toml("/dev/zero")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_manifest(tmp_path)
-    with pytest.raises(DataError, match="is no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         IndexedDataset(tmp_path / "x")
-    with pytest.raises(DataError, match="is no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         Tokenizer.load(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match="is no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         read_document(tmp_path / "graph.json")
-    with pytest.raises(DataError, match="is no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         read_bundle(tmp_path / "step_00000001.json")
     assert read_metrics(tmp_path / "m.jsonl") == []
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_holds_no_links_to_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "manifest.json").symlink_to(tmp_path / "secret")
     with pytest.raises(
-        CheckpointError, match=r"manifest\.json: cannot be read \(is a symbolic link that leads"
+        CheckpointError, match=r"manifest\.json: cannot be read \(a symbolic link that leads"
     ):
         read_manifest(tmp_path / "step")
 

@@ -293,7 +293,7 @@ def with_suggestion(document: dict[str, Any], problem: Problem) -> dict[str, Any
     table = changed
     for parent in parents:
         table = table[parent]
-    if not problem.rule.startswith("is not known here"):
+    if not problem.rule.startswith("unknown key"):
         table[key] = value_of(problem.suggestion)
     elif (value := table.pop(key)) is not None and problem.suggestion != "without it":
         table[problem.suggestion] = value

@@ -224,7 +224,7 @@ def test_an_error_of_all_ranks_is_raised_here(tmp_path: Path) -> None:
     trainer.datasets["valid"] = None
     with pytest.raises(ConfigError, match=r"train\.eval_interval = 3: .*try 0"):
         trainer.fit()
-    with pytest.raises(ConfigError, match="datasets = 'valid': is missing"):
+    with pytest.raises(ConfigError, match="datasets = 'valid': missing"):
         trainer.evaluate()
 
     def fail(out: Tensor, batch: dict[str, Tensor]) -> Tensor:

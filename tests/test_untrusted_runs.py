@@ -115,7 +115,7 @@ def test_looking_at_a_run_imports_nothing(sent: Path) -> None:
     config = read_run_config(sent / "config.toml")
     assert config.model == UnloadedModel("crafted_code:Model", (("width", 8),))
     assert to_mapping(config)["model"] == {"spec": "crafted_code:Model", "width": 8}
-    with pytest.raises(ConfigError, match=r"model.spec = .*crafted_code:Model.*runs no code"):
+    with pytest.raises(ConfigError, match=r"model.spec = .*crafted_code:Model.*only with --trust"):
         config.model.num_blocks  # noqa: B018
     with pytest.raises(ConfigError, match="model"):
         costs_of_run(sent, config=replace_model(config))

@@ -34,12 +34,10 @@ def test_the_configuration_of_2bw_runs_with_every_schedule(
     assert config.optim.staleness == "none"
     assert config.pipeline.early_switch == "off"
     assert capsys.readouterr().err.splitlines() == [
-        f'hybridpar: pipeline.early_switch = 1 is left out: pipeline.schedule = "{schedule}" has '
-        "no use for it, "
-        'only "2bw"',
+        f'hybridpar: pipeline.early_switch = 1 is left out: pipeline.schedule = "{schedule}" '
+        f'does not use it; "2bw" does',
         'hybridpar: optim.staleness = "extrapolation" is left out: pipeline.schedule = '
-        f'"{schedule}" has no use for '
-        'it, only "2bw"',
+        f'"{schedule}" does not use it; "2bw" does',
     ]
 
 
@@ -117,7 +115,7 @@ def test_settings_of_the_rate_beside_points_are_left_out() -> None:
     )
     found, lines = without_unused(config)
     assert lines == [
-        f"optim.{name} = {value} is left out: optim.lr_points says the learning rate of every "
+        f"optim.{name} = {value} is left out: optim.lr_points gives the learning rate of every "
         "update"
         for name, value in (("lr", "0.01"), ("warmup_steps", "3"), ("decay", '"wsd"'))
     ]

@@ -1,5 +1,5 @@
-"""One rank's part of one save, in a thread of its own: copy, write, leave a note; the first rank
-then publishes."""
+"""One rank's part of a save, in a background thread: copy, write, leave a note; the first rank
+then publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ Check = Callable[[handover.Written], None]
 
 @dataclass(frozen=True)
 class Note:
-    """Says in a flight record how far a save has come. `limit_s`: how long that may stay the
-    same."""
+    """Report the progress of a save in a flight record.
+
+    Args:
+        limit_s: Seconds after which an unchanged report counts as a hang.
+    """
 
     flight: Flight
     step: int
@@ -42,12 +45,12 @@ class Note:
 
 
 class Task(threading.Thread):
-    """Goes on while training does. No collectives; its time goes to copying memory, checksums and
-    writing, which leave Python's lock to others.
+    """A save that runs beside training. It uses no collectives; its time goes into copying memory,
+    checksums and writing, which release Python's lock.
 
-    `copied`: set when training may change its state. `given_up`: to be set where another rank has
-    failed. `error`: what kept this one from its end. `folder`: what has been published, on the rank
-    that does.
+    `copied` is set when training may change its state. Set `given_up` when another rank has failed.
+    `error` is the reason for a failure, `folder` the published checkpoint (on the rank that
+    publishes).
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class Task(threading.Thread):
     def writes(
         self, take: Callable[[], dict[str, Tensor]], write: Write, check: Check | None = None
     ) -> None:
-        """Has it write what `take` gives, once that is there, and check what has been written."""
+        """Set what the thread does: call `take` for the data, `write` it, and `check` what was
+        written."""
         self._take = take
         self._write = write
         self._check = check
@@ -107,18 +111,18 @@ class Task(threading.Thread):
             self.folder = self._publish(self.given_up)
 
     def failure(self, who: str, num_bytes: int) -> str:
-        """The failure of rank `who` in words (empty: none yet). `num_bytes`: of the whole
-        checkpoint."""
+        """Return why rank `who` failed to save, or "" if it has not failed. `num_bytes` is the
+        size of the whole checkpoint."""
         return "" if self.error is None else explain(self.error, who, num_bytes)
 
     @property
     def not_finite(self) -> str:
-        """The tensor that is not finite, in words; empty if none was found."""
+        """Return which tensor has NaN or infinite values, or "" if none was found."""
         return str(self.error) if isinstance(self.error, NotFiniteError) else ""
 
 
 def explain(error: Exception, who: str, num_bytes: int) -> str:
-    """Why a checkpoint of so many bytes could not be written."""
+    """Return why a checkpoint of `num_bytes` bytes could not be written by `who`."""
     why = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
     room = ""
     if isinstance(error, OSError) and error.errno in _FULL:
@@ -131,7 +135,8 @@ def explain(error: Exception, who: str, num_bytes: int) -> str:
 
 
 def _give_way() -> None:
-    """This thread takes what time others leave. (Linux alone has priorities of threads.)"""
+    """Lower this thread's priority, so that it uses only time that other threads leave. (Only
+    Linux has priorities of threads.)"""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

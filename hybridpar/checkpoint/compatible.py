@@ -1,5 +1,5 @@
-"""Rules by which a run goes on from a checkpoint of another one, as it is or with changes that the
-user names."""
+"""Rules by which a run may resume from a checkpoint of a different configuration, with or
+without changes that the user has to name."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from hybridpar.config import Config, DataConfig, to_mapping
 from hybridpar.errors import CheckpointError, shown
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
-"""Keys of [model] that say how it is trained, not what it computes."""
+"""Keys of [model] that say how the model is trained, not what it computes."""
 BATCH = ("train.micro_batch_size", "pipeline.num_microbatches", "parallel.dp", "parallel.sites")
-"""Their product is the global batch, which keeps its size unless it is named."""
+"""Keys whose product is the global batch size, which must not change unless it is named."""
 STREAM = (
     *(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("tokenizer", "cache")),
     "train.seed",
 )
-"""Keys that decide which samples come, and in which order."""
+"""Keys that decide which samples are drawn, and in which order."""
 Corpora = tuple[str, str] | None
-"""Fingerprints of the data there and here; None: not known yet."""
+"""Fingerprints of the checkpoint's data and of this run's data; None if not known yet."""
 CONTINUABLE = (*(f"model.{key}" for key in FREE), *BATCH, *STREAM)
-"""Names that train.continue_with takes."""
+"""Names that train.continue_with accepts."""
 
 
 def check_compatible(saved: Config, wanted: Config, where: Path, corpora: Corpora = None) -> None:
-    """Compares a configuration with the one that left something at `where`. The grid, the schedule,
-    ZeRO, staleness and learning rates may change; `changes` need to be named by `wanted`, and all
-    else must be as it was.
+    """Check that a run with the configuration `wanted` may resume from the checkpoint (or run) of
+    `saved`.
 
-    Raises: CheckpointError naming every field that keeps a run from going on, and what would let
-        it.
+    The grid, the schedule, ZeRO, staleness and learning rates may change freely. The settings in
+    `changes` must be named by `wanted`'s train.continue_with, and all other settings must be equal.
+
+    Args:
+        saved: Configuration of the checkpoint.
+        wanted: Configuration of the run that resumes.
+        where: Name of the checkpoint, for messages.
+        corpora: Fingerprints of both data sets, if known.
+
+    Raises:
+        CheckpointError: Names every setting that keeps the run from resuming, and what would allow
+            it.
     """
     if never := [f"{'; '.join(texts)} ({why})" for why, texts in _fixed(saved, wanted) if texts]:
         raise CheckpointError(
@@ -49,14 +58,14 @@ def check_compatible(saved: Config, wanted: Config, where: Path, corpora: Corpor
                 if name in STREAM and name not in (*named, *refused)
             ]
         raise CheckpointError(
-            f"{where} {reasons}. To go on with what is here: train.continue_with = "
+            f"{where} {reasons}. To continue with this configuration: train.continue_with = "
             f"{json.dumps([*named, *refused])}. Or choose another run.name"
         )
 
 
 def changes(saved: Config, wanted: Config, corpora: Corpora = None) -> list[str]:
-    """The keys, all in CONTINUABLE, of changes that need to be named; parameters as for
-    `check_compatible`."""
+    """Return the keys, all in CONTINUABLE, whose changes the user must name. For the arguments
+    see `check_compatible`."""
     found = [
         name
         for name in _different(saved, wanted)
@@ -71,7 +80,7 @@ def changes(saved: Config, wanted: Config, corpora: Corpora = None) -> list[str]
 
 
 def setting(config: Config, name: str) -> Any:
-    """The value of a key such as "model.dropout", as TOML has it."""
+    """Return the value of a key such as "model.dropout", as TOML has it."""
     section, _, key = name.partition(".")
     return to_mapping(config)[section].get(key)
 
@@ -86,7 +95,7 @@ def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
     wanted = replace(wanted, model=wanted.model.canonical())
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
     for why, names in (
-        ("its weights are those of that model", model),
+        ("its weights belong to that model", model),
         ("the optimizer's state is of that one", ["optim.name", "optim.spec"]),
         ("its weights and their optimizer's state have that precision", ["train.dtype"]),
     ):
@@ -112,16 +121,14 @@ def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]
     )
     if any(name in BATCH for name in refused):
         yield (
-            f"was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; "
-            f"{_remedy(saved, wanted)}"
+            f"was trained with batches of {_batch(saved)}, this configuration has "
+            f"{_batch(wanted)}; {_remedy(saved, wanted)}"
         )
     if corpora and corpora[0] != corpora[1] and any(name in STREAM for name in refused):
         yield (
-            f"was trained on other data than data.corpus = {shown(list(wanted.data.corpus))} holds "
-            "now (fingerprint "
-            f"{corpora[0]}, now {corpora[1]}), unless another version of hybridpar computed the "
-            "fingerprint in "
-            "another way"
+            f"was trained on data that does not match data.corpus = "
+            f"{shown(list(wanted.data.corpus))} (fingerprint {corpora[0]}, now {corpora[1]}), "
+            f"or by a version of hybridpar that computes fingerprints differently"
         )
 
 
@@ -134,7 +141,7 @@ def _batch(config: Config) -> str:
 
 
 def _remedy(saved: Config, wanted: Config) -> str:
-    """How the batch keeps its size."""
+    """Return a hint how to keep the size of the batch."""
     size = saved.global_batch_size
     dp = wanted.parallel.replicas
     one = wanted.train.micro_batch_size

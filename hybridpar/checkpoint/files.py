@@ -1,4 +1,4 @@
-"""Files and folders that are there completely or not at all."""
+"""Files and folders that appear completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hybridpar.reading import reason
 
 
 def as_bytes(text: str) -> bytes:
-    """Encode a text as UTF-8; the name of a file in it may have other bytes, which stay what they
-    are."""
+    """Encode a text as UTF-8. Undecodable bytes of file names in it stay what they are."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it there, so that a reader or a crash never meets
-    half of it.
+    """Write a file aside and rename it into place, so that no reader and no crash meets half of it.
 
-    A device or a pipe is written into: it stays what it is. Raises: OSError, and nothing has
-    changed then.
+    A device or a pipe is written to directly.
+
+    Raises:
+        OSError: The file is unchanged then.
     """
     content = as_bytes(text)
     if path.exists() and not path.is_file():
@@ -44,9 +44,12 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into, which then becomes it; removed where that fails.
+    """Yield a folder beside `path` to write into, and rename it to `path` at the end; remove it if
+    the block fails.
 
-    Raises: ConfigError if `path` holds something already; CheckpointError if it cannot be written.
+    Raises:
+        ConfigError: `path` has content already.
+        CheckpointError: `path` cannot be written.
     """
     given = path
     path = path.absolute()
@@ -54,7 +57,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
             raise config_error(
-                "output", str(given), "is there already, and nothing is overwritten", f"{path}-2"
+                "output", str(given), "exists already, and is not overwritten", f"{path}-2"
             )
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -71,7 +74,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's list of names, survive a power failure."""
+    """Make a file's content, or a folder's list of names, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,8 +83,8 @@ def sync(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Has the next reader of a file that was synced read it from its disk, where the system takes
-    such a hint."""
+    """Ask the system to drop a synced file from its cache, so that the next reader reads the
+    disk."""
     if hasattr(os, "posix_fadvise"):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -23,19 +23,21 @@ from hybridpar.errors import CheckpointError
 from hybridpar.reading import nearest_path, reason, runs_near
 
 MOST_TRIES = 20
-"""Number of checkpoints in a row that may be removed while they are read."""
+"""Number of checkpoints in a row that may be removed while they are read, before reading fails."""
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 
 
 def read_held(path: str | Path, say: Say, read: Callable[[Path], T]) -> T:
-    """Return what `read` returns of the checkpoint that a path names: itself, or the newest of a
-    run that is whole.
+    """Return `read(folder)` of the checkpoint that a path names: the path itself, or the newest
+    complete one of a run.
 
-    `read` is called again with the newest one where the checkpoint was removed under its hands, so
-    it must leave nothing behind where it raises a CheckpointError.
-    Raises: CheckpointError if there is none; whatever `read` raises.
+    If the checkpoint is removed while it is read, `read` is called again with the newest one, so it
+    must leave nothing behind when it raises a CheckpointError.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint. Errors of `read` pass through.
     """
     found: list[T] = []
     hold_found(path, say, lambda folder: found.append(read(folder))).close()
@@ -45,9 +47,10 @@ def read_held(path: str | Path, say: Say, read: Callable[[Path], T]) -> T:
 def hold_found(
     path: str | Path, say: Say, look: Callable[[Path], Any] = lambda folder: None
 ) -> Hold:
-    """Return the hold on the checkpoint that a path names, once `look` has been called with it.
+    """Return the hold on the checkpoint that a path names, after calling `look` with it.
 
-    Raises: as `read_held`.
+    Raises:
+        CheckpointError: As for `read_held`.
     """
     for _ in range(MOST_TRIES):
         hold = _hold(Path(path), say)
@@ -64,17 +67,22 @@ def hold_found(
 
 
 def find(path: str | Path, say: Say) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run folder that is whole.
+    """Return the checkpoint that a path names: the path itself, or the newest complete one of a run
+    folder.
 
-    Raises: CheckpointError if there is none.
+    Raises:
+        CheckpointError: There is none.
     """
     with _hold(Path(path), say) as hold:
         return hold.folder
 
 
 def newest(root: Path, say: Say) -> Path:
-    """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if
-    there is none."""
+    """Return the folder of the newest complete checkpoint under `root`.
+
+    Raises:
+        CheckpointError: There is none.
+    """
     with _hold_newest(root, say) as hold:
         return hold.folder
 
@@ -83,7 +91,7 @@ def _hold(path: Path, say: Say) -> Hold:
     if not path.is_dir():
         near = runs_near(path) or nearest_path(path)
         raise CheckpointError(
-            f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}")
+            f"{path}: is neither a run folder nor a checkpoint in one" + (near and f"; try {near}")
         )
     if path.name == "checkpoints":
         path = path.parent
@@ -119,13 +127,16 @@ def _hold_newest(root: Path, say: Say) -> Hold:
                     say(f"{text}: passed over")
                     said.add(text)
         if not is_gone:
-            raise CheckpointError(f"{root}: holds no whole checkpoint{why}")
+            raise CheckpointError(f"{root}: holds no complete checkpoint{why}")
     raise _removed_too_fast(root)
 
 
 def _hold_whole(folder: Path) -> Hold | None:
-    """Return the hold on a checkpoint that is whole; None if it is removed right now. Raises:
-    CheckpointError."""
+    """Return the hold on a complete checkpoint, or None if it is being removed.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
     try:
         hold = Hold(folder)
     except HeldError:
@@ -147,7 +158,6 @@ def _hold_whole(folder: Path) -> Hold | None:
 
 def _removed_too_fast(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {MOST_TRIES} checkpoints in a row were removed while they were read; give the "
-        "job "
-        "that saves there a larger checkpoint.keep, or a larger train.save_interval"
+        f"{path}: {MOST_TRIES} checkpoints in a row were removed while they were read; run the "
+        f"job that saves there with a larger checkpoint.keep or train.save_interval"
     )

@@ -38,12 +38,12 @@ from hybridpar.config import CheckpointConfig
 from hybridpar.errors import CheckpointError
 
 MOST_HELD = 2
-"""Number of checkpoints that a save leaves for their readers, beyond those that checkpoint.keep and
-keep_best name."""
+"""Number of checkpoints that a save leaves to their readers, beyond the ones that
+checkpoint.keep and keep_best keep."""
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """The folder of the checkpoint of a step, which need not be there."""
+    """Return the folder of a step's checkpoint, which may not exist."""
     folder = _named(root, step)
     outdated = _beside(folder, "old")
     return (
@@ -52,7 +52,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """The steps that complete checkpoints below `root` were made at, newest first."""
+    """Return the steps of complete checkpoints below `root`, newest first."""
     return _steps(
         [
             path.parent
@@ -62,8 +62,8 @@ def saved_steps(root: Path) -> list[int]:
 
 
 def published_steps(root: Path) -> list[int]:
-    """The steps of complete checkpoints and of those whose manifest has been lost since, newest
-    first."""
+    """Return the steps of complete checkpoints, and of ones whose manifest was lost later,
+    newest first."""
     return _steps([*root.glob("step_*"), *(folder_of(root, step) for step in saved_steps(root))])
 
 
@@ -73,36 +73,43 @@ def _steps(folders: list[Path]) -> list[int]:
 
 
 def begin(root: Path, step: int, num_bytes: int = 0) -> Path:
-    """An empty folder to write the checkpoint of a step into, of so many bytes. Raises: OSError, if
-    full ENOSPC."""
+    """Create an empty folder to write a step's checkpoint of `num_bytes` bytes into.
+
+    Raises:
+        OSError: The folder cannot be created; ENOSPC if the disk is too full.
+    """
     aside = _beside(_named(root, step), "part")
     discard(aside)
     aside.mkdir(parents=True)
     room = shutil.disk_usage(aside)
-    if room.total and room.free < num_bytes:  # some file systems do not say
+    if room.total and room.free < num_bytes:  # some file systems do not report it
         discard(aside)
         raise OSError(errno.ENOSPC, f"{room.free / 1e9:.3g} GB are free", str(root))
     return aside
 
 
 def half_written(root: Path) -> set[tuple[str, int]]:
-    """Folders of checkpoints that are being written or were left so, with the time of their last
-    change."""
+    """Return the folders of checkpoints that are being written, or were left unfinished, with
+    the time of their last change."""
     found = set()
     for path in root.glob(".step_*.part"):
-        with contextlib.suppress(OSError):  # published meanwhile
+        with contextlib.suppress(OSError):  # published in the meantime
             found.add((path.name, path.stat().st_mtime_ns))
     return found
 
 
 def discard(aside: Path) -> None:
-    """Removes a folder that will not be published."""
+    """Remove a folder that will not be published."""
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def publish(aside: Path, manifest: Manifest) -> Path:
-    """Completes a folder that has all its shards, and gives it its name; where it is then. Raises:
-    OSError."""
+    """Write the manifest into a folder that has all its shards, and give it its name; return the
+    new path.
+
+    Raises:
+        OSError: The folder cannot be renamed.
+    """
     folder = _named(aside.parent, manifest.step)
     (aside / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     sync(aside / MANIFEST)
@@ -119,10 +126,15 @@ def publish(aside: Path, manifest: Manifest) -> Path:
 
 
 def move_misnamed(root: Path, step: int) -> str:
-    """Move a folder out of the way of the checkpoint of a step, if its manifest is of another step.
+    """Move a folder out of the way of a step's checkpoint if its manifest is for another step.
 
-    Such a folder may be the only copy of that other checkpoint, so it is not removed. Returns a
-    line for people, or "" if nothing was moved. Raises: OSError.
+    Such a folder may be the only copy of the other checkpoint, so it is not removed.
+
+    Returns:
+        A line for the user, or "" if nothing was moved.
+
+    Raises:
+        OSError: The folder cannot be moved.
     """
     folder = _named(root, step)
     if (other := misnamed_step(folder)) is None:
@@ -134,19 +146,19 @@ def move_misnamed(root: Path, step: int) -> str:
     target = next(path for path in free if not os.path.lexists(path))
     folder.rename(target)
     return (
-        f"{folder}: its manifest is of step {other}, so it was moved to {target.name} and is not "
-        "removed"
+        f"{folder}: its manifest is for step {other}, so it was moved to {target.name} "
+        f"instead of being removed"
     )
 
 
 def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
-    """Removes checkpoints up to step `newest` that need not stay, and what a killed process left
-    half written.
+    """Remove checkpoints up to step `newest` that need not be kept, and unfinished ones of killed
+    processes.
 
-    A checkpoint whose manifest is of another step than its name stays, and counts for nothing. Of
-    those that somebody reads right now, the MOST_HELD newest stay until the next save.
+    A checkpoint whose manifest does not match its name is kept, and does not count. The newest
+    MOST_HELD checkpoints that are being read stay until the next save.
     """
-    with contextlib.suppress(OSError):  # what stays takes space, no more
+    with contextlib.suppress(OSError):  # a leftover only takes space
         steps = [
             step
             for step in saved_steps(root)
@@ -166,8 +178,11 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
 
 
 def _remove(root: Path, step: int, *, even_if_held: bool) -> bool:
-    """Give a checkpoint the name of one that is being removed; return False if it is held. Raises:
-    OSError."""
+    """Rename a checkpoint as being removed, then remove it. Return False if a reader holds it.
+
+    Raises:
+        OSError: The folder cannot be renamed.
+    """
     folder = folder_of(root, step)
     with contextlib.ExitStack() as stack:
         try:
@@ -182,15 +197,19 @@ def _remove(root: Path, step: int, *, even_if_held: bool) -> bool:
 
 
 class HeldError(Exception):
-    """Another process reads the checkpoint, or removes it."""
+    """The checkpoint is being read, or removed, by another process."""
 
 
 class Hold:
-    """A lock on a checkpoint's folder, shared by those that read it, `alone` for the one that
+    """A lock on a checkpoint's folder: shared by readers, exclusive (`alone`) for a process that
     removes it.
 
-    It ends with the block, and with the process. Without flock (Windows) it excludes nobody.
-    Raises: HeldError if the lock is not to be had; OSError if the folder is not there.
+    The lock ends with the `with` block and with the process. Without flock (Windows) it excludes
+    nobody.
+
+    Raises:
+        HeldError: The lock is taken.
+        OSError: The folder does not exist.
     """
 
     def __init__(self, folder: Path, *, alone: bool = False):
@@ -211,13 +230,13 @@ class Hold:
 
     @property
     def is_there(self) -> bool:
-        """Whether the folder still has the name under which it was opened."""
+        """Return whether the folder still has the name under which it was opened."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(self.folder), self._opened)
         return False
 
     def close(self) -> None:
-        """Let go of the folder; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._handle >= 0:
             os.close(self._handle)
         self._handle = -1
@@ -237,11 +256,14 @@ class Hold:
 def best_steps(
     root: Path, most: int = 1, *, up_to: int | None = None, best_by: str = ""
 ) -> list[int]:
-    """Steps with the lowest validation losses among those saved below `root`, best first, of equal
-    ones the newest.
+    """Return the steps with the lowest validation losses below `root`, best first; of equal losses
+    the newest first.
 
-    `up_to`: the latest step that counts (None: any). `best_by`: the validation set; losses of
-    another one do not count.
+    Args:
+        root: Folder of the checkpoints.
+        most: Number of steps to return at most.
+        up_to: Latest step that counts; None for any.
+        best_by: Name of the validation set; losses of other sets do not count.
     """
     found = []
     for step in (

@@ -1,7 +1,7 @@
-"""Notes of the ranks that write to the one that publishes: files beside the shards.
+"""Notes from ranks that write to the rank that publishes: files beside the shards.
 
-A save goes on beside training, whose collectives must meet in order; so there are none here. A rank
-that dies leaves no note, and what it had a part in is never published.
+A save runs beside training, whose collectives must be called in the same order everywhere, so a
+save uses none. A rank that dies leaves no note, and its checkpoint is never published.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _FIRST_LOOK_S = 0.001
 _LONGEST_PAUSE_S = 0.2
 
 Written = tuple[ShardFile, tuple[int, ...]]
-"""A file, and the versions of the weights that its stage has."""
+"""A written file, and the weight versions that its stage has."""
 
 
 class GivenUp(Exception):
-    """Another rank has failed: there is nothing to wait for."""
+    """Another rank has failed, so there is nothing to wait for."""
 
 
 def writers(sizes: AxisSizes, every_replica: bool) -> list[Place]:
-    """Places of the ranks that have a file to write: the first of those that hold the same part of
-    the model; all replicas where each keeps state of its own (ZeRO, error feedback). Those of every
-    site have files of their own."""
+    """Return the places of the ranks that write a file.
+
+    Of the ranks that hold the same shard of the model, the first one writes; all replicas write if
+    each has state of its own (ZeRO, error feedback). Each site writes its own files.
+    """
     split = (*MODEL, *APART, *BATCH) if every_replica else (*MODEL, *APART)
     names = (*MODEL, *(name for name in sizes if name not in MODEL))
     indices = product(*(range(sizes[name] if name in split else 1) for name in names))
@@ -42,17 +44,26 @@ def writers(sizes: AxisSizes, every_replica: bool) -> list[Place]:
 
 
 def leave(folder: Path, written: Written) -> None:
-    """Leaves the note that a file is there to last. Raises: OSError."""
+    """Write the note that a file is complete on disk.
+
+    Raises:
+        OSError: The note cannot be written.
+    """
     shard, versions = written
     note = _note(folder, shard.name)
-    aside = note.with_suffix(".part")  # nobody reads half a note; and none need last
+    aside = note.with_suffix(".part")  # no reader meets half a note; notes need not survive a crash
     aside.write_text(json.dumps(shard.as_plain() | {"versions": versions}), encoding="utf-8")
     aside.rename(note)
 
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
-    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError,
-    CheckpointError."""
+    """Wait for the notes of all writers, and remove them.
+
+    Raises:
+        GivenUp: `given_up` was set.
+        OSError: A note cannot be read.
+        CheckpointError: A note is damaged.
+    """
     paths = [
         _note(folder, file_name(where))
         for where in writers(sizes_of(config.parallel), config.replicas_differ)

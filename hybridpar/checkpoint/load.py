@@ -1,4 +1,4 @@
-"""Reads checkpoints: to go on training, on any grid, or whole tensors."""
+"""Read checkpoints: to resume training on any grid, or as full tensors."""
 
 from __future__ import annotations
 
@@ -40,19 +40,24 @@ def resume(
     up_to: int | None = None,
     go_on_at: int = 0,
 ) -> int:
-    """Loads the newest whole checkpoint under `root` into `engine`; its step, or 0 if there is
-    none.
+    """Load the newest complete checkpoint under `root` into `engine`, and return its step; 0 if
+    there is none.
 
-    `up_to`: the latest step to load (None: any). `go_on_at`: a later step that training goes on
-    after, as if the batches between had not been in the data.
+    The checkpoint may be from another grid, schedule or ZeRO setting (restate.py). Each rank reads
+    what it needs and verifies its checksums. If one rank finds damage, all skip this checkpoint,
+    and `say` gets the file and the damage. If train.continue_with lets data or batches change, the
+    engine's `data_start` says since when.
 
-    The checkpoint may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads
-    what it needs and compares it with its checksums. If one finds damage, all pass over this
-    checkpoint, and `say` is told the file and the damage. If train.continue_with lets data or
-    batches change, the engine's `data_start` says since when.
+    Args:
+        up_to: Latest step to load; None for any.
+        go_on_at: A later step to resume after, as if the batches in between had not been in the
+            data.
+
     Collectives: on all ranks of the grid.
-    Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is
-        whole.
+
+    Raises:
+        CheckpointError: On all ranks, if model, batch size or corpus do not match, or no checkpoint
+            is complete.
     """
     world = engine.grid.world
     steps = [
@@ -90,14 +95,18 @@ def resume(
         say(f"{damages[0]}: passed over")
     if steps:
         raise CheckpointError(
-            f"{root}: none of the {len(steps)} checkpoints is whole; move them away to start again"
+            f"{root}: none of the {len(steps)} checkpoints is complete; move them away to start "
+            f"from the beginning"
         )
     return 0
 
 
 def failures_together(world: Axis, do: Callable[..., None], *args: Any) -> list[str]:
-    """Calls `do(*args)` on every rank; the CheckpointErrors of all as texts, on every rank.
-    Collectives: one gather."""
+    """Call `do(*args)` on every rank, and return all ranks' CheckpointErrors as texts, on every
+    rank.
+
+    Collectives: one gather.
+    """
     failure = ""
     try:
         do(*args)
@@ -107,10 +116,11 @@ def failures_together(world: Axis, do: Callable[..., None], *args: Any) -> list[
 
 
 def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
-    """Gives `engine` the state of a checkpoint of any grid, as far as its rank needs it. `ahead`:
-    as for Restated.
+    """Load the state that this rank needs from a checkpoint of any grid into `engine`. For `ahead`
+    see Restated.
 
-    Raises: CheckpointError.
+    Raises:
+        CheckpointError: A file is missing or damaged.
     """
     state = Restated(saved, engine.state, ahead)
     engine.load_state(state, state.meta(engine.state_meta()["loss_scaler"]))
@@ -119,8 +129,8 @@ def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
 
 
 def _begin_at_anchor(full: FullWeights, state: RankState) -> None:
-    """Gives a rank the weights that sites had in common last, from which it has not gone
-    anywhere."""
+    """Set a rank's weights to the last common weights of all sites, as if it had not trained
+    since."""
 
     def write(tensors: Mapping[str, Tensor]) -> None:
         for name, target in tensors.items():
@@ -134,7 +144,11 @@ def _begin_at_anchor(full: FullWeights, state: RankState) -> None:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Compares everything with its checksums. Raises: CheckpointError."""
+    """Verify the checksums of all files.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
     for shard in manifest.shards:
         SavedShard(folder, shard, manifest.config).file.check()
 
@@ -148,8 +162,11 @@ def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> 
 
 
 def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
-    """The manifest with the next batch's place in the stream: batches of another size go on behind
-    the last sample, and other data begin with their first one, where losses may be others too."""
+    """Return the manifest with the position of the next batch in the data stream.
+
+    Batches of another size continue after the last sample. Other data starts at its first sample,
+    and may have other losses.
+    """
     state = manifest.state
     step = manifest.step
     size = manifest.config.global_batch_size
@@ -166,14 +183,16 @@ def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
 
 
 class FullWeights:
-    """The newest weights of a checkpoint, put together one at a time: the fp32 master where there
-    is one; of several sites, the anchor, which they had in common last.
+    """The newest weights of a checkpoint, assembled one at a time: the fp32 master weights if it
+    has them; with several sites, the anchor, which is the last weights that all sites had in
+    common.
 
-    `flight` is told of each. A weight that is tied across stages appears under both its names. What
-    is read is compared with its checksums.
-    Raises: CheckpointError, here and below, if a file is missing or damaged, or if the files are
-        not of the model that
-    they are said to be of.
+    `flight` is told of each weight. A weight that is tied across stages has both its names. All
+    that is read is verified against its checksums.
+
+    Raises:
+        CheckpointError: Here and below, if a file is missing or damaged, or does not match the
+            model.
     """
 
     def __init__(self, folder: Path, flight: Flight = NO_FLIGHT):
@@ -185,19 +204,20 @@ class FullWeights:
         self._check_model()
 
     def _check_model(self) -> None:
-        """Compares the model with the tensors, whose blocks were counted: nothing larger than the
-        files is built."""
+        """Check the model's sizes against the tensors before building it, so that nothing larger
+        than the files is allocated."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
         for name, size in model.tensor_sizes.items():
             if size > largest:
                 raise CheckpointError(
-                    f"{self.folder}: its model has {name} {size}, its largest tensor {largest}"
+                    f"{self.folder}: its model's {name} = {size} is out of range: its largest "
+                    f"tensor has {largest} elements"
                 )
         try:
             stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
         except ConfigError as error:
-            raise CheckpointError(f"{self.folder}: has an impossible model ({error})") from None
+            raise CheckpointError(f"{self.folder}: its model is not valid ({error})") from None
         for name, _, place in named_placements(stage):
             saved = self.placements.get(name)
             if saved is None or saved.shape != place.shape:
@@ -207,20 +227,20 @@ class FullWeights:
                 )
 
     def read(self, name: str) -> Tensor:
-        """The global tensor of a parameter. Raises: CheckpointError."""
+        """Return the global tensor of a parameter. Raises: CheckpointError."""
         place = self.placements[name]
         return self.read_part(
             ParameterSlot(name, Placement(place.shape, place.init, tied=place.tied))
         )
 
     def read_part(self, slot: ParameterSlot) -> Tensor:
-        """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises:
-        CheckpointError."""
+        """Return a rank's shard of a parameter, which may be tied to one with another name.
+        Shapes: slot.shape. Raises: CheckpointError."""
         return self._saved.read_common(slot)
 
     def find_tied(self, name: str, tied: str) -> str | None:
-        """The name of a parameter here: its own, or that of one that is tied to it; None where
-        there is neither."""
+        """Return the name under which this checkpoint has a parameter: its own, or the name of a
+        parameter tied to it. None if it has neither."""
         if name in self.placements:
             return name
         return next(
@@ -229,7 +249,10 @@ class FullWeights:
 
 
 def load_full(folder: Path) -> tuple[Config, dict[str, Tensor]]:
-    """The configuration, and all of FullWeights. Shapes: the global ones, by parameter name.
-    Raises: as there."""
+    """Return the configuration and all weights by name (see FullWeights). Shapes: global.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
     full = FullWeights(folder)
     return full.manifest.config, {name: full.read(name) for name in full.placements}

@@ -55,22 +55,23 @@ _NAME = re.compile(r"\.?step_([0-9]{8,18})(\.old)?")
 
 
 def folder_name(step: int) -> str:
-    """The name of the folder of the checkpoint of a step."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that the name of a checkpoint's folder says; None for any other name."""
+    """Return the step in the name of a checkpoint's folder; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file: what the rank at `place` wrote, the axes that divide the model first.
+    """A file of a checkpoint: what the rank at `place` wrote; axes that divide the model come
+    first.
 
-    `blocks`: those of the stage, from the first to before the last; where a rank holds several
-    chunks of the model, so of each in turn. `checksums`: as from tensorfile.write_tensors.
+    `blocks` has the first block of the stage and the one after its last; for a rank with several
+    virtual stages, a pair for each. `checksums` are the result of tensorfile.write_tensors.
     """
 
     place: Place
@@ -84,11 +85,11 @@ class ShardFile:
 
     @property
     def spans(self) -> tuple[range, ...]:
-        """The blocks of each chunk."""
+        """The blocks of each virtual stage."""
         return tuple(map(range, self.blocks[::2], self.blocks[1::2]))
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON values, as `parse_shard` takes them."""
+        """Return JSON values that `parse_shard` reads."""
         return {
             "name": self.name,
             **self.place,
@@ -99,13 +100,13 @@ class ShardFile:
 
 
 def saved_place(config: Config, place: Place = ALONE) -> Place:
-    """`place` on the axes of a configuration's grid, as a checkpoint writes it: those that divide
-    the model first."""
+    """Return `place` as a checkpoint writes it: the axes that divide the model first."""
     return {name: place.get(name, 0) for name in (*MODEL, *sizes_of(config.parallel))}
 
 
 def file_name(place: Place) -> str:
-    """Name of the file of the rank at `place`: pp0-tp1.safetensors, pp0-tp1-dp2.safetensors."""
+    """Return the name of the file of the rank at `place`, such as pp0-tp1.safetensors or
+    pp0-tp1-dp2.safetensors."""
     return (
         "-".join(f"{name}{index}" for name, index in place.items() if name in MODEL or index)
         + ".safetensors"
@@ -114,12 +115,12 @@ def file_name(place: Place) -> str:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where training stood, besides its tensors; equal on all ranks of a site.
+    """The state of training besides its tensors; equal on all ranks of a site.
 
-    `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer
-    took. `loss_scales`: the one that came with each version. `recent`: the last losses and norms,
-    where they are kept to tell anomalies by. `data_start`: the place of batches in the stream of
-    data. `outer_start`: the step after which sites began to train apart.
+    `versions`: weight versions that all stages have saved. `num_updates`: steps that the optimizer
+    made. `loss_scales`: the loss scale of each version. `recent`: recent losses and norms, if
+    anomalies are looked for. `data_start`: position of batches in the data stream. `outer_start`:
+    the step after which sites began to train apart.
     """
 
     batches_done: Whole
@@ -133,7 +134,11 @@ class TrainingState:
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> TrainingState:
-        """The state in plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
+        """Return the state from the plain values of Engine.state_meta or a manifest.
+
+        Raises:
+            ValueError: The values are inconsistent.
+        """
         state: TrainingState = from_plain(TrainingState, meta, "state", lenient=True)
         done = state.batches_done
         versions = state.versions
@@ -142,14 +147,13 @@ class TrainingState:
         steps = state.num_updates, state.data_start.batch, state.outer_start, *state.loss_scales
         if not all(0 <= step <= done for step in steps):
             raise ValueError(
-                "num_updates, data_start, outer_start and loss_scales must be of steps up to "
-                "batches_done "
-                f"= {done}"
+                f"num_updates, data_start, outer_start and loss_scales must belong to steps up "
+                f"to batches_done = {done}"
             )
         return state
 
     def as_meta(self) -> dict[str, Any]:
-        """Plain values, as Engine.load_state takes them."""
+        """Return plain values for Engine.load_state."""
         return asdict(self) | {
             "versions": list(self.versions),
             "loss_scales": {str(v): scale for v, scale in self.loss_scales.items()},
@@ -158,8 +162,11 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at
-    this step. `state`: of the first site; `other_sites`: of the others."""
+    """A checkpoint's table of contents.
+
+    `corpus`: fingerprint of the data. `val_loss`: validation loss at this step. `state`: state of
+    the first site. `other_sites`: states of the others.
+    """
 
     config: Config
     corpus: str
@@ -169,12 +176,12 @@ class Manifest:
     other_sites: tuple[TrainingState, ...] = ()
 
     def of_site(self, site: int) -> Manifest:
-        """The manifest with the state of that site as `state`."""
+        """Return the manifest with the given site's state as `state`."""
         return replace(self, state=(self.state, *self.other_sites)[site])
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return self.state.batches_done
 
     def to_json(self) -> str:
@@ -200,7 +207,7 @@ class Manifest:
         return _with_checksum(document)
 
     def _position(self) -> int:
-        """In the stream of data."""
+        """Position in the data stream."""
         return self.state.data_start.position(self.step, self.config.global_batch_size)
 
 
@@ -209,17 +216,17 @@ def _with_checksum(document: Mapping[str, Any]) -> str:
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
-    """Checksum of values, whatever their layout. Floats are written such that they read back as
-    they were."""
+    """Return a checksum of JSON values, independent of their layout. Floats are written so that
+    they read back equal."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
-    Raises: CheckpointError if there is none, if it is damaged or of another format, or if its step
-        is not the step
-    that the folder's name says.
+    Raises:
+        CheckpointError: It is missing or damaged, has another format, or its step does not match
+            the folder's name.
     """
     path = folder / MANIFEST
     with errors_as(CheckpointError, path, "is damaged"):
@@ -230,17 +237,16 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path}: {error}") from None
     if step_of(folder.name) not in (None, manifest.step):
         raise CheckpointError(
-            f"{folder}: its manifest is of step {manifest.step}, so the folder was renamed or "
-            "copied; name it "
-            f"{folder_name(manifest.step)} if no folder has that name, or move it out of "
-            f"{folder.absolute().parent}"
+            f"{folder}: its manifest is for step {manifest.step}, so the folder was renamed or "
+            f"copied; rename it to {folder_name(manifest.step)} if that name is free, or move "
+            f"it out of {folder.absolute().parent}"
         )
     return manifest
 
 
 def misnamed_step(folder: Path) -> int | None:
-    """Return the step of a manifest, if it is another step than the folder's name says; None if it
-    is damaged."""
+    """Return the step of a manifest if it does not match the folder's name; None if it matches
+    or is damaged."""
     with contextlib.suppress(OSError, ValueError, CheckpointError):
         step: int = from_plain(Whole, _read_document(folder / MANIFEST).get("step"), "step")
         return None if step_of(folder.name) in (None, step) else step
@@ -248,23 +254,26 @@ def misnamed_step(folder: Path) -> int | None:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """The values of a manifest, without its checksum. Raises: OSError, ValueError,
+    """Return the values of a manifest, without its checksum. Raises: OSError, ValueError,
     CheckpointError."""
     document = from_plain(
         dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), "it"
     )
     if (version := document.get("format")) != FORMAT:
-        raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{path}: has format {shown(version)}; this version of hybridpar reads format {FORMAT}"
+        )
     if document.pop(_CHECKSUM, "") != _checksum(document):
-        raise ValueError("its checksum is not what it was when it was written")
+        raise ValueError("its checksum does not match")
     return document
 
 
 def add_val_loss(folder: Path, val_loss: float) -> None:
-    """Add the validation loss of its step to the manifest of a checkpoint; a kill leaves the old or
-    the new manifest.
+    """Add a step's validation loss to the manifest of its checkpoint. A crash leaves the old or the
+    new manifest.
 
-    Raises: CheckpointError if the manifest is damaged or cannot be written.
+    Raises:
+        CheckpointError: The manifest is damaged or cannot be written.
     """
     path = folder / MANIFEST
     with errors_as(CheckpointError, path, "is damaged", failure="cannot be rewritten"):
@@ -275,7 +284,7 @@ def add_val_loss(folder: Path, val_loss: float) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """Where training was in its data, as it is written."""
+    """Position of training in its data, as JSON has it."""
 
     corpus: str
     samples: Whole
@@ -283,7 +292,7 @@ class _Data:
 
 @dataclass(frozen=True)
 class _Document:
-    """manifest.json as it is written."""
+    """manifest.json, as JSON has it."""
 
     config: dict[str, Any]
     data: _Data
@@ -295,7 +304,7 @@ class _Document:
 
 
 def _parse(document: Any) -> Manifest:
-    """Raises: ValueError, ConfigError."""
+    """Convert the JSON document to a Manifest. Raises: ValueError, ConfigError."""
     read: _Document = from_plain(_Document, document, "it", lenient=True)
     config, state = from_mapping(read.config), TrainingState.of(read.state)
     if min(sizes_of(config.parallel).values()) < 1:
@@ -305,7 +314,8 @@ def _parse(document: Any) -> Manifest:
         raise ValueError("it names two steps")
     if len(others) != config.parallel.sites - 1:
         raise ValueError(
-            f"it has the state of {len(others) + 1} sites, its grid {config.parallel.sites}"
+            f"it has the state of {len(others) + 1} sites, which does not match its grid's "
+            f"{config.parallel.sites}"
         )
     manifest = Manifest(
         config,
@@ -316,14 +326,14 @@ def _parse(document: Any) -> Manifest:
         others,
     )
     if read.data.samples != manifest._position():
-        raise ValueError("its step and its position in the data do not agree")
+        raise ValueError("its step does not match its position in the data")
     _check_stages(manifest)
     return manifest
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A ShardFile as it is written, apart from its place."""
+    """A ShardFile without its place, as JSON has it."""
 
     name: str
     blocks: tuple[int, ...]
@@ -332,7 +342,7 @@ class _Shard:
 
 
 def parse_shard(entry: Any, config: Config) -> ShardFile:
-    """A file of a checkpoint of `config`. Raises: ValueError."""
+    """Convert a JSON entry to a file of a checkpoint of `config`. Raises: ValueError."""
     read = from_plain(_Shard, entry, "a shard", lenient=True)
     sizes = sizes_of(config.parallel)
     place = {
@@ -353,16 +363,19 @@ def parse_shard(entry: Any, config: Config) -> ShardFile:
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Every stage and tensor part of each site is there once, and the stages are all blocks.
-    Raises: ValueError."""
+    """Check that every pipeline stage and tensor-parallel rank of each site has one file, and that
+    the stages cover all blocks.
+
+    Raises:
+        ValueError: They do not.
+    """
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
     firsts = [shard for shard in manifest.shards if not any(shard.place[name] for name in BATCH)]
     if len(firsts) != parallel.pp * parallel.tp * parallel.sites:
         raise ValueError(
-            f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor "
-            "parts"
+            f"its files do not match {parallel.pp} stages and {parallel.tp} tensor-parallel ranks"
         )
     held = {(shard.place["pp"], shard.blocks) for shard in manifest.shards}
     stages = sorted(
@@ -383,5 +396,6 @@ def _check_stages(manifest: Manifest) -> None:
         raise ValueError("its stages do not follow each other")
     if edges[-1] != manifest.config.model.num_blocks:
         raise ValueError(
-            f"its stages have {edges[-1]} blocks, its model {manifest.config.model.num_blocks}"
+            f"its stages have {edges[-1]} blocks in all, but its model has "
+            f"{manifest.config.model.num_blocks}"
         )

@@ -1,4 +1,4 @@
-"""One rank's part of a training state, which it writes to a file of its own."""
+"""The training state of one rank, which it writes to its own file."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: its place on the grid, and its content. `blocks`: as in manifest.ShardFile.
-    `versions`: of the weights that it has. `read`: gives the content of one of the tensors."""
+    """The file of one rank: its place on the grid, and its content.
+
+    `blocks`: as in manifest.ShardFile. `versions`: the weight versions that it has. `read`: returns
+    the content of a tensor.
+    """
 
     where: Place
     blocks: tuple[int, ...]
@@ -49,8 +52,8 @@ class Part:
 
     @staticmethod
     def of(engine: Trainee) -> Part:
-        """The part of this rank; `tensors` are those that it trains, without those that the first
-        replica has, too."""
+        """Return the part of this rank. `tensors` are the ones that it trains, without those
+        that the first replica writes."""
         grid = engine.grid
         state = engine.state
         held = engine.job.held(grid.pp.rank)
@@ -66,7 +69,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors, without the header."""
+        """Return the size of the tensors in bytes, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(
@@ -76,28 +79,35 @@ class Part:
         *,
         flight: Flight = NO_FLIGHT,
     ) -> Written:
-        """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
+        """Write the file, from copies of the tensors if there are any.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         size, checksums = write_tensors(
             folder / file_name(self.where), tensors or self.tensors, self.header, flight, self.read
         )
         return ShardFile(self.where, self.blocks, size, checksums), self.versions
 
     def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:
-        """Compares the file with its checksums. Raises: CheckpointError where it is not what was
-        written."""
+        """Verify the checksums of the file.
+
+        Raises:
+            CheckpointError: The file does not match what was written.
+        """
         path, (shard, _) = folder / file_name(self.where), written
         forget(path)
         TensorFile(path, (shard.num_bytes, shard.checksums)).check(flight)
 
 
 def is_writer(engine: Trainee) -> bool:
-    """Whether this rank has a file to write."""
+    """Return whether this rank has a file to write."""
     return engine.grid.place in handover.writers(engine.grid.sizes, engine.config.replicas_differ)
 
 
 def writes(engine: Trainee) -> list[StateKind]:
-    """The kinds of state that go into this rank's file: what all replicas have into that of the
-    first one alone."""
+    """Return the kinds of state in this rank's file. State that all replicas share is in the
+    first replica's file only."""
     shares = engine.config.parallel.zero > 0
     return [
         kind

@@ -1,10 +1,10 @@
-"""Files of torch.save, read with suspicion: nothing that they name is imported or called.
+"""Read files of torch.save safely: nothing that they name is imported or called.
 
-All names in a file are looked at first: those of plain tensors and values may be there. A caller
-may list others that are known and carry nothing we need (settings, enumerations, states of random
-generators): an inert stand-in takes their place, which only keeps the attributes it is given. Then
-torch's own weights-only unpickler reads it, which would refuse every name that it does not know. So
-a file can hold anything, and run nothing.
+All names in a file are checked first; names of plain tensors and values are allowed. A caller may
+allow further names that carry nothing we need (settings, enumerations, states of random
+generators); inert stand-ins replace them, which only keep the attributes that they get. Then
+torch's weights-only unpickler, which refuses any name that it does not know, reads the file. So a
+file may contain anything and cannot run anything.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hybridpar.reading import BoundedReader, open_regular
 _ZIP = b"PK\x03\x04"
 _PROGRAM = "/data.pkl"
 _NUM_OLD = 5
-"""Pickles in a file from before torch 1.6: a number, the format, the system's types, what was
-saved, its storages."""
+"""Number of pickles in a file from before torch 1.6: a magic number, the format, the system's
+types, the saved object, its storages."""
 _MOST_OPERATIONS = 2_000_000
 _MOST_WAITING = 100_000
 _DEEPEST = 100
-"""Operations of all pickles of a file, some 35 a tensor; objects on the stack, of which Python puts
-1000 into a list or a dictionary at a time; and the depth of objects."""
+"""Limits: operations in all pickles of a file (about 35 per tensor), objects on the stack
+(Python appends up to 1000 to a list or dictionary at a time), and nesting depth."""
 _INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-"""Operations that put objects into the one below them, which stays."""
+"""Operations that put objects into the one below them on the stack, which stays there."""
 _PLAIN = re.compile(
     r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode"
     r"|torch\.(Tensor|Size|device|layout|b?float\d\w*|u?int\d+|bool|complex\d+)|torch\.(storage\.)?(?!Typed)\w*Storage"
@@ -45,8 +45,8 @@ _PLAIN = re.compile(
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded; its attributes are those that the file
-    gives it."""
+    """Stand-in for an object whose class is not loaded; it only keeps the attributes that the
+    file gives it."""
 
     def __init__(self, *_: object):
         pass
@@ -65,11 +65,14 @@ class Inert:
 
 
 def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
-    """The value that torch.save has put into a file; its tensors are mapped, not read, where the
-    format allows that.
+    """Return the value that torch.save wrote. Tensors are memory-mapped if the format allows it.
 
-    inert: pattern of the names that a stand-in takes the place of.
-    Raises: CheckpointError if the file is missing, damaged, or names anything else.
+    Args:
+        path: The file.
+        inert: Pattern of names that stand-ins replace.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or names anything else.
     """
     try:
         with BoundedReader(open_regular(path)) as file, _only_ours():
@@ -77,10 +80,9 @@ def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
             named = [name for name in _names(file, is_zip) if not _PLAIN.fullmatch(name)]
             if foreign := [name for name in named if not re.fullmatch(inert, name)]:
                 raise CheckpointError(
-                    f"{path}: names {', '.join(foreign[:8])}: only plain tensors and values are "
-                    "loaded, as others "
-                    "could run any code. Where you trust it, load it with its own program and save "
-                    "its tensors alone"
+                    f"{path}: contains {', '.join(foreign[:8])}; only plain tensors and values "
+                    f"are loaded, because other objects can run any code. If you trust the "
+                    f"file, load it with the program that wrote it and save its tensors alone"
                 )
             serialization.add_safe_globals([(Inert, name) for name in named])
             file.seek(0)
@@ -92,7 +94,7 @@ def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # a damaged pickle can raise any
-        # torch's own text begins with the advice to load it without care
+        # torch's message begins with the advice to load the file unsafely
         inner = (
             error.__context__
             if isinstance(error, pickle.UnpicklingError) and error.__context__
@@ -100,12 +102,12 @@ def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
         )
         reason = str(inner).strip().partition("\n")[0] or type(inner).__name__
         raise CheckpointError(
-            f"{path}: is damaged, or not a file of torch.save ({reason})"
+            f"{path}: is damaged, or not written by torch.save ({reason})"
         ) from None
 
 
 def _names(file: IO[bytes], is_zip: bool) -> list[str]:
-    """Names in the pickles of a file. Raises: any error, if it is damaged."""
+    """Return the names in the pickles of a file. Raises any error if the file is damaged."""
     programs: list[tuple[IO[bytes], int]] = [(file, _NUM_OLD)]
     if is_zip:
         with zipfile.ZipFile(file) as archive:
@@ -114,13 +116,13 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
                 entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED
             ]:
                 raise ValueError(f"{packed[0]} is compressed")
-            for entry in entries:  # torch.save may leave them out (set_crc32_options)
+            for entry in entries:  # torch.save may omit checksums (set_crc32_options)
                 entry.CRC = None  # type: ignore[assignment]
             described = [
                 entry for entry in entries if entry.filename.lower().endswith(_PROGRAM)
-            ]  # as torch finds it
+            ]  # the way torch finds it
             if len(described) != 1:
-                raise ValueError(f"it has {len(described)} files data.pkl, and not one")
+                raise ValueError(f"it has {len(described)} files data.pkl; must be one")
             programs = [(BytesIO(archive.read(described[0])), 1)]
     found = set()
     depths = Depths()
@@ -134,11 +136,12 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
 
 
 class Depths:
-    """How deep the objects of a pickle nest, followed operation by operation without making them.
+    """Nesting depth of the objects of a pickle, followed operation by operation without creating
+    the objects.
 
-    Python hashes and prints nested tuples by recursion in C, so a million of them would end the
+    Python hashes and prints nested tuples by recursion in C, so a million of them would crash the
     process. Each entry of the stack is the depth of its object. A dictionary that is filled after
-    another has taken it in counts as it was then; `_walk` bounds those.
+    another object has taken it counts with the depth that it had then; `_walk` bounds such ones.
     """
 
     def __init__(self) -> None:
@@ -147,17 +150,18 @@ class Depths:
         self._count = 0
 
     def follow(self, operation: pickletools.OpcodeInfo, value: Any) -> None:
-        """Take in the next operation. Raises: ValueError for too many, too deep objects, or a
-        damaged pickle."""
+        """Process the next operation.
+
+        Raises:
+            ValueError: Too many or too deep objects, or a damaged pickle.
+        """
         self._count += 1
         if self._count > _MOST_OPERATIONS:
             raise ValueError(f"it has more than {_MOST_OPERATIONS} operations")
         stack = self._stack
         name = operation.name
         if len(stack) > _MOST_WAITING:
-            raise ValueError(
-                f"more than {_MOST_WAITING} of its objects wait for one that takes them in"
-            )
+            raise ValueError(f"it keeps more than {_MOST_WAITING} objects on its stack")
         if name in ("PROTO", "FRAME"):
             return
         if name == "STOP":
@@ -179,7 +183,7 @@ class Depths:
             self._taken(operation)
 
     def _made(self, operation: pickletools.OpcodeInfo) -> int:
-        """Take an operation's arguments, and return the depth of what it makes of them."""
+        """Pop an operation's arguments, and return the depth of the object that it creates."""
         taken = self._taken(operation)
         if operation.name in _INTO:
             outer, *inner = taken
@@ -188,11 +192,11 @@ class Depths:
             inner = taken
         depth = max([outer, *(one + 1 for one in inner)])
         if depth > _DEEPEST:
-            raise ValueError(f"its objects nest deeper than {_DEEPEST}")
+            raise ValueError(f"its objects are nested deeper than {_DEEPEST} levels")
         return depth
 
     def _taken(self, operation: pickletools.OpcodeInfo) -> list[int]:
-        """Take an operation's arguments from the stack, and return their depths."""
+        """Pop an operation's arguments from the stack, and return their depths."""
         before = list(operation.stack_before)
         stack = self._stack
         taken: list[int] = []
@@ -205,15 +209,15 @@ class Depths:
 
 
 def _depth(entry: int | None) -> int:
-    """The depth of an entry of the stack that is an object. Raises: ValueError for a mark."""
+    """Return the depth of a stack entry that is an object. Raises: ValueError for a mark."""
     if entry is None:
-        raise ValueError("it takes a mark for an object")
+        raise ValueError("it uses a stack mark as an object")
     return entry
 
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """Hides the names that other code of this process has declared safe."""
+    """Hide the names that other code of this process has declared safe."""
     theirs = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
@@ -224,17 +228,21 @@ def _only_ours() -> Iterator[None]:
 
 
 def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of nested mappings, by dotted name. Raises: CheckpointError for some that are not
-    plain ones."""
+    """Return the tensors of nested mappings, by dotted name.
+
+    Raises:
+        CheckpointError: One of them is not a plain tensor.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in _walk(value, path):
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(
-                f"{path}: {name} is no plain tensor ({tensor.layout}, {tensor.device})"
+                f"{path}: {name} is not a plain tensor ({tensor.layout}, {tensor.device})"
             )
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{path}: {name} has shape {list(tensor.shape)}, more than the file holds of it"
+                f"{path}: {name} has shape {list(tensor.shape)}, which is larger than its data "
+                f"in the file"
             )
         if name in found:
             raise CheckpointError(f"{path}: has {name} twice")
@@ -243,15 +251,18 @@ def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _walk(value: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors and their names, depth first, without recursion. Raises: CheckpointError for a
-    very deep one."""
+    """Yield tensors and their names, depth first, without recursion.
+
+    Raises:
+        CheckpointError: The mappings are nested too deeply.
+    """
     waiting: list[tuple[str, int, Any]] = [("", 0, value)]
     seen = set()
     while waiting:
         name, depth, value = waiting.pop()
         if depth > _DEEPEST:
-            raise CheckpointError(f"{path}: its mappings nest deeper than {_DEEPEST}")
-        kind = type(value)  # not what an object says of itself
+            raise CheckpointError(f"{path}: its mappings are nested deeper than {_DEEPEST} levels")
+        kind = type(value)  # not the object's own idea of it
         if issubclass(kind, Tensor):
             yield name, value
         elif issubclass(kind, Mapping) and id(value) not in seen:

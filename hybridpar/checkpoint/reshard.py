@@ -1,9 +1,10 @@
-"""Where the elements that one rank needs lie in what other ranks have written: arithmetic alone,
-nothing is read.
+"""Find the elements that one rank needs in the files of other ranks. Pure arithmetic; nothing is
+read.
 
 global   [ 0 1 2 3 4 5 6 7 8 9 ]
 saved    rank 0: [ 0 1 2 3 4 ]     rank 1: [ 5 6 7 8 9 ]
-wanted   rank 1 of 3: [ 4 5 6 ]    pieces: 1 element at 4 of rank 0 to 0, 2 elements at 0 of rank 1 to 1
+wanted   rank 1 of 3: [ 4 5 6 ]    pieces: 1 element at 4 of rank 0 to 0, 2 elements at 0 of rank 1
+to 1
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ Located = tuple[int, int, int]  # global start, global stop, position in the loc
 
 
 def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pieces]:
-    """Pieces of the saved parts that make up part `rank` of the wanted ones, by the index of the
-    saved part.
+    """Return the pieces of the saved shards that make up shard `rank` of the wanted ones, by the
+    index of the saved shard.
 
-    Each element has one source, the part of the same index where it has it: rows may be held by
-    several.
-    Shapes: rows of (first element there, first element here, how many), counted in flat tensors.
-    Raises: ValueError if the two are not the same parameter.
+    Each element has one source: the shard of the same index if it has the element, since several
+    ranks may hold a row.
+    Shapes: rows of (first element there, first element here, number), counted in flat tensors.
+
+    Raises:
+        ValueError: The two are not the same parameter.
     """
     if wanted.shape != saved.shape:
-        raise ValueError(f"has shape {list(saved.shape)}, this model needs {list(wanted.shape)}")
+        raise ValueError(
+            f"has shape {list(saved.shape)}, but this model requires {list(wanted.shape)}"
+        )
     dims = {shard.dim for shard in (wanted.shard, saved.shard) if shard is not None} or {0}
     if len(dims) > 1:
         raise ValueError("is split along another dimension")
@@ -50,12 +55,15 @@ def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pie
             extent = sum(stop - start for start, stop, _ in ranges)
             found[source] = _flat(lines, outer, inner, extent, here)
     if missing:
-        raise ValueError(f"nobody has saved {missing[0][0]} to {missing[0][1]} of dimension {dim}")
+        raise ValueError(
+            f"{missing[0][0]} to {missing[0][1]} of dimension {dim} are missing from all its files"
+        )
     return found
 
 
 def clip(pieces: Pieces, column: int, part: Range) -> Pieces:
-    """Pieces within `part` of one side (column 0: there, 1: here), counted from its start there."""
+    """Return the pieces within `part` on one side (column 0: there, 1: here), counted from its
+    start."""
     start, stop = part
     first = np.maximum(pieces[:, column], start)
     count = np.minimum(pieces[:, column] + pieces[:, 2], stop) - first
@@ -65,7 +73,7 @@ def clip(pieces: Pieces, column: int, part: Range) -> Pieces:
 
 
 def _located(shard: Shard | None, rank: int, size: int) -> list[Located]:
-    """The global ranges that a rank holds, and where in its tensor they begin."""
+    """Return the global ranges that a rank holds, and where they begin in its tensor."""
     ranges: tuple[Range, ...] = ((0, size),) if shard is None else shard.ranges[rank]
     found = []
     at = 0
@@ -92,8 +100,8 @@ def _outside(ranges: list[Located], start: int, stop: int) -> Iterator[Located]:
 
 
 def _flat(lines: list[Located], outer: int, inner: int, there: int, here: int) -> Pieces:
-    """Ranges along one dimension, of extents `there` and `here`, as pieces of flat tensors;
-    neighbours are joined."""
+    """Return ranges along one dimension, with extents `there` and `here`, as pieces of flat
+    tensors; adjacent pieces are joined."""
     table = np.array(lines, np.int64) * inner
     steps = np.arange(outer, dtype=np.int64)[:, None, None] * np.array(
         [there * inner, here * inner, 0]

@@ -38,11 +38,15 @@ from hybridpar.state.kinds import parse_key
 
 class Restated(Mapping[str, Tensor]):
     """The tensors that a rank needs, by the keys of RankState.tensors; each is read when it is
-    asked for.
+    accessed.
 
-    `state`: of the rank, as it is built. `ahead`: number of batches that are gone over: training
-    goes on behind them as it would have from here, had they not been in the data.
-    Raises: CheckpointError where one is missing, damaged or of another shape.
+    Args:
+        state: State of the rank, as constructed.
+        ahead: Number of batches that are skipped: training resumes after them, as if they had not
+            been in the data.
+
+    Raises:
+        CheckpointError: A tensor is missing or damaged, or has another shape.
     """
 
     def __init__(self, saved: Saved, state: RankState, ahead: int = 0):
@@ -65,8 +69,8 @@ class Restated(Mapping[str, Tensor]):
         self.versions = range(max(newest - weights.num_versions + 1, 0), newest + 1)
 
     def meta(self, scaler: Mapping[str, Any]) -> dict[str, Any]:
-        """The rest of the state, as Engine.load_state takes it. `scaler`: the new run's own, where
-        none was saved."""
+        """Return the rest of the state for Engine.load_state. `scaler`: the new run's loss
+        scaler, used if none was saved."""
         state = self._state
         scale = state.loss_scales.get(state.batches_done, float(scaler["scale"]))
         scales = {v: state.loss_scales.get(self._stored(v), scale) for v in self.versions}
@@ -79,7 +83,7 @@ class Restated(Mapping[str, Tensor]):
         ).as_meta()
 
     def _stored(self, version: int) -> int:
-        """The saved version that is taken as `version`."""
+        """Return the saved version that serves as `version`."""
         saved = version - self._ahead
         return (
             saved
@@ -88,8 +92,10 @@ class Restated(Mapping[str, Tensor]):
         )
 
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights that the new run takes as that version."""
-        if not slot.placement.trainable:  # sites may have trained it apart before it was frozen
+        """Return the weights that the new run uses as that version."""
+        if (
+            not slot.placement.trainable
+        ):  # sites may have trained it separately before it was frozen
             return self.common(slot)
         if self._unpredicts:
             return self.newest(slot)
@@ -120,7 +126,8 @@ class Restated(Mapping[str, Tensor]):
         return parameter in (self._whole if kind.whole else self._slots)
 
     def __iter__(self) -> Iterator[str]:
-        """The keys of what the rank has now; an optimizer asks for its state by itself."""
+        """Iterate over the keys of the rank's current state; an optimizer asks for its state
+        itself."""
         return iter(self._here.tensors())
 
     def __len__(self) -> int:

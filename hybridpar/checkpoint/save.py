@@ -44,19 +44,24 @@ from hybridpar.nn.placement import Placement
 from hybridpar.state.kinds import WeightVersions
 
 _TURN_S = (
-    1.0  # ranks that wait for each other's files meet so often: no collective runs into its timeout
+    1.0  # ranks that wait for each other's files meet this often, so that no collective times out
 )
 _GRACE_S = 10.0
 
 
 def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None) -> Path:
-    """Saves `engine` (its pipeline drained) under `root`, removes what config.checkpoint does not
-    keep; its folder.
+    """Save `engine` (its pipeline drained) under `root`, remove checkpoints that config.checkpoint
+    does not keep, and return the new folder.
 
-    `corpus`: fingerprint of the data stream. `val_loss`: that of this step, if it was evaluated.
+    Args:
+        corpus: Fingerprint of the data stream.
+        val_loss: Validation loss of this step, if it was evaluated.
+
     Collectives: on all ranks of the grid.
-    Raises: CheckpointError, on all ranks, if any cannot write; NotFiniteError if the state of any
-        is not finite.
+
+    Raises:
+        CheckpointError: On all ranks, if any cannot write.
+        NotFiniteError: On all ranks, if the state of any has NaN or infinity.
     """
     saver = Saver(root, engine, corpus)
     saver.start(val_loss, beside=False)
@@ -66,10 +71,11 @@ def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None
 
 
 class Saver:
-    """Saves an engine under `root`, one checkpoint at a time, also while it trains on.
+    """Saves an engine under `root`, one checkpoint at a time, also while it trains.
 
-    `say`: told of each one that has been published, on rank 0, from another thread. `flight`: where
-    this rank's thread that writes notes what it does.
+    Args:
+        say: Called with each published checkpoint, on rank 0, from another thread.
+        flight: Record in which this rank's writing thread notes what it does.
     """
 
     def __init__(
@@ -97,19 +103,26 @@ class Saver:
         self._wrap = wrap
 
     def reserve(self) -> None:
-        """Takes the memory of a copy now: as much as the state has once the optimizer has made a
-        step."""
+        """Allocate the memory of a copy now: as much as the state takes once the optimizer has
+        made a step."""
         if is_writer(self._engine):
             self._snapshot.reserve(
                 tensor for kind in writes(self._engine) for tensor in kind.memory()
             )
 
     def start(self, val_loss: float | None = None, *, beside: bool = True) -> None:
-        """Begins to save the engine, its pipeline drained. A save that is under way is waited for.
+        """Begin to save the engine, whose pipeline must be drained. Waits for a save that is still
+        under way.
 
-        `beside`: training may go on at once, as a copy is written. Else it must wait for `settle`.
-        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, for this save
-            or the last one.
+        Args:
+            val_loss: Validation loss of this step, if known.
+            beside: Let training continue at once, while a copy is written. Else it must wait for
+                `settle`.
+
+        Collectives: on all ranks of the grid.
+
+        Raises:
+            CheckpointError: On all ranks, for this save or the last one.
         """
         self.settle()
         engine = self._engine
@@ -139,7 +152,7 @@ class Saver:
         return grid.describe(self._engine.job.shape.stages_of(grid.pp.rank))
 
     def _begin(self, step: int) -> Path:
-        """The folder to write into: the first rank's, as this rank's own run.dir names it."""
+        """Return the folder to write into: the first rank's, under this rank's run.dir."""
         grid = self._engine.grid
         aside = None
         failure = ""
@@ -161,7 +174,7 @@ class Saver:
         began: float,
         given_up: Event,
     ) -> Path:
-        """Makes the files of all ranks a checkpoint; on rank 0, in its thread."""
+        """Turn the files of all ranks into a checkpoint; on rank 0, in its thread."""
         config = self._engine.config
         with Waiting(self._flight, "files", "world"):
             written = handover.collect(aside, config, given_up)
@@ -177,13 +190,15 @@ class Saver:
         return folder
 
     def settle(self, *, wait: bool = True) -> Path | None:
-        """Ends the save under way; its folder, or None where there is none or, without `wait`, it
-        is not over.
+        """End the save under way and return its folder. Return None if there is no save or, without
+        `wait`, it has not finished.
 
-        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any could
-            not write;
-        NotFiniteError, with the step, if any found its state not to be finite. Nothing is left of
-        the save then, and the checkpoints before stay.
+        After a failure nothing is left of the save, and earlier checkpoints stay.
+        Collectives: on all ranks of the grid.
+
+        Raises:
+            CheckpointError: On all ranks, if any could not write.
+            NotFiniteError: With the step, if any rank's state has NaN or infinity.
         """
         if (task := self._task) is None:
             return None
@@ -218,19 +233,18 @@ class Saver:
         return folder
 
     def val_loss_of(self, step: int) -> float | None:
-        """Return the validation loss that the checkpoint of a step has; None without one, or
-        without a checkpoint."""
+        """Return the validation loss in the checkpoint of a step; None if there is none."""
         try:
             return read_manifest(folder_of(self._root, step)).val_loss
         except CheckpointError:
             return None
 
     def add_val_loss(self, step: int, val_loss: float) -> None:
-        """Add the validation loss to the newest checkpoint, which is of this step, and prune as if
-        it had been there.
+        """Add the validation loss to the newest checkpoint, which must be for this step, and prune
+        as if it had been there.
 
-        It is for one process, while no save is under way. A loss that is not finite is not added. A
-        failure is said.
+        For one process, while no save is under way. A loss that is not finite is not added. A
+        failure is only reported.
         """
         if not isfinite(val_loss):
             return
@@ -246,13 +260,14 @@ class Saver:
         prune(self._root, step, self._engine.config.checkpoint)
 
     def close(self) -> None:
-        """Gives a save under way some seconds to end, where training has failed. No collectives."""
+        """Give a save under way some seconds to finish after training has failed. No
+        collectives."""
         if self._task is not None:
             self._task.join(_GRACE_S)
 
 
 def _size(num_bytes: int) -> str:
-    """For people."""
+    """Return a number of bytes as text."""
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
 
 
@@ -264,8 +279,8 @@ def make_manifest(
     val_loss: float | None = None,
     other_sites: Iterable[TrainingState] = (),
 ) -> Manifest:
-    """Table of contents of files that are all written; `state`: of any rank, of the first site if
-    there are others."""
+    """Return the table of contents of files that are all written. `state`: any rank's, or the
+    first site's if there are several."""
     shards, versions = zip(*written, strict=True)
     common = set.intersection(*map(set, versions))
     known = val_loss is not None and isfinite(val_loss)
@@ -278,12 +293,13 @@ def make_manifest(
 def save_weights(
     root: Path, config: Config, weights: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> Path:
-    """Saves a whole model of another origin under `root` as a checkpoint of step 0, of one process;
-    its folder.
+    """Save the full weights of an imported model under `root` as a checkpoint of step 0, from one
+    process; return its folder.
 
-    It is for train.start_from, generate and export; there is no state of an optimizer to go on
-    from.
-    Raises: CheckpointError if it cannot be written.
+    For train.start_from, generate and export; it has no optimizer state to resume from.
+
+    Raises:
+        CheckpointError: It cannot be written.
     """
     tensors = {WeightVersions.key(name, "0"): tensor for name, tensor in weights.items()}
     part = Part(

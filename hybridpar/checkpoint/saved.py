@@ -25,7 +25,7 @@ from hybridpar.state.kinds import Anchor, Master, WeightShares, WeightVersions, 
 
 @dataclass(frozen=True)
 class Holder:
-    """A stage that has saved a parameter, and what it is called there."""
+    """A stage that has saved a parameter, and the parameter's name there."""
 
     stage: int
     name: str
@@ -34,14 +34,14 @@ class Holder:
 
 @dataclass(frozen=True)
 class Keeper:
-    """A file's tensor, which is elements `part` of a parameter's local tensor."""
+    """A tensor of a file, which has elements `part` of a parameter's local tensor."""
 
     shard: SavedShard
     key: str
     part: Range
 
     def whole(self) -> Tensor:
-        """All of the tensor."""
+        """Return the full tensor."""
         info = self.shard.file.tensors[self.key]
         target = torch.empty(prod(info.shape), dtype=info.dtype)
         self.shard.file.read(self.key, np.array([[0, 0, target.numel()]], np.int64), target)
@@ -50,18 +50,22 @@ class Keeper:
 
 @dataclass(frozen=True)
 class Member:
-    """One of the ranks that summed a parameter's gradient."""
+    """A rank that took part in the reduction of a parameter's gradient."""
 
     holder: Holder
     replica: int
 
 
 class Saved:
-    """Reader of pieces of a checkpoint's tensors, from those files alone that have them; each
+    """Reader of pieces of a checkpoint's tensors. Only files that have them are opened, and each
     header is read once.
 
-    `flight` is told of every tensor. `site`: whose files, where several sites have saved.
-    Raises: CheckpointError, here and below, for what is missing or damaged.
+    Args:
+        flight: Told of every tensor.
+        site: The site whose files are read, if several have saved.
+
+    Raises:
+        CheckpointError: Here and below, for missing or damaged files.
     """
 
     def __init__(
@@ -82,12 +86,12 @@ class Saved:
         }
 
     def placements(self, stage: int) -> dict[str, Placement]:
-        """Placements of a stage's parameters, by name."""
+        """Return the placements of a stage's parameters, by name."""
         return next(self._files_of(stage)).placements
 
     def holders(self, name: str, tied: str = "") -> list[Holder]:
-        """Stages that have saved a parameter: under this name first, then under another one that is
-        tied to it."""
+        """Return the stages that have saved a parameter: under this name first, then under a
+        name that is tied to it."""
         found = [
             Holder(stage, name, self.placements(stage)[name])
             for stage, blocks in self.stages.items()
@@ -95,7 +99,7 @@ class Saved:
         ]
         for stage in (
             sorted({min(self.stages), max(self.stages)}) if tied else ()
-        ):  # with the embedding, or the head
+        ):  # the stage with the embedding, or with the head
             found += [
                 Holder(stage, other, place)
                 for other, place in self.placements(stage).items()
@@ -104,8 +108,8 @@ class Saved:
         return found
 
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Whether such a tensor, say 'momentum', was kept of this parameter or of any other trained
-        one beside it; not if it was frozen."""
+        """Return whether such a tensor, say 'momentum', was saved for this parameter or any
+        other trained one beside it; False if it was frozen."""
         holders = [
             holder
             for holder in self.holders(slot.name, slot.placement.tied)
@@ -118,16 +122,21 @@ class Saved:
         )
 
     def has(self, slot: ParameterSlot, kind: str, what: str = "") -> bool:
-        """Whether this very parameter has such a tensor."""
+        """Return whether this very parameter has such a tensor."""
         return bool(self._keepers(self.holders(slot.name, slot.placement.tied), 0, kind, what))
 
     def read(
         self, slot: ParameterSlot, kind: str, what: str = "", member: Member | None = None
     ) -> Tensor:
-        """The part that `slot` names of a parameter's tensor of a kind. `what`: as in
-        StateKind.key. `member`: whose, of a kind that differs from replica to replica.
+        """Return the part of a parameter's tensor that `slot` names, on the CPU, in new memory.
 
-        Shapes: slot.shape, on the CPU, in memory of its own.
+        Args:
+            slot: The parameter, and the part that is needed.
+            kind: Kind of state.
+            what: Name of the tensor within the kind, as in StateKind.key.
+            member: The rank whose tensor is read, for kinds that differ between replicas.
+
+        Shapes: slot.shape.
         """
         self._flight.tick()
         holders = self.holders(slot.name, slot.placement.tied)
@@ -160,13 +169,13 @@ class Saved:
                 done = max(done, stop)
         if filled != slot.numel:
             raise CheckpointError(
-                f"{self.folder}: has only {filled} of {slot.numel} elements of {wanted}"
+                f"{self.folder}: has only {filled} of the {slot.numel} elements of {wanted}"
             )
         return target.view(slot.shape)
 
     def members(self, slot: ParameterSlot) -> list[Member]:
-        """The ranks that summed a parameter's gradient, in the order of their axis: stage by stage,
-        all replicas."""
+        """Return the ranks that took part in the reduction of a parameter's gradient, in the
+        order of their axis: stage by stage, all replicas."""
         holders = sorted(
             self.holders(slot.name, slot.placement.tied), key=lambda holder: holder.stage
         )
@@ -177,9 +186,12 @@ class Saved:
         ]
 
     def share(self, slot: ParameterSlot, kind: str, rank: int, size: int) -> Tensor | None:
-        """The sum of what the members whose number is `rank` modulo `size` have kept; None:
-        nothing. So the sum over all members stays what it was when their number changes, and as
-        many as before have what they had."""
+        """Return the sum of the tensors of all members whose number is `rank` modulo `size`; None
+        if there are none.
+
+        The sum over all members thus stays the same when their number changes, and with an equal
+        number each gets its own tensor.
+        """
         total = None
         for member in self.members(slot)[rank::size]:
             if self._keepers([member.holder], 0, kind, "", member.replica):
@@ -190,8 +202,8 @@ class Saved:
     def same(
         self, slot: ParameterSlot, kind: str, what: str, rank: int, size: int
     ) -> Tensor | None:
-        """What member number `rank` of `size` has kept, of whatever shape; None: there were more or
-        fewer of them, or it had another part of the parameter."""
+        """Return the tensor of member `rank` of `size`, of any shape; None if the number of
+        members, or the member's part of the parameter, has changed."""
         if len(members := self.members(slot)) != size:
             return None
         holder = members[rank].holder
@@ -202,8 +214,8 @@ class Saved:
         return keepers[0].whole() if keepers else None
 
     def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """What all replicas of the ranks with the same part of the parameter have kept, of whatever
-        shape; None: no rank had that part, or they kept nothing."""
+        """Return the tensor that all replicas of the ranks with the same part of the parameter
+        have saved, of any shape; None if no rank had that part or saved one."""
         holders = [
             holder
             for holder in self.holders(slot.name, slot.placement.tied)
@@ -213,15 +225,15 @@ class Saved:
         return keepers[0].whole() if keepers else None
 
     def read_newest(self, slot: ParameterSlot) -> Tensor:
-        """The newest weights of a parameter, neither rounded nor predicted: the master's where
-        there is one."""
+        """Return the newest weights of a parameter, neither rounded nor predicted: the master
+        weights if there are any."""
         if self.has(slot, Master.name):
             return self.read(slot, Master.name)
         return self.read_version(slot, self.manifest.step)
 
     def read_version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights of a parameter of a version that was saved, whole or in shares. All versions
-        of a frozen one are the newest."""
+        """Return the weights of a saved version of a parameter, from one file or from shards. A
+        frozen parameter has one version."""
         if not all(
             holder.placement.trainable for holder in self.holders(slot.name, slot.placement.tied)
         ):
@@ -230,7 +242,8 @@ class Saved:
         return self.read(slot, kind.name, str(version))
 
     def read_common(self, slot: ParameterSlot) -> Tensor:
-        """The weights that all sites had in common last; of one site, the newest."""
+        """Return the last weights that all sites had in common; with one site, the newest
+        weights."""
         return (
             self.read(slot, Anchor.name) if self.has(slot, Anchor.name) else self.read_newest(slot)
         )
@@ -238,8 +251,8 @@ class Saved:
     def _keepers(
         self, holders: Sequence[Holder], rank: int, kind: str, what: str, replica: int | None = None
     ) -> list[Keeper]:
-        """Tensors that make up part `rank` of what the holders split, in their order. `replica`: of
-        that one alone."""
+        """Return the tensors that make up shard `rank` of the holders' split, in their order.
+        `replica`: only from that replica."""
         found = []
         of_kind = saved_kind(kind)
         for holder in holders:
@@ -255,7 +268,7 @@ class Saved:
     def _files_of(
         self, stage: int, split: Shard | None = None, rank: int = 0, replica: int | None = None
     ) -> Iterator[SavedShard]:
-        """Files of a stage with part `rank` of what is split so, those of all replicas or of
+        """Yield the files of a stage with shard `rank` of a split, from all replicas or from
         one."""
         wanted = (
             dict.fromkeys(MODEL, 0)

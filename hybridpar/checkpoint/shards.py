@@ -1,4 +1,4 @@
-"""One file of a checkpoint: which tensors of which parameters it has, and how they are placed."""
+"""A file of a checkpoint: which tensors of which parameters it has, and their placements."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from hybridpar.state.kinds import parse_key
 class SavedShard:
     """The file of one rank in a checkpoint of `config`.
 
-    Its tensors have the keys of state.kinds, and their parameters are placed as `placements` say.
+    Its tensors have the keys of state.kinds, and `placements` has the placements of their
+    parameters. `parts` has the elements of the local tensor that the rank updates, for parameters
+    that it updates in part; their tensors are vectors, except for kinds that cover full parameters.
+    Tensors of kinds that are not `shaped` have any shape. All that is read from `file` is verified
+    against the manifest's checksums.
 
-    `parts`: elements of the local tensor that the rank updates, of the parameters that it updates
-    in part; tensors of those are vectors, but for kinds of whole parameters; those of kinds that
-    are not `shaped` have any shape. All that is read of `file` is compared with the manifest's
-    checksums.
-    Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself
-        say.
+    Raises:
+        CheckpointError: The file is missing or damaged, or does not match the manifest or its own
+            header.
     """
 
     def __init__(self, folder: Path, where: ShardFile, config: Config):
@@ -60,10 +61,10 @@ class SavedShard:
         return placement.local_shape(placement.rank_at(self.where.place))
 
     def _check_blocks(self, *, all_have_parameters: bool) -> None:
-        """Compare the blocks of the parameters with those of the manifest.
+        """Check the parameters' blocks against the manifest.
 
         Every block of GPT and BERT has parameters, so counting them keeps a model from being larger
-        than its files. A block of a custom model, say an activation, may have none.
+        than its files. A block of a custom model, such as an activation, may have none.
         """
         own = {str(number) for blocks in self.where.spans for number in blocks}
         found = {
@@ -71,11 +72,13 @@ class SavedShard:
             for name in self.placements
             if name.startswith("blocks.") and name.count(".") > 1
         }
-        # a tied head is kept with the embedding, and may have nothing else
+        # a tied head is saved with the embedding, and may have no other parameters
         least = len(own) - (len(own) > 1 and any(place.tied for place in self.placements.values()))
         if (all_have_parameters and len(found) < least) or not found <= own:
             says = ", ".join(f"{blocks.start} to {blocks.stop - 1}" for blocks in self.where.spans)
-            raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {says}")
+            raise ValueError(
+                f"it has parameters of {len(found)} blocks, but its manifest says {says}"
+            )
 
     def _check_tensor(self, name: str, info: TensorInfo) -> None:
         kind, parameter, _ = parse_key(name)
@@ -87,22 +90,23 @@ class SavedShard:
             shape = (stop - start,)
         if kind.shaped and info.shape != shape:
             raise ValueError(
-                f"{name} has shape {list(info.shape)}, its placement says {list(shape)}"
+                f"{name} has shape {list(info.shape)}, but its placement says {list(shape)}"
             )
 
     @cached_property
     def kept(self) -> frozenset[tuple[str, str]]:
-        """The kinds of state here, and which tensors of each, say ('optimizer', 'momentum')."""
+        """The kinds of state in this file, and which tensors of each, such as ('optimizer',
+        'momentum')."""
         return frozenset((kind.name, what) for kind, _, what in map(parse_key, self.file.tensors))
 
 
 def header_of(placements: Mapping[str, Placement], parts: Mapping[str, Range]) -> dict[str, str]:
-    """The header of a file, in which it describes its tensors."""
+    """Return the header in which a file describes its tensors."""
     return {"placements": json.dumps(placements_to_plain(placements)), "parts": json.dumps(parts)}
 
 
 def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Placements as JSON values: what it takes to put shards together, or to cut them anew for
+    """Return placements as JSON values: what is needed to join shards, or to reshard them for
     another grid."""
     return {
         name: {
@@ -130,7 +134,7 @@ def _parse_json(file: TensorFile, key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Split:
-    """A Shard as it is written."""
+    """A Shard, as JSON has it."""
 
     dim: Whole
     ranges: tuple[tuple[tuple[int, int], ...], ...]
@@ -139,7 +143,7 @@ class _Split:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A placement as it is written: without its initialisation, which is not kept."""
+    """A placement, as JSON has it, without its initialization."""
 
     shape: Annotated[tuple[int, ...], Within(0, 2**62)]
     tied: str
@@ -149,7 +153,7 @@ class _Placed:
 
 
 def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
-    """Raises: ValueError."""
+    """Convert a JSON value to a placement. Raises: ValueError."""
     read: _Placed = from_plain(_Placed, value, name, lenient=True)
     shard = (
         None if read.shard is None else _parse_split(f"{name}.shard", read.shard, read.shape, sizes)
@@ -167,12 +171,12 @@ def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
 def _parse_split(what: str, read: _Split, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:
     if read.dim >= len(shape):
         raise ValueError(
-            f"{what}.dim is {shown(read.dim)}, the parameter has {len(shape)} dimensions"
+            f"{what}.dim is {shown(read.dim)}, but the parameter has {len(shape)} dimensions"
         )
     if len(read.ranges) != sizes.get(read.axis, 1):
         raise ValueError(
-            f"{what}: is split over {len(read.ranges)} ranks, the grid has {shown(read.axis)} = "
-            f"{sizes.get(read.axis, 1)}"
+            f"{what}: is split over {len(read.ranges)} ranks, but the grid has "
+            f"{shown(read.axis)} = {sizes.get(read.axis, 1)}"
         )
     return Shard(
         read.dim,

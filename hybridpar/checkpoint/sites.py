@@ -28,7 +28,7 @@ _TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")
 
 
 def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
-    """Why `wanted` cannot go on from a checkpoint of several sites; empty where it can."""
+    """Return why `wanted` cannot resume from a checkpoint of several sites; "" if it can."""
     saved = manifest.config
     step = manifest.step
     changed = _changed(saved, wanted)
@@ -49,9 +49,8 @@ def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
         )
     )
     return (
-        f"{where} is of {saved.parallel.sites} sites whose weights are not the same at step "
-        f"{step}, so "
-        f"{', '.join(changed)} cannot change here; {remedy}"
+        f"{where} was saved by {saved.parallel.sites} sites whose weights differ at step "
+        f"{step}, so {', '.join(changed)} cannot change here; {remedy}"
     )
 
 
@@ -69,7 +68,7 @@ def _of(config: Config, name: str) -> object:
 
 
 def source(manifest: Manifest, engine: Trainee) -> int:
-    """The site whose files a rank goes on from."""
+    """Return the site whose files a rank resumes from."""
     rank = engine.grid.site.rank
     saved = manifest.config
     return (
@@ -80,7 +79,7 @@ def source(manifest: Manifest, engine: Trainee) -> int:
 
 
 def comes_back(manifest: Manifest, engine: Trainee) -> bool:
-    """Whether a rank is of a site that joins several others."""
+    """Return whether a rank belongs to a site that joins several others."""
     sites = manifest.config.parallel.sites
     return (
         engine.grid.site.rank >= sites > 1 and _changed(manifest.config, engine.config) == _NUMBER
@@ -88,7 +87,8 @@ def comes_back(manifest: Manifest, engine: Trainee) -> bool:
 
 
 def going_on(manifest: Manifest, wanted: Config) -> Manifest:
-    """The manifest with the step after which sites train apart in the way that `wanted` says."""
+    """Return the manifest with the step after which sites train apart under the settings of
+    `wanted`."""
     changed = _changed(manifest.config, wanted)
     if not changed or (changed == _NUMBER and manifest.config.parallel.sites > 1):
         return manifest

@@ -21,7 +21,8 @@ Finish = Callable[[], dict[str, Tensor]]
 
 
 class Snapshot:
-    """Memory for a copy, kept for the next one; pinned where the tensors are on a GPU."""
+    """Memory for a copy of the state, reused for the next copy; pinned if the tensors are on a
+    GPU."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -31,7 +32,7 @@ class Snapshot:
         return self._memory.nbytes
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Takes the memory that a copy of such tensors needs, unless there is as much."""
+        """Allocate the memory that a copy of such tensors needs, unless there is enough."""
         tensors = list(tensors)
         needed = sum(_padded(t.nbytes) for t in tensors)
         if needed > self._memory.nbytes:
@@ -41,10 +42,11 @@ class Snapshot:
             )
 
     def begin(self, tensors: Mapping[str, Tensor]) -> Finish:
-        """Starts a copy; what comes back ends it, in any thread, and gives the copies.
+        """Start a copy, and return a function that waits for it, in any thread, and returns the
+        copies.
 
-        Until it has, tensors on the CPU must not change; those on a GPU may, by later work of the
-        current stream. The copies stay what they are until `begin` is called again.
+        Until it has returned, tensors on the CPU must not change; tensors on a GPU may, by later
+        work of the current stream. The copies stay valid until `begin` is called again.
         """
         self.reserve(tensors.values())
         copies = self._places(tensors)

@@ -20,8 +20,11 @@ from hybridpar.pipeline.run.stage import Stage
 def whole_model(
     model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> Stage:
-    """All blocks in one stage, on the CPU, with these weights. Raises: CheckpointError if one is
-    missing."""
+    """Return all blocks in one stage, on the CPU, with these weights.
+
+    Raises:
+        CheckpointError: A weight is missing.
+    """
     stage = Stage(
         build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=dtype)
     )
@@ -34,10 +37,13 @@ def whole_model(
 
 
 def load_stage(full: FullWeights, tp: Axis, numbers: range) -> Stage:
-    """Some blocks of a checkpoint's model, with what this tp rank has of them, in fp32 on the CPU.
+    """Return some blocks of a checkpoint's model, with this tp rank's shards of the weights, in
+    fp32 on the CPU.
 
-    Reads that alone, one parameter at a time. Raises: CheckpointError if a file is missing or
-    damaged.
+    Reads only these, one parameter at a time.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
     """
     stage = Stage(
         build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32)

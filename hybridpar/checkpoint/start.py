@@ -1,4 +1,5 @@
-"""Starts a run from the weights of a checkpoint that another grid, or another program, made."""
+"""Start a run from the weights of a checkpoint that another grid, or another program, has
+written."""
 
 from __future__ import annotations
 
@@ -20,20 +21,23 @@ from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 
 
 def find_start(path: str | Path, model: ModelSpec) -> Path:
-    """The checkpoint that `train.start_from` names. Reads no weights.
+    """Return the checkpoint that `train.start_from` names, without reading its weights.
 
-    Raises: CheckpointError if it is none; ConfigError naming every key in which its model is
-        another one.
+    Raises:
+        CheckpointError: The path is not a checkpoint.
+        ConfigError: Names every key in which its model does not match.
     """
     with hold_start(path, model) as hold:
         return hold.folder
 
 
 def hold_start(path: str | Path, model: ModelSpec) -> Hold:
-    """The hold on the checkpoint that `train.start_from` names: a job that saves there does not
-    remove it meanwhile.
+    """Return a hold on the checkpoint that `train.start_from` names, so that a job that saves there
+    does not remove it.
 
-    Raises: as `find_start`.
+    Raises:
+        CheckpointError: As for `find_start`.
+        ConfigError: As for `find_start`.
     """
     return hold_found(path, lambda text: None, lambda folder: _check_model(folder, path, model))
 
@@ -51,7 +55,7 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
         Problem(
             f"model.{key}",
             here[key],
-            f"train.start_from = {str(path)!r} has {value!r}",
+            f"does not match train.start_from = {str(path)!r}, which has {value!r}",
             repr(value),
         )
         for key, value in there.items()
@@ -66,26 +70,29 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
 
 
 def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:
-    """Compares the tokens that the weights of a run folder know with those of the data, where both
-    are known.
+    """Compare the tokenizer of a run folder's weights with the data's, if both are known. `named`:
+    data.tokenizer.
 
-    `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged
-    tokenizer.
+    Raises:
+        ConfigError: The tokenizers differ.
+        DataError: A tokenizer is damaged.
     """
     path = run / "tokenizer.json"
     if tokenizer is None or not os.path.lexists(path):
         return
     if Tokenizer.load(path, within=run).vocabulary != tokenizer.vocabulary:
-        rule = f"the weights in {run} belong to the tokens of another tokenizer"
+        rule = f"does not match the weights in {run}, which were trained with another tokenizer"
         raise config_error("data.tokenizer", named, rule, repr(str(path)))
 
 
 def start_from(folder: Path, engine: Trainee) -> None:
-    """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
+    """Load the weights of a checkpoint of any grid into `engine`; its optimizer starts from zero.
 
     Each rank reads what it needs, one parameter at a time.
-    Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot
-        read.
+    Collectives: on all ranks of the grid.
+
+    Raises:
+        CheckpointError: On all ranks, if any cannot read.
     """
     grid = engine.grid
     state = engine.state

@@ -10,7 +10,7 @@ reading it all. CRC-32 finds what disks, networks and memory damage, at 4 GB/s (
 which a save beside training takes from it. It is no protection from forgery: for that sign the
 folder.
 
-Each chunk is also looked through for numbers that are not finite, as it is written and as it is
+Each chunk is also checked for numbers that are not finite when it is written and when it is
 read, while it is in the cache: a state with NaN in it never becomes a checkpoint, and one that an
 older version has saved is not loaded.
 
@@ -51,21 +51,21 @@ _EXPONENTS: dict[torch.dtype, NDArray[Any]] = {
     torch.bfloat16: np.array(0x7F80, np.uint16),
     torch.float16: np.array(0x7C00, np.uint16),
 }
-"""Bits of the exponent, all of which are set in infinity and NaN and in no other number."""
+"""Exponent bits of each type. All are set in infinity and NaN, and in no other number."""
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
 _MAX_DIMS = 8
 CHUNK = 1 << 20
-"""Number of bytes under one checksum; they stay in the cache between checksum and write."""
+"""Number of bytes per checksum; a chunk stays in the cache between checksum and write."""
 _DIGITS = 8  # of a checksum, hexadecimal
 
 Pieces = NDArray[np.int64]
-"""Rows of (first element in a flat tensor, first element in another, how many)."""
+"""Rows of (first element in one flat tensor, first element in another, number of elements)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file; `start`: its first byte after the header."""
+    """A tensor in a file. `start`: its first byte after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,17 +83,18 @@ def write_tensors(
     flight: Flight = NO_FLIGHT,
     read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[int, str]:
-    """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal
-    digits.
+    """Write a file and sync it; return its size in bytes and its checksums as hexadecimal digits.
 
     `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not
-    on the CPU is copied, one at a time. `read`: gives what is to be written of a tensor.
-    Raises: OSError; NotFiniteError naming the first tensor with a number that is not finite. The
-        file is no use then.
+    on the CPU is copied, one at a time. `read` returns what is to be written for a tensor.
+
+    Raises:
+        OSError: The file cannot be written.
+        NotFiniteError: Names the first tensor with NaN or infinity. The file is not usable then.
     """
     names = sorted(
         tensors, key=lambda name: (-tensors[name].element_size(), name)
-    )  # so each is aligned
+    )  # so that each is aligned
     header: dict[str, object] = {_METADATA: dict(metadata)}
     stop = 0
     for name in names:
@@ -132,7 +133,8 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _finite_chunks(name: str, tensor: Tensor) -> Iterator[memoryview]:
-    """The chunks of a tensor, each once it was found to be finite. Raises: NotFiniteError."""
+    """Yield the chunks of a tensor, each after checking that it is finite. Raises:
+    NotFiniteError."""
     for chunk in _chunks(tensor):
         if not _is_finite(chunk, tensor.dtype):
             raise NotFiniteError(f"{name} is not finite")
@@ -140,8 +142,8 @@ def _finite_chunks(name: str, tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _is_finite(chunk: memoryview, dtype: torch.dtype) -> bool:
-    """Whether all numbers of some memory are finite. Allocates as much again, and keeps no lock of
-    Python meanwhile."""
+    """Return whether all numbers in some memory are finite. Allocates as much memory again, and
+    releases Python's lock meanwhile."""
     exponent = _EXPONENTS[dtype]
     return not chunk.nbytes or bool(
         (np.frombuffer(chunk, exponent.dtype) & exponent).max() < exponent
@@ -149,16 +151,18 @@ def _is_finite(chunk: memoryview, dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
     """A file whose header has been read and checked; it is open only while something is read.
 
-    `written`: the result of `write_tensors`, with which all that is read is compared; None: nothing
-    is compared.
-    Raises: CheckpointError if it is missing, truncated, damaged, or no safetensors file.
+    `written` is the result of `write_tensors`, against which all that is read is verified; None:
+    nothing is verified.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, damaged, or not a safetensors file.
     """
 
     def __init__(self, path: Path, written: tuple[int, str] | None = None):
@@ -172,7 +176,7 @@ class TensorFile:
         ):
             size = os.fstat(file.fileno()).st_size
             if written is not None and size != expected:
-                raise ValueError(f"it has {size} bytes, should have {expected}")
+                raise ValueError(f"it has {size} bytes, but must have {expected}")
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _MAX_HEADER):
                 raise ValueError(f"its header cannot be {length} bytes long")
@@ -185,7 +189,7 @@ class TensorFile:
             self._first_sums = self._number_chunks()
 
     def _number_chunks(self) -> dict[str, int]:
-        """Number of the checksum of each tensor's first chunk."""
+        """Return the index of the checksum of each tensor's first chunk."""
         first = {}
         number = 1
         for name, info in sorted(
@@ -194,17 +198,20 @@ class TensorFile:
             first[name] = number
             number += -(-info.num_bytes // CHUNK)
         if self._sums and len(self._sums) != number:
-            raise ValueError(f"it needs {number} checksums and has {len(self._sums)}")
+            raise ValueError(f"it must have {number} checksums, and has {len(self._sums)}")
         return first
 
     def _compare(self, piece: bytes | bytearray | memoryview, number: int, what: str) -> None:
         if self._sums and _checksum(memoryview(piece)) != self._sums[number]:
-            raise ValueError(f"the checksum of {what} is not what it was when it was written")
+            raise ValueError(
+                f"the checksum of {what} does not match: the file has changed since it was written"
+            )
 
     def check(self, flight: Flight = NO_FLIGHT) -> None:
-        """Reads everything once, piece by piece, and tells `flight` of each.
+        """Read the file once, piece by piece, and tell `flight` of each piece.
 
-        Raises: CheckpointError naming the first tensor that is damaged, or not finite.
+        Raises:
+            CheckpointError: Names the first tensor that is damaged or not finite.
         """
         for name, info in self.tensors.items():
             with self._reading(name) as file:
@@ -214,14 +221,16 @@ class TensorFile:
                     flight.tick()
 
     def read(self, name: str, pieces: Pieces, target: Tensor) -> None:
-        """Copies pieces of a tensor, as rows of (first element there, first element here, how
-        many), into `target`.
+        """Copy pieces of a tensor, as rows of (first element there, first element here, number),
+        into `target`.
 
-        Pieces do not overlap there. Each chunk in which one lies is read once, whole, and compared
-        with its checksum.
-        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError;
-            NotFiniteError if
-        a chunk that was read has a number that is not finite.
+        Pieces must not overlap in `target`. Each chunk that contains one is read once and verified
+        against its checksum.
+        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype.
+
+        Raises:
+            CheckpointError: A chunk is damaged.
+            NotFiniteError: A chunk that was read has NaN or infinity.
         """
         info = self.tensors[name]
         view = _bytes_of(target)
@@ -236,7 +245,7 @@ class TensorFile:
                     np.searchsorted(stops, start, "right") : np.searchsorted(starts, stop, "left")
                 ].tolist()
                 there, here, count = inside[0]
-                if there <= start and there + count >= stop:  # it is all of one piece
+                if there <= start and there + count >= stop:  # the range is contiguous
                     self._read_chunk(
                         file, name, number, view[here + start - there : here + stop - there]
                     )
@@ -262,7 +271,9 @@ class TensorFile:
         _fill(file, place)
         self._compare(place, self._first_sums[name] + number, f"its bytes {start} to {stop}")
         if not _is_finite(place, self.tensors[name].dtype):
-            raise NotFiniteError(f"{self.path}: {name} is not finite; take an earlier checkpoint")
+            raise NotFiniteError(
+                f"{self.path}: {name} has NaN or infinite values; use an earlier checkpoint"
+            )
         return place
 
     @contextmanager
@@ -276,7 +287,7 @@ class TensorFile:
 
 
 def _touched(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[int]:
-    """The chunks in which ranges of bytes lie, in order; empty ranges lie in none."""
+    """Return the chunks that ranges of bytes overlap, in order; empty ranges overlap none."""
     lie = starts < stops
     first = starts[lie] // CHUNK
     after = (stops[lie] - 1) // CHUNK + 1
@@ -294,7 +305,7 @@ def _fill(file: FileIO, view: memoryview) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor in the header."""
+    """A tensor in the header, as JSON has it."""
 
     dtype: str
     shape: Annotated[tuple[int, ...], Within(0, 2**62)]
@@ -302,7 +313,8 @@ class _Entry:
 
 
 def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-    """Texts, and tensors that fill `size` bytes. Raises: ValueError."""
+    """Return the texts in a header, and its tensors, which must fill `size` bytes. Raises:
+    ValueError."""
     header = from_plain(dict[str, Any], parse_json(text), "the header")
     metadata = from_plain(dict[str, str], header.pop(_METADATA, {}), _METADATA)
     found = {}
@@ -313,19 +325,20 @@ def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Ten
         shape = told.shape
         if kind is None:
             raise ValueError(
-                f"{name} is of type {shown(told.dtype)}, not one of {', '.join(DTYPES)}"
+                f"{name} has type {shown(told.dtype)}; must be one of {', '.join(DTYPES)}"
             )
         start, stop = span(told.data_offsets, f"{name}.data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:
             raise ValueError(
-                f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}"
+                f"{name} has {stop - start} bytes, which does not match its shape "
+                f"{list(shape)[:_MAX_DIMS]}"
             )
         found[name], stops[name] = TensorInfo(kind, shape, start), stop
     at = 0
     for name in sorted(found, key=lambda name: (found[name].start, stops[name])):
         if found[name].start != at:
             raise ValueError(
-                f"{name} begins at byte {found[name].start}, what comes before ends at {at}"
+                f"{name} begins at byte {found[name].start}, but the tensor before it ends at {at}"
             )
         at = stops[name]
     if at != size:

@@ -188,7 +188,7 @@ def unknown_flag(head: str, known: Collection[str]) -> str:
     """Return the message about a flag that a command does not have. known: its flags, without
     dashes."""
     if head == "--":
-        return "-- stands alone; write --NAME VALUE"
+        return "-- has no name; write --NAME VALUE"
     if near := meant(head.lstrip("-"), known):
         return f"unknown flag {head}; did you mean --{' or --'.join(near)}?"
     section = head.lstrip("-").partition(".")[0]
@@ -228,30 +228,27 @@ def _stray(
     last = given[-1] if given else None
     if last is not None and last.most == 0:
         hint = "leave the flag out" if word.lower() in _FALSE else f"write {last.name} alone"
-        return f"{last.name} takes no value, and {word!r} stands behind it; {hint}"
+        return f"{last.name} takes no value, but is followed by {word!r}; {hint}"
     if needed is not None:
-        return f"{word!r} stands without a flag; did you mean {needed.name} {shlex.quote(word)}?"
+        return f"{word!r} has no flag before it; did you mean {needed.name} {shlex.quote(word)}?"
     if last is not None and last.name.startswith("--") and last.entry is str:
         whole = shlex.quote(" ".join([*taken, word]))
         return (
-            f"{last.name} takes one value, and {word!r} is a second one; a value with spaces "
-            "stands in quotation "
-            f"marks: {last.name} {whole}"
+            f"{last.name} takes one value, but {word!r} is a second one; put a value with "
+            f"spaces in quotation marks: {last.name} {whole}"
         )
     if last is not None and last.name.startswith("--"):
         count = f"{last.most} values" if last.most != 1 else "one value"
-        return f"{last.name} takes {count}, and {word!r} is one more; leave {word!r} out"
+        return f"{last.name} takes {count}; remove {word!r}"
     takes = " and ".join(one.name for one in given) or "flags alone"
-    return f"{word!r} is one argument too many: the command takes {takes}; leave {word!r} out"
+    return f"{word!r} is one argument too many: the command takes {takes}; remove it"
 
 
 def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
     """Return what is wrong with the value of a flag; empty if nothing is."""
     if flag.most == 0:
         return (
-            f"{head}={words[0]}: takes no value; write {head} alone, or leave it out"
-            if words
-            else ""
+            f"{head}={words[0]}: takes no value; write {head} alone, or remove it" if words else ""
         )
     line = " ".join([head, *words])
     wrong = next((word for word in words if not _fits(flag.entry, word)), None)

@@ -94,7 +94,12 @@ class Preprocess:
 
         sources = (*self.sources, *self.input)
         if not sources:
-            raise config_error("sources", [], "name no text", "hybridpar preprocess stdlib")
+            raise config_error(
+                "sources",
+                [],
+                "must name at least one file, folder or data set",
+                "hybridpar preprocess stdlib",
+            )
         made = prepare(
             sources,
             self.output,
@@ -162,7 +167,7 @@ class Generate:
         check_prompts(prompts)
         starts = self.ranks if not launch.launched else 0
         if self.tp * self.pp != (processes := starts or launch.world_size):
-            rule = f"tp * pp is {self.tp * self.pp}, and there are {processes} processes"
+            rule = f"tp * pp = {self.tp * self.pp} does not match the {processes} processes"
             raise config_error(
                 "parallel", f"tp={self.tp} pp={self.pp}", rule, f"--ranks {self.tp * self.pp}"
             )

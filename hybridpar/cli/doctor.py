@@ -155,7 +155,7 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
         yield f"  {op:<18}" + "".join(
             f"{choice[dtype] + '*' * (dtype in choice['measured']):<10}" for dtype in dtypes
         )
-    yield "  * the fastest by measured times; else the first that can, in the order of the table"
+    yield "  * the fastest by measured times; without these, the first that can run"
     sources: dict[str, list[str]] = {}
     for op, choice in operators.items():
         for dtype in choice["measured"]:
@@ -165,7 +165,10 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
             if "bfloat16" not in choice["measured"]:
                 sources.setdefault(choice["source"]["bfloat16"], []).append(op)
     for source, ops in sources.items():
-        yield f"  {'*' if source.startswith('measured') else '-'} {source}: {', '.join(dict.fromkeys(ops))}"
+        yield (
+            f"  {'*' if source.startswith('measured') else '-'} {source}: "
+            f"{', '.join(dict.fromkeys(ops))}"
+        )
     grouped: dict[tuple[str, str], list[str]] = {}
     for op, choice in operators.items():
         for name, reason in choice["cannot"].items():
@@ -181,9 +184,9 @@ def problem(found: Mapping[str, Any]) -> str | None:
     """A message on what an installation lacks; None where nothing is missing."""
     if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
         return (
-            "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip "
-            "install says why"
+            "the C++ operators are missing, so plain torch runs instead; installing with "
+            "HYBRIDPAR_BUILD=cpu shows why they were not built"
         )
     if found["triton"] is not None and found["triton"]["warning"]:
-        return f"there is a GPU, and Triton is not all there: {found['triton']['warning']}"
+        return f"there is a GPU, but Triton's kernels cannot all run: {found['triton']['warning']}"
     return None

@@ -321,9 +321,8 @@ def _new_name(word: str, command: str, known: Collection[str]) -> str:
         return f"is named --{now}"
     if now == "ranks" and "parallel.tp" in known:
         return (
-            f"is not a flag of {command}, which takes as many processes as the grid has: "
-            "--parallel.tp x "
-            "--parallel.pp x --parallel.dp"
+            f"not a flag of {command}: the number of processes follows from --parallel.tp, "
+            f"--parallel.pp and --parallel.dp"
         )
     return ""
 

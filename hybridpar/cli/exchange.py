@@ -100,8 +100,8 @@ class Import:
             raise config_error(
                 "vocab_size",
                 self.vocab_size,
-                f"is for Megatron-LM's files; {self.source} has none of them",
-                "without it",
+                f"supported for Megatron-LM checkpoints only; {self.source} is not one",
+                "importing without it",
             )
         else:
             made = import_folder(self.source, self.output)

@@ -105,6 +105,6 @@ def _require_extra(command: str) -> None:
         raise config_error(
             "command",
             command,
-            f"needs {' and '.join(absent)}",
+            f"requires {' and '.join(absent)}",
             "pip install 'hybridpar[placement]'",
         )

@@ -295,7 +295,7 @@ def _of_one_site(config: Config) -> None:
     by itself."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
-            "parallel.sites", sites, "is not planned for: plan the grid of one site", "1"
+            "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
         )
 
 

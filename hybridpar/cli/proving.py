@@ -49,7 +49,7 @@ class Verify:
             *(("nan_batches", n) for n in self.nan_batches),
         ):
             if not 0 <= number < self.batches:
-                rule = f"must be at least 0 and below the number of batches, {self.batches}"
+                rule = f"must be from 0 to {self.batches - 1}, as --batches is {self.batches}"
                 raise config_error(name, number, rule, str(self.batches - 1))
         disturbance = Disturbance(frozenset(self.nan_batches), self.resume_at)
         report = verify(self.config, sizes, self.batches, disturbance)
@@ -108,7 +108,7 @@ def _factories(name: str) -> dict[str, Any]:
         raise config_error(
             "factories",
             name,
-            "must be a module and a dict of factories in it",
+            "must be a module and the name of a dict in it, as module:NAME",
             "my_module:FACTORIES",
         )
     return found
@@ -143,7 +143,7 @@ class Replay:
             raise config_error(
                 "path",
                 str(self.path),
-                "is neither a bundle nor a run folder",
+                "must be an anomaly's bundle (.json) or a run folder",
                 "runs/NAME/anomalies/step_00000100.json, or runs/NAME --step 100",
             )
         if not self.path.exists():
@@ -157,7 +157,8 @@ class Replay:
             raise config_error(
                 "step",
                 self.step,
-                "says which step of a run folder; a bundle has its own",
+                "not supported with a bundle, which has its own step; it selects a step of a "
+                "run folder",
                 "hybridpar replay runs/NAME --step 100",
             )
         set_threads(self.threads, launch)

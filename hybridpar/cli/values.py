@@ -62,6 +62,8 @@ def parse_grid(text: str) -> dict[str, int]:
             or not 0 < int(size) <= 2**16
             or axis in sizes
         ):
-            raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
+            raise config_error(
+                "grid", text, "must give the sizes of tp, pp and dp", "tp=2,pp=2,dp=2"
+            )
         sizes[axis] = int(size)
     return sizes

@@ -37,7 +37,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         return _restored(json.loads(data))
     except (KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"cannot be read as an object of another rank: {error}") from None
+        raise ValueError(f"an object of another rank cannot be read: {error}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -63,9 +63,7 @@ def _plain(value: Any) -> Any:
         return _record(value, value._fields)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _record(value, [field.name for field in dataclasses.fields(value) if field.init])
-    raise TypeError(
-        f"{type(value).__name__} has no form in which ranks send it; see comm/objects.py"
-    )
+    raise TypeError(f"{type(value).__name__} cannot be sent to other ranks; see comm/objects.py")
 
 
 def _record(value: Any, names: Any) -> dict[str, Any]:
@@ -96,13 +94,14 @@ def _restored(value: Any) -> Any:
         return kind(_restored(inside))
     if tag == "record" and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple)):
         return kind(**{key: _restored(one) for key, one in inside.items()})
-    raise ValueError(f"an object of another rank has the unknown tag {tag!r}")
+    raise ValueError(f"another rank sent an object with the unknown tag {tag!r}")
 
 
 def _class_name(kind: type) -> str:
     if not _is_ours(kind.__module__):
         raise TypeError(
-            f"{kind.__module__}.{kind.__qualname__} is no class of hybridpar; see comm/objects.py"
+            f"{kind.__module__}.{kind.__qualname__} is not a class of hybridpar; see "
+            f"comm/objects.py"
         )
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -116,7 +115,8 @@ def _known_class(name: str) -> type:
         found = getattr(found, part, None)
     if not isinstance(found, type) or not _is_ours(found.__module__):
         raise ValueError(
-            f"an object of another rank is of {name!r}, which is no class of hybridpar known here"
+            f"another rank sent an object of class {name!r}, which is not a class of hybridpar "
+            f"known here"
         )
     return found
 

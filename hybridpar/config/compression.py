@@ -20,9 +20,10 @@ from hybridpar.config.typed import AtLeastOne, Count, Within
 class CompressionConfig:
     """Codecs of what ranks send to each other. Evaluation, generation and export use none.
 
-    What replicas do not send of a batch's gradients is added to the next one's (error feedback),
-    except with sbpca. It is as large as the gradients, on every replica and with any parallel.zero.
-    `gradients` has no effect if parallel.dp is 1 and no weight is tied across stages.
+    The part of a batch's gradients that a replica does not send is added to its next batch's (error
+    feedback), except with sbpca. It takes as much memory as the gradients, on every replica and
+    with any parallel.zero. `gradients` has no effect if parallel.dp is 1 and no weight is tied
+    across stages.
     """
 
     messages: MessagesName = "none"
@@ -51,21 +52,21 @@ class CompressionConfig:
     """dct: share of a tensor's elements above a threshold that has just been set. A batch sends at
     most twice that; the rest waits."""
     gradients_period: AtLeastOne = 100
-    """dct: batches from one setting of the thresholds to the next."""
+    """dct: batches between two settings of the threshold."""
     gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"
-    """dct, powersgd: type of the elements or factors that are sent; full: that of gradients. int8,
-    int4: powersgd alone; four or seven times as many columns fit into as many bytes, and they keep
-    far more than rounding loses."""
+    """dct, powersgd: type of the elements or factors that are sent. full: the type of the
+    gradients. int8, int4: powersgd only. The same bytes then hold four or seven times as many
+    columns, which gains far more accuracy than rounding loses."""
     gradients_rank: AtLeastOne = 4
     """powersgd, sbpca: columns of each factor."""
     gradients_blocks: AtLeastOne = 4
-    """sbpca: blocks of a batch, made of whole micro-batches in order; at most as many as there are
-    micro-batches. Each is a step, takes as many bytes as a batch of powersgd, and two messages
-    after each other."""
+    """sbpca: blocks of micro-batches that a batch is divided into; at most num_microbatches.
+    Each block is one step of the method, sends as many bytes as a batch of powersgd, and takes
+    two messages one after the other."""
     gradients_start: Count = 0
-    """First batch that is compressed; those before send whole gradients."""
+    """First batch that is compressed; earlier batches send full gradients."""
     gradients_smallest: Count = 1024
-    """Tensors of fewer elements are sent whole."""
+    """Tensors with fewer elements than this are sent uncompressed."""
 
     @property
     def replicas_differ(self) -> bool:

@@ -12,30 +12,30 @@ from hybridpar.config.typed import Share
 @dataclass(frozen=True)
 class DataConfig:
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face
-    datasets, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own source)."""
+    """Training data: files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them,
+    Hugging Face datasets, prefixes of .bin/.idx pairs, or 'stdlib' (the Python library's own
+    source)."""
     weights: tuple[float, ...] = ()
-    """Sampling weight of each corpus; empty: all in one."""
+    """Sampling weight of each entry of `corpus`. Empty: sample all documents alike."""
     tokenizer: str = ""
-    """A tokenizer.json, with the files beside it; empty: a byte-level BPE of model.vocab_size
-    entries is trained on the corpus."""
+    """Path of a tokenizer.json; files beside it are read too. Empty: train a byte-level BPE with
+    model.vocab_size entries on the corpus."""
     text_key: str = "text"
-    """The field or column that holds a document's text, in files that have those."""
+    """Field or column that contains a document's text, for JSON, CSV, parquet and Arrow."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """Policy for a record that cannot be read (broken JSON, no text or null under text_key, bytes
-    that are not UTF-8): an error that names it, or skip: leave it out, and name and count those
-    that were."""
+    """What to do with a record that cannot be read (broken JSON, no text under text_key, bytes
+    that are not UTF-8). error: stop and name it. skip: leave it out, and report the number and
+    the first ones."""
     split: Share = 0.02
-    """Share of the documents held out for validation, where there is neither valid_corpus nor
-    valid_sets."""
+    """Share of the documents held out for validation if neither valid_corpus nor valid_sets is
+    set."""
     valid_corpus: tuple[str, ...] = ()
-    """Sources of validation, together; the tokenizer is that of `corpus`. Empty: what `split` holds
-    out."""
+    """Files of one validation set, tokenized like `corpus`. Empty: `split` holds documents out."""
     valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Several validation sets, instead of valid_corpus: a table of names, each with its sources.
-    Each set has its own loss."""
+    """Several validation sets instead of valid_corpus: a table from names to files. Each set has
+    its own loss."""
     cache: str = ""
-    """Folder of prepared corpora; empty: data/ in run.dir."""
+    """Folder for prepared corpora. Empty: data/ in run.dir."""
 
     @property
     def valid_sources(self) -> dict[str, tuple[str, ...]]:

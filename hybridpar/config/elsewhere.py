@@ -175,12 +175,12 @@ def megatron_flag(name: str) -> str:
     `name`: without dashes."""
     setting = MEGATRON.get(name, "")
     if setting == ALWAYS:
-        return f"is always so here: leave it out ({PAGE})"
+        return f"not needed: hybridpar always does this ({PAGE})"
     if setting == TORCHRUN:
-        return "is torchrun's: torchrun takes it, before -m hybridpar train CONFIG.toml"
+        return "is a flag of torchrun: give it before -m hybridpar train CONFIG.toml"
     if setting == ABSENT:
-        return f"is not there: {PAGE} says what to do instead"
-    return f"is written {as_flag(setting)} here ({PAGE})" if setting else ""
+        return f"not supported; {PAGE} says what to use instead"
+    return f"is called {as_flag(setting)} here ({PAGE})" if setting else ""
 
 
 def as_flag(setting: str) -> str:

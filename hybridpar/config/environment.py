@@ -70,9 +70,9 @@ def require_gpu_queues(pp: int) -> None:
         raise config_error(
             _GPU_QUEUES,
             "1",
-            f"must be unset or more than 1 in the environment with parallel.pp = {pp}: in a single "
-            "hardware queue receives that are posted ahead hold up the work that their senders "
-            "wait for",
+            f"this environment variable must be unset or above 1 with parallel.pp = {pp}: with "
+            f"a single hardware queue, receives that are posted early block the kernels that "
+            f"their senders wait for",
             "32",
         )
 
@@ -119,26 +119,28 @@ class Launch:
         def get(name: str, default: int, least: int = 0, most: int = 2**31, why: str = "") -> int:
             text = os.environ.get(name, str(default))
             if not text.isdecimal() or not least <= int(text) <= most:
-                rule = f"must be a whole number from {least} to {most}{why} in the environment"
+                rule = (
+                    f"this environment variable must be a whole number from {least} to {most}{why}"
+                )
                 raise config_error(name, text, rule, str(default))
             return int(text)
 
         for name, works in (("MASTER_ADDR", "127.0.0.1"), ("GLOO_SOCKET_IFNAME", "eth0")):
             if flaw := not_utf8(text := os.environ.get(name, "")):
                 raise config_error(
-                    name, text, f"must be UTF-8 text in the environment; {flaw}", works
+                    name, text, f"this environment variable must be UTF-8 text; {flaw}", works
                 )
         world = get("WORLD_SIZE", 1, 1)
         port = get("MASTER_PORT", 29500, 1, 2**16 - 1)
-        rank = get("RANK", 0, 0, world - 1, f", below WORLD_SIZE = {world},")
+        rank = get("RANK", 0, 0, world - 1, f", below WORLD_SIZE = {world}")
         known = "LOCAL_WORLD_SIZE" in os.environ
-        local = get("LOCAL_WORLD_SIZE", world, 1, world, f", at most WORLD_SIZE = {world},")
+        local = get("LOCAL_WORLD_SIZE", world, 1, world, f", at most WORLD_SIZE = {world}")
         local_rank = get(
             "LOCAL_RANK",
             rank % local,
             0,
             local - 1 if known else 2**31,
-            f", below LOCAL_WORLD_SIZE = {local}," if known else "",
+            f", below LOCAL_WORLD_SIZE = {local}" if known else "",
         )
         here = known and local == world and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -36,13 +36,20 @@ def from_keywords(sections: Mapping[str, Any], base: Config, others: Sequence[st
     ]
     if problems:
         raise ConfigError(*problems)
-    return from_mapping(
-        {
-            name: {key: _as_text(value) for key, value in _table(table).items()}
-            for name, table in sections.items()
-        },
-        base,
-    )
+    tables = {
+        name: {key: _as_text(value) for key, value in _table(table).items()}
+        for name, table in sections.items()
+    }
+    try:
+        return from_mapping(tables, base)
+    except ConfigError as error:
+        raise ConfigError(*map(_in_python, error.problems)) from None
+
+
+def _in_python(problem: Problem) -> Problem:
+    """Return a problem whose suggestion is written as Python has it: True, not TOML's true."""
+    works = {"true": "True", "false": "False"}.get(problem.suggestion, problem.suggestion)
+    return dataclasses.replace(problem, suggestion=works)
 
 
 def _table(given: Any) -> Mapping[str, Any]:
@@ -72,7 +79,7 @@ def _wrong_keyword(
         return Problem(
             name,
             type(table).__name__,
-            "is the first argument, without a name",
+            "the model is the first argument, without a keyword",
             "Trainer(model, ..)",
         )
     if name in plain:
@@ -81,7 +88,7 @@ def _wrong_keyword(
         return (
             None
             if is_table
-            else Problem(name, table, "is a section, so it must be a dict of keys", works)
+            else Problem(name, table, "must be a dict of the section's keys", works)
         )
     given = "..." if is_table else table
     if not is_table and (
@@ -89,11 +96,9 @@ def _wrong_keyword(
     ):
         section, _, key = near[0].partition(".")
         works = f"{section}={{{key!r}: {table!r}}}"
-        return Problem(name, given, "is not a keyword: keys stand in their sections", works)
-    if near := meant(name, [*plain, *others]):
         return Problem(
-            name, given, "is not a section of the configuration", " or ".join(near), is_guess=True
+            name, given, "unknown keyword: give a setting in the dict of its section", works
         )
-    return Problem(
-        name, given, f"is not a section of the configuration; there are {', '.join(plain)}"
-    )
+    if near := meant(name, [*plain, *others]):
+        return Problem(name, given, "unknown section", " or ".join(near), is_guess=True)
+    return Problem(name, given, f"unknown section. Sections: {', '.join(plain)}")

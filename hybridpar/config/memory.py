@@ -10,34 +10,33 @@ from hybridpar.config.typed import Count
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Where the state of training is kept: weights, gradients, master copy and the optimizer's
-    state.
+    """Where training state (weights, gradients, master weights, optimizer state) is kept.
 
-    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of
-    the host). What comes when is known from the plan, so the least is moved, ahead of its use.
-    Losses and weights stay the same to the bit if `parts` do.
+    With a budget, the state that is needed soon is in memory and the rest in a file (on a GPU: in
+    host memory). The plan says what is needed when, so the least possible is moved, ahead of its
+    use. Losses and weights stay the same to the bit for equal `parts`.
     """
 
     budget: Count = 0
-    """Bytes of memory that the state of a process may take; 0: as much as it needs."""
+    """Bytes of memory that the training state of a process may take. 0: no limit."""
     folder: str = ""
-    """Folder of that file, on a fast disk of the machine; empty: the run's."""
+    """Folder for offloaded state, on a fast local disk. Empty: the run's folder."""
     parts: Count = 0
-    """Parts that a stage's blocks are cut into; one is computed with at a time. 0: each block is a
-    part with a budget, a host optimizer, or parallel.zero 2 or 3; else the stage is whole. Another
-    number changes the order in which three replicas or more sum gradients, and so bits; with
-    parallel.zero 1 that of the gradient norm."""
+    """Number of segments that a stage's blocks are divided into; one at a time is computed with.
+    0: one per block with a budget, a host optimizer or parallel.zero 2 or 3, else the stage is
+    one segment. Another number changes the order in which three or more replicas accumulate
+    gradients (with parallel.zero 1 also the gradient norm), and so the rounding."""
     host_optimizer: bool = False
-    """The optimizer's state and the master copy are in the host's memory, and the host updates them
-    beside training: gradients go there, weights come back. Under 2bw training waits for neither if
-    a batch is long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay
-    the same to the bit if `parts` do."""
+    """Keep optimizer state and master weights in host memory and update them on the host,
+    overlapped with training: gradients go to the host, weights come back. Under 2bw training
+    waits for neither if a batch is long enough; `hybridpar check` says whether it is. Muon's
+    matrices stay on the device. Losses and weights stay the same to the bit for equal `parts`."""
     offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
-    """Number of a rank's micro-batches whose activations wait for their backward in a file in
-    `folder`, or, of a GPU, in pinned memory of its host; at most two fewer than it has in flight.
-    Losses and weights stay the same to the bit. A rank's CUDA graphs do not run if any of its
-    micro-batches leave. A list has a number for each rank of a pipeline. "auto": as many on each as
-    cost no time, measured at the start; the loss of CUDA graphs counts as a cost."""
+    """Number of a rank's micro-batches whose activations are offloaded until their backward: to
+    a file in `folder` or, from a GPU, to pinned host memory. At most two fewer than the rank has
+    in flight. A list has one number per pipeline rank. "auto": as many on each rank as cost no
+    time, measured at the start. A rank that offloads runs without CUDA graphs, which "auto"
+    counts as a cost. Losses and weights stay the same to the bit."""
 
     @property
     def num_away(self) -> int | tuple[int, ...]:

@@ -23,48 +23,48 @@ class ModelConfig(ModelSpec):
     layers_field: ClassVar[str] = "num_layers"  # type: ignore[misc]
     every_block_has_parameters: ClassVar[bool] = True  # type: ignore[misc]
     kind: Literal["gpt", "bert"] = "gpt"
-    """Model family: a GPT (causal, predicts the next token) or a BERT (bidirectional, predicts
-    masked tokens)."""
+    """Model family. gpt: causal, predicts the next token. bert: bidirectional, predicts masked
+    tokens."""
     num_layers: Annotated[int, Within(1, 10_000)] = 4
-    """Transformer layers."""
+    """Number of transformer layers."""
     hidden_size: Annotated[int, Within(1, 2**20)] = 256
-    """Features of each token between layers."""
+    """Number of features per token between layers."""
     num_heads: Annotated[int, Within(1, 2**16)] = 8
-    """Attention heads; must divide hidden_size."""
+    """Number of attention heads; must divide hidden_size."""
     num_kv_heads: Annotated[int, Within(0, 2**16)] = 0
-    """Heads of keys and values (grouped-query attention); 0: as many as num_heads."""
+    """Number of key and value heads (grouped-query attention). 0: num_heads."""
     ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
-    """0: 4 * hidden_size."""
+    """Hidden size of the MLP. 0: 4 * hidden_size."""
     seq_length: Annotated[int, Within(1, 2**24)] = 128
-    """Tokens of a sample."""
+    """Tokens per sample."""
     max_positions: Annotated[int, Within(0, 2**24)] = 0
-    """Rows of the learned position table, of which the first seq_length are used; of a rotary model
-    only what export writes down. 0: seq_length."""
+    """Rows of the learned position table, of which the first seq_length are used; a rotary model
+    only exports the number. 0: seq_length."""
     vocab_size: Annotated[int, Within(1, 2**28)] = 8192
-    """Tokens in the vocabulary: rows of the embedding, and of the tokenizer that is trained on the
-    text."""
+    """Vocabulary size: rows of the embedding, and of a tokenizer trained on the corpus."""
     tie_embeddings: bool = True
-    """Use the weights of the token embedding for the output layer, too."""
+    """Share the weights of the token embedding with the output layer."""
     position: Literal["learned", "rotary"] = "learned"
     """Position encoding: a learned table, or rotary embeddings of queries and keys."""
     rotary_base: Positive = 10000.0
-    """Base of the wavelengths of rotary embeddings (theta)."""
+    """Base of the rotary wavelengths (theta)."""
     rotary_fraction: Annotated[float, Within(above=0, most=1)] = 1.0
-    """Share of a head's features, the first, that rotary positions turn."""
+    """Share of each head's features that rotary embeddings rotate, from the first on."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    """Kind of normalization."""
+    """Normalization layer."""
     norm_eps: NotNegative = 0.0
-    """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
+    """Added to the variance for stability. 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
     norm_position: Literal["auto", "pre", "post"] = "auto"
-    """Place of the norm: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre,
-    bert post."""
+    """Place of the norm: before each sublayer (pre) or after its residual addition (post). auto:
+    pre-norm for GPT, post-norm for BERT."""
     parallel_residual: bool = False
-    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads
-    what attention left."""
+    """Attention and MLP both read the layer's input, as in GPT-NeoX. false: the MLP reads the
+    output of attention."""
     activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
-    """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
+    """Activation of the MLP. gelu: the tanh approximation. gelu_exact: with the error function,
+    as published BERT weights use it."""
     bias: bool = True
-    """Give linear layers and layer_norm a bias."""
+    """Linear layers and layer_norm have a bias."""
     dropout: Share = 0.0
     """Share of hidden activations that dropout zeroes in training."""
     attention_dropout: Share = 0.0
@@ -72,10 +72,10 @@ class ModelConfig(ModelSpec):
     init_std: NotNegative = 0.02
     """Standard deviation of initial weights."""
     label_smoothing: Share = 0.0
-    """Smoothing of the training loss; evaluations have none."""
+    """Label smoothing of the training loss; evaluations use none."""
     logits_chunk: Count = 0
-    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0:
-    all, computed once."""
+    """Tokens per chunk of logits. Chunks are computed twice, which takes time and saves memory.
+    0: all logits at once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
 
@@ -89,9 +89,9 @@ class ModelConfig(ModelSpec):
                     for one in meant(f"model.{name}", [f"model.{one}" for one in known])
                 ]
                 rule = (
-                    "is not a setting of ModelConfig"
+                    "unknown setting of ModelConfig"
                     if near
-                    else f"is no setting; there are {', '.join(known)}"
+                    else f"unknown setting of ModelConfig. Settings: {', '.join(known)}"
                 )
                 problems.append(
                     Problem(name, settings[name], rule, " or ".join(near), is_guess=True)
@@ -231,7 +231,7 @@ class ModelConfig(ModelSpec):
             )
         elif self.position == "rotary" and self.rotary_fraction == 1 and hidden // heads % 2:
             rule = (
-                "needs an even head size, and model.hidden_size / model.num_heads is "
+                f"requires an even head size; model.hidden_size / model.num_heads is "
                 f"{hidden // heads}"
             )
             yield Problem("model.position", "rotary", rule, '"learned"')
@@ -241,7 +241,7 @@ class ModelConfig(ModelSpec):
                 "model.seq_length",
                 self.seq_length,
                 "must be at most model.max_positions = "
-                f"{self.max_positions}, the rows of the position table",
+                f"{self.max_positions}, the number of rows of the position table",
                 f"model.max_positions = {max(self.seq_length, 8)}"
                 if short
                 else str(self.max_positions),
@@ -250,8 +250,8 @@ class ModelConfig(ModelSpec):
             yield Problem(
                 "model.parallel_residual",
                 True,
-                "needs the norms before attention and MLP, and "
-                f"model.norm_position is {self.norm_position} ({self.kind})",
+                f"requires pre-norm layers; model.norm_position is {self.norm_position} "
+                f"({self.kind})",
                 'model.norm_position = "pre"',
             )
         if heads % self.kv_heads:
@@ -262,7 +262,7 @@ class ModelConfig(ModelSpec):
                 str(_nearest_divisor(heads, self.kv_heads)),
             )
         if self.kind == "bert" and self.seq_length < 8:
-            rule = "must leave room for [CLS], two segments and two [SEP]"
+            rule = "must be at least 8: a sample holds [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")
 
 

@@ -10,12 +10,12 @@ from hybridpar.config.typed import AtLeastOne, Count, Positive, Share
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The outer optimizer of several sites, and when its messages go; without effect where
-    parallel.sites is 1.
+    """Outer optimizer that several sites share, and when they exchange; no effect if parallel.sites
+    is 1.
 
-    Each site trains by itself. Every so many steps the differences between its weights and those
-    that it had last in common with the others are averaged over the sites, and taken as a gradient
-    by SGD with Nesterov momentum.
+    Each site trains by itself. Every `every` steps, the difference between its weights and the last
+    common weights is averaged over the sites and applied as a gradient by SGD with Nesterov
+    momentum.
     Source: DiLoCo, arXiv 2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv 2501.18512.
     """
 
@@ -26,13 +26,13 @@ class OuterConfig:
     momentum: Share = 0.9
     """Nesterov momentum of the outer SGD."""
     fragments: AtLeastOne = 1
-    """Parts of the model, each of every so-many-th block, that are exchanged one after the other
-    within `every` steps. Messages are smaller, and come more often."""
+    """Fragments of the model that are exchanged one after the other within `every` steps; each
+    has every n-th block. Messages become smaller and more frequent."""
     delay: Count = 0
-    """Steps that a message may take while training goes on. 0: training waits."""
+    """Steps that an exchange may take while training continues. 0: training waits for it."""
     mix: Share = 0.0
-    """Share of a site's own weights in the weights that it goes on with; 0: it takes the common
-    ones. With a delay, 0.5 keeps half of what was trained meanwhile."""
+    """Share of a site's own weights in the weights that it continues with. 0: it takes the
+    common weights. With a delay, 0.5 keeps half of what the site has trained meanwhile."""
     precision: Literal["full", "bf16", "int8", "int4"] = "full"
     """Numbers in messages. full: as the weights' master copy. int8, int4: with a scale for each 64;
     rounding errors are kept, and added to the next message."""

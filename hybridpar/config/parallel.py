@@ -15,18 +15,19 @@ class ParallelConfig:
     pp: Annotated[int, Within(1, 2**16)] = 1
     """Pipeline parallelism: ranks that hold consecutive stages of the model."""
     dp: Annotated[int, Within(0, 2**20)] = 0
-    """0: number of processes / (tp * pp * sites)."""
+    """Data parallelism: replicas of the model. 0: number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0
-    """State that replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16.
-    2: gradients, too; a block at a time is whole, and is summed over the replicas after each
-    micro-batch. 3: weights, too, gathered block by block. With pipeline.schedule = gpipe, pp = 1
-    and no tied embeddings a block is summed once a batch, and gathered twice. Whole in any case: an
-    embedding that is tied across stages and, if tp is above 1, norms and biases."""
+    """ZeRO stage: training state that replicas shard. 1: optimizer state, and the fp32 master
+    weights of bf16 and fp16. 2: also gradients; one block's full gradients exist at a time and
+    are reduced after each micro-batch. 3: also weights, which are gathered block by block. With
+    pipeline.schedule = gpipe, pp = 1 and no tied embeddings a block is reduced once a batch and
+    gathered twice. Never sharded: an embedding that is tied across stages and, if tp is above 1,
+    norms and biases."""
     sites: Annotated[int, Within(1, 2**10)] = 1
-    """Copies of the whole grid that train apart, each on samples of its own, for slow links between
-    them. They meet every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are
-    the first site. A batch has sites
-    * dp * num_microbatches * micro_batch_size samples."""
+    """Copies of the whole grid that train apart on different samples, for slow links between
+    them. They exchange weights every outer.every steps ([outer], DiLoCo). The first 1 / sites of
+    the ranks are the first site. A batch has sites * dp * num_microbatches * micro_batch_size
+    samples."""
     sequence: bool = False
     """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals
     and messages between stages, and all-reduces become reduce-scatters and all-gathers. Any

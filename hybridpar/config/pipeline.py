@@ -38,7 +38,7 @@ class PipelineConfig:
     with its virtual_stages, stage_layout, warm-up, split backwards and order. Measured and
     simulated before the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
-    """Micro-batches in a batch of each replica (gradient accumulation when pp = 1)."""
+    """Micro-batches per batch of each replica (gradient accumulation if pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a
     whole step, with embedding, head and optimizer. The estimate depends on the configuration
@@ -47,19 +47,21 @@ class PipelineConfig:
     """Stages on each rank, with interleaved, 2bw and own, and with stage_layout v, where it must be
     even. 0: 2 with interleaved and with stage_layout v, else 1."""
     recompute: str = "none"
-    """Layers whose activations are computed again in the backward pass: 'none', 'all', or a list
+    """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list
     such as '0,2-5'. 'stage', 'stage:0,2-3': a stage keeps only its input. 'selective',
-    'selective:0,2-5': outputs of norms and activations alone, which costs little time."""
+    'selective:0,2-5': recompute only the outputs of norms and activations, which takes little
+    time."""
     warmup: Literal["depth", "latency", "bandwidth"] = "depth"
-    """Forwards that stage r runs ahead. depth: p-1-r. latency: 2(p-1-r), which hides transfers of
-    up to half a forward and backward. bandwidth, 2bw alone: 3(p-1-r), which hides those of up to a
-    whole one."""
+    """Forwards that stage r runs ahead. depth: p-1-r. latency: 2(p-1-r), which hides transfers
+    that take up to half a forward and backward. bandwidth (2bw only): 3(p-1-r), which hides
+    transfers of up to a whole forward and backward."""
     early_switch: int | Literal["off", "auto"] = "off"
-    """2bw. 'off': all micro-batches of a batch use the older weights, as in the paper. L: only the
-    first pp-1+L do. 'auto': the smallest L that costs no time, measured before the first step."""
+    """2bw: when a batch switches to the newer weights. 'off': never, as in the paper. L: the
+    first pp-1+L micro-batches use the older weights, the others the newer. 'auto': the smallest
+    L that costs no time, measured before the first step."""
     gradient_buffers: Literal[0, 1, 2] = 0
-    """2bw. 2: a batch accumulates while the one before is reduced and applied; 1 saves the memory
-    and waits. 0: what the schedule can use."""
+    """2bw: gradient buffers per rank. 2: a batch accumulates while the one before is reduced and
+    applied. 1: saves that memory and waits. 0: as many as the schedule can use."""
     split_backward: bool = False
     """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its
     weights (W) are still computed. Losses and weights stay the same to the bit; each part keeps its
@@ -74,12 +76,12 @@ class PipelineConfig:
     (ZB-V, the fewest gaps). half: about half of that (V-Half). min: about a third (V-Min), with
     gaps if I or W takes longer than F."""
     order: tuple[str, ...] = ()
-    """own: what each rank computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of its
-    micro-batches. With split_backward I and W may stand for B. F0b, F0c .. are on the second, third
-    .. stage of a rank."""
+    """own: the order in which each rank computes a batch, such as "F0 F1 B0 B1": forwards (F)
+    and backwards (B) of its micro-batches. With split_backward, I and W may replace B. F0b, F0c,
+    .. run on the rank's second, third, .. stage."""
     zero_bubble: bool = False
-    """1f1b and interleaved, with split_backward: W waits, and fills the drain; on each rank for as
-    many micro-batches as it holds fewer than the first rank."""
+    """1f1b and interleaved, with split_backward: delay W to fill the bubble of the drain
+    (ZB-H1); each rank delays as many micro-batches as it holds fewer than the first rank."""
     sync_steps: Annotated[int, Within(0, 2**40)] = 0
     """2bw, pipedream: number of first steps that run as 1f1b, without stale gradients."""
 

@@ -37,7 +37,7 @@ ROW_NAMES = frozenset(
 """What every run may write. Metrics need other names."""
 VALID = "val_"
 """What the names of validation numbers begin with."""
-NAME_RULE = "must be letters, digits, _, - and ., and begin with a letter"
+NAME_RULE = "must begin with a letter and consist of letters, digits, _, - and ."
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
 
 

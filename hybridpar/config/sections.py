@@ -21,16 +21,16 @@ from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Wit
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """An entry of optim.groups: what is different for the parameters whose global names match its
+    """An entry of optim.groups: settings for the parameters whose global names match its
     pattern."""
 
     pattern: str
-    """Global names, such as "blocks.0.*" or "*.bias": * stands for any characters (dots too), ? for
-    one, [ab] for one of these."""
+    """Pattern of global names, such as "blocks.0.*" or "*.bias": * matches any characters (dots
+    too), ? one character, [ab] one of these."""
     lr: NotNegative = 1.0
     """Factor of the learning rate."""
     weight_decay: NotNegative = 1.0
-    """Factor of the weight decay, which biases and norms have none of."""
+    """Factor of the weight decay, which never applies to biases and norms."""
     frozen: bool = False
     """Whether the parameters keep their values."""
 
@@ -38,49 +38,49 @@ class ParameterGroup:
 @dataclass(frozen=True)
 class OptimConfig:
     name: Literal["adamw", "sgd", "lamb", "muon", "own"] = "adamw"
-    """Optimizer; own: the rule that `spec` names."""
+    """Optimizer. own: the custom rule that `spec` names."""
     spec: str = ""
-    """own: the class of the rule, "module:class", which inherits from hybridpar.UpdateRule."""
+    """own: the class of the rule, as "module:class", a subclass of hybridpar.UpdateRule."""
     lr: NotNegative = 3e-4
-    """Highest learning rate."""
+    """Peak learning rate."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises to lr. Schedules count updates: a step whose
-    update is skipped, by an overflow of fp16 or an anomaly, uses up none of the warm-up or the
-    decay."""
+    update is skipped (fp16 overflow, anomaly) does not advance the warm-up or the decay."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from
-    before these."""
+    """Shape of the learning-rate decay. wsd (warmup-stable-decay): constant until the last
+    steps, so a run can be extended (train.num_steps) from before these."""
     decay_steps: Count = 0
-    """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the
-    end takes, 0: a fifth of train.num_steps."""
+    """Update at which min_lr is reached; 0: train.num_steps. With wsd: number of updates of the
+    final decay; 0: a fifth of train.num_steps."""
     lr_points: Annotated[tuple[tuple[int, float], ...], Within(0)] = ()
-    """Learning rates by update, in the place of the five settings above: [[0, 0.0], [100, 1e-3],
-    [1000, 1e-4]]. Between two points the rate is linear; before the first and after the last it is
-    constant. The first update is number 0."""
+    """Learning rate by update, instead of the five settings above: [[0, 0.0], [100, 1e-3],
+    [1000, 1e-4]]. Linear between two points, constant before the first and after the last. The
+    first update is number 0."""
     groups: tuple[ParameterGroup, ...] = ()
-    """[[optim.groups]]: parameters with another learning rate or weight decay, or none. Each entry
-    has a `pattern` of global names, `lr` and `weight_decay` (factors, 1.0), and `frozen` (false).
-    The first pattern that matches a parameter decides."""
+    """[[optim.groups]]: parameters with a different learning rate or weight decay, or frozen.
+    Each entry has a `pattern` of global names, the factors `lr` and `weight_decay` (1.0), and
+    `frozen` (false). The first pattern that matches a parameter counts."""
     weight_decay: NotNegative = 0.01
-    """Weight decay, not of biases and norms. Decoupled; with sgd it is added to the gradient."""
+    """Weight decay, except for biases and norms. Decoupled; with sgd it is added to the
+    gradient."""
     betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
-    """Decay of the averages of gradients and of their squares: adamw, lamb, and what muon leaves to
-    adamw."""
+    """Decay rates of the averages of gradients and squared gradients: adamw, lamb, and the
+    parameters that muon updates by adamw."""
     eps: Positive = 1e-8
-    """Added to the denominator: adamw, lamb, and what muon leaves to adamw."""
+    """Added to the denominator: adamw, lamb, and the parameters that muon updates by adamw."""
     momentum: NotNegative = 0.9
-    """sgd and muon."""
+    """Momentum of sgd and muon."""
     nesterov: bool = False
-    """sgd and muon."""
+    """Use Nesterov momentum, with sgd and muon."""
     staleness: Literal["none", "extrapolation", "prediction", "nesterov", "lr_rescale"] = "none"
-    """Remedy for gradients that are a step old (schedules 2bw and pipedream)."""
+    """Correction for gradients that are a step old (schedules 2bw and pipedream)."""
     staleness_steps: Count = 0
-    """lr_rescale: steps over which the learning rate returns to its full value; 0: a tenth of
+    """lr_rescale: steps over which the learning rate returns to its full value. 0: a tenth of
     train.num_steps."""
     clip_grad: NotNegative = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm. 0: no clipping."""
     loss_scale: Positive = 65536.0
     """fp16 only: initial dynamic loss scale."""
 
@@ -95,35 +95,34 @@ class CheckpointConfig:
     """Writing and keeping of checkpoints; train.save_interval says when they are made."""
 
     keep: AtLeastOne = 2
-    """Number of newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: Count = 0
-    """Number of checkpoints that stay besides, with the lowest validation losses of steps that were
-    evaluated."""
+    """Number of checkpoints to keep besides these: the ones with the lowest validation losses."""
     best_by: str = ""
-    """Name of the validation set whose loss keep_best compares, if sets have names; empty: the
+    """Name of the validation set whose loss keep_best compares, if sets have names. Empty: the
     first one."""
     asynchronous: bool = True
-    """Training goes on while a copy of its state, in host memory, is written. The last save of a
-    run has no copy."""
+    """Write a copy of the state, in host memory, while training continues. The last save of a
+    run makes no copy."""
     max_failed_saves: AtLeastOne = 3
-    """Number of saves failing in a row that ends the run; after fewer it trains on, and the next
-    one tries again."""
+    """Number of failed saves in a row that ends the run. After fewer, training continues and the
+    next save tries again."""
     read_back: bool = False
-    """Every file is read again, from the disk where the system can be told so, and compared with
-    its checksums before the checkpoint is published."""
+    """Read every file again, from the disk if the system allows it, and compare it with its
+    checksums before the checkpoint is published."""
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able
-    to."""
+    """Backend of each operation. 'auto' uses the fastest that can run here; any other name must
+    be able to run."""
 
     layer_norm: str = "auto"
     """LayerNorm."""
     rms_norm: str = "auto"
     """RMSNorm."""
     add_norm: str = "auto"
-    """The sum of bias, residual and input, and the norm of it."""
+    """Addition of bias, residual and input, and the norm of the result."""
     bias_dropout_add: str = "auto"
     """Bias, dropout and residual in one pass."""
     gelu: str = "auto"
@@ -133,23 +132,23 @@ class KernelsConfig:
     rotary: str = "auto"
     """Rotary position embeddings."""
     split_qkv: str = "auto"
-    """The split of queries, keys and values into heads."""
+    """Split of queries, keys and values into heads."""
     attention: str = "auto"
     """Attention."""
     cross_entropy: str = "auto"
-    """Cross-entropy, vocabulary-parallel or not."""
+    """Cross-entropy, also vocabulary-parallel."""
     dropout: str = "auto"
     """Dropout."""
     embedding: str = "auto"
-    """Lookup in an embedding, and the sum of its gradient."""
+    """Embedding lookup and its gradient."""
     quantize: str = "auto"
-    """Quantized messages (int8 and int4)."""
+    """Quantization of messages (int8 and int4)."""
     largest: str = "auto"
-    """The largest elements of a tensor, for compressed messages and gradients."""
+    """Selection of a tensor's largest elements, for compressed messages and gradients."""
     optimizer: str = "auto"
-    """Updates of the optimizer."""
+    """Optimizer updates."""
     sparse: str = "auto"
-    """Messages of the elements that are far from zero."""
+    """Packing of the elements above a threshold into messages."""
 
 
 AUTO = KernelsConfig()
@@ -162,10 +161,10 @@ class RunConfig:
     dir: str = "runs"
     """Folder of all runs."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Services that are sent the numbers of metrics.jsonl, each as its own environment variables
-    set it up."""
+    """Services that receive the numbers of metrics.jsonl; each is set up by its own environment
+    variables."""
     project: str = "hybridpar"
-    """The run's project (wandb), or experiment (mlflow)."""
+    """The run's project (wandb) or experiment (mlflow)."""
 
     @property
     def folder(self) -> Path:
@@ -174,20 +173,20 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Predictions of `hybridpar plan` for this configuration; a run says at its end how they
-    compare."""
+    """Predictions of `hybridpar plan` for this configuration, which a run compares with its
+    measurements at its end."""
 
     step_ms: NotNegative = 0.0
-    """Time of a step; 0: nothing is predicted."""
+    """Predicted time of a step in milliseconds. 0: no prediction."""
     memory_mib: tuple[float, ...] = ()
-    """Peak memory of a process of each stage."""
+    """Predicted peak memory of a process, for each stage."""
     cores_taken: NotNegative = 0.0
-    """Share of the cores that other programs took while the machine was measured."""
+    """Share of the cores that other programs used while the machine was measured."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run: a field for each section of a TOML file."""
+    """All settings of a run: one field per section of a TOML file."""
 
     model: ModelSpec = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

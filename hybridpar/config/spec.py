@@ -298,11 +298,8 @@ class UnloadedModel(ModelSpec):
 def not_imported(field: str, name: str) -> ConfigError:
     """The error for code that a run folder names and that nobody has imported. `field`: the key
     that names it."""
-    rule = (
-        "names code that is not imported: reading a run folder runs no code unless you say that "
-        "you trust it"
-    )
-    return ConfigError(Problem(field, name, rule, "--trust, if you know who wrote the code"))
+    rule = "names code that was not imported: reading a run folder runs its code only with --trust"
+    return ConfigError(Problem(field, name, rule, "--trust, if you trust whoever wrote the code"))
 
 
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
@@ -333,13 +330,13 @@ def known_spec(name: str) -> type[ModelSpec]:
     Raises: ConfigError.
     """
     if (found := _imported(name, ModelSpec)) is None:
-        rule = (
-            "is a model that this program does not know, and what a checkpoint names is not "
-            "imported"
-        )
+        rule = "unknown model: a checkpoint's model must have been imported by this program"
         raise ConfigError(
             Problem(
-                "model.spec", name, rule, f'a configuration with spec = "{name}", or its import'
+                "model.spec",
+                name,
+                rule,
+                f'importing the module, or a configuration with spec = "{name}"',
             )
         )
     return found
@@ -389,21 +386,23 @@ def import_class(
     module, colon, attribute = name.partition(":")
     works = f'"my_package.my_module:My{base.__name__}"'
     if not (module and colon and attribute.isidentifier()):
-        raise ConfigError(Problem(field, name, "must be a module and a class in it", works))
+        raise ConfigError(
+            Problem(field, name, "must be a module and a class, as module:class", works)
+        )
     paths = [str(Path(folder).resolve()) for folder in folders]
     sys.path[:0] = [path for path in paths if path not in sys.path]
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         rule = (
-            f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in what is "
-            "installed"
+            f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in "
+            f"installed packages"
         )
         raise ConfigError(Problem(field, name, rule, works)) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         rule = (
-            f"must name a class that inherits from hybridpar.{base.__name__}; {attribute} of "
-            f"{module} is {found!r}"
+            f"must name a subclass of hybridpar.{base.__name__}; {attribute} of {module} is "
+            f"{found!r}"
         )
         raise ConfigError(Problem(field, name, rule, works))
     return found
@@ -422,14 +421,14 @@ def require_settings(kind: type[ModelSpec]) -> None:
         hints_of(kind)
     except (NameError, AttributeError) as error:
         rule = (
-            "must have annotations of names that are imported or defined at the top of its module "
-            f"({error})"
+            f"all names in its annotations must be defined or imported at the top of its "
+            f"module ({error})"
         )
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, "depth: int = 8")) from None
     try:
         hash(kind())
     except TypeError as error:
-        rule = f"must have values that can be compared and kept as keys ({error})"
+        rule = f"all its values must be hashable ({error})"
         raise ConfigError(
             Problem("model.spec", spec_name(kind), rule, "tuple[int, ...] for a list")
         ) from None

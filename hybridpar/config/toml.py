@@ -140,8 +140,8 @@ def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     if not document:
-        works = "a line [model], and num_layers = 4 in the next one"
-        raise ConfigError(Problem("config", str(path), "is empty: it has no section", works))
+        works = "the line [model], then the line num_layers = 4"
+        raise ConfigError(Problem("config", str(path), "the file is empty", works))
     return document
 
 
@@ -314,7 +314,9 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
     plain = to_mapping(base)
     if not isinstance(value, Mapping):
         if holders := _holders(name, base):
-            rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
+            rule = (
+                f"is a key of {' or '.join(f'[{s}]' for s in holders)}, but is in no section here"
+            )
             return Problem(name, value, rule, f"{holders[0]}.{name}")
         near = meant(
             name, [f"{section}.{key}" for section, table in plain.items() for key in table]
@@ -323,7 +325,7 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
             return Problem(
                 name,
                 value,
-                "stands in no section, and is not the name of one",
+                "unknown key, outside of any section",
                 " or ".join(near),
                 True,
             )
@@ -332,10 +334,8 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
     given = "..." if isinstance(value, Mapping) else value
     if near:
         works = " or ".join(f"[{one}]" for one in near)
-        return Problem(name, given, "is not a section of the configuration", works, True)
-    return Problem(
-        name, given, f"is not a section of the configuration; there are {', '.join(plain)}"
-    )
+        return Problem(name, given, "unknown section", works, True)
+    return Problem(name, given, f"unknown section. Sections: {', '.join(plain)}")
 
 
 def _no_table(name: str, value: object, base: Config) -> Problem:
@@ -344,8 +344,8 @@ def _no_table(name: str, value: object, base: Config) -> Problem:
     key = next(
         (one for one in ("name", "kind", "corpus", "schedule") if one in keys), next(iter(keys))
     )
-    works = f"[{name}] in a line, and {key} = {_as_toml(keys[key])} in the next one"
-    return Problem(name, value, "is a section and needs keys", works)
+    works = f"the line [{name}], then the line {key} = {_as_toml(keys[key])}"
+    return Problem(name, value, "is a section, so it must have keys below it", works)
 
 
 def _of_megatron(section: str, key: str, value: object, whole: Config) -> Problem | None:
@@ -355,7 +355,7 @@ def _of_megatron(section: str, key: str, value: object, whole: Config) -> Proble
     ours, _, name = setting.partition(" = ")[0].partition(".")
     if not setting or _holders(key, whole) or (name and ours not in _holders(name, whole)):
         return None
-    rule = f"is not a key of the configuration, but a flag of Megatron-LM ({PAGE})"
+    rule = f"unknown key: a flag of Megatron-LM ({PAGE})"
     return Problem(f"{section}.{key}", value, rule, setting if name else "without it")
 
 
@@ -408,14 +408,14 @@ def _no_key(section: str, key: str, value: object, known: Sequence[str], whole: 
         for one in table
         if name != section
     ]
-    rule = "is not a key of the configuration"
+    rule = "unknown key"
     if near := meant(f"{section}.{key}", [*everywhere, *(f"{section}.{one}" for one in known)]):
         return Problem(f"{section}.{key}", value, rule, " or ".join(near), True)
     return Problem(
         f"{section}.{key}",
         value,
-        as_list(known, f"is not a key of [{section}]; there are")
-        or f"is not a key of [{section}]; hybridpar train --help lists all",
+        as_list(known, f"unknown key. Keys of [{section}]:")
+        or f"unknown key of [{section}]; `hybridpar train --help` lists all keys",
     )
 
 

@@ -15,32 +15,32 @@ _SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
 @dataclass(frozen=True)
 class TrainConfig:
     num_steps: Annotated[int, Within(1, 2**40)] = 100
-    """Optimizer steps of the whole run; a run that resumes makes what is left of them."""
+    """Optimizer steps of the whole run; a resumed run makes the remaining ones."""
     micro_batch_size: Annotated[int, Within(1, 2**20)] = 4
-    """Samples of a micro-batch on each replica."""
+    """Samples per micro-batch on each replica."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision of weights and activations; bf16 and fp16 keep fp32 master weights."""
     seed: Annotated[int, Within(0, 2**64 - 1)] = 1234
     """Seed of initial weights, dropout and the order of samples."""
     threads: Annotated[int, Within(0, 2**10)] = 0
-    """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
+    """CPU threads per process. 0: cores / processes on this machine, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs, if each process of a machine can have its own."""
+    """auto: GPUs if every process on a machine can have its own, else CPUs."""
     share_gpus: bool = False
-    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids
-    on few GPUs."""
+    """Let processes share GPUs and communicate over Gloo through host memory: slow, for trying
+    out grids on few GPUs."""
     eval_interval: Count = 0
-    """Steps between evaluations (also one at the start and the end); 0: none."""
+    """Steps between evaluations (also at the start and the end). 0: none."""
     eval_batches: Annotated[int, Within(1, 2**30)] = 4
-    """Batches of held-out samples in an evaluation, whose losses are means over all their labels.
-    If there are fewer samples than that, some count more than once, and the run says so."""
+    """Batches of validation samples per evaluation; the loss is the mean over all their labels.
+    If there are fewer samples, some count more than once, and the run says so."""
     save_interval: Count = 0
-    """Steps between checkpoints (also one at the end); 0: only at the end."""
+    """Steps between checkpoints (also at the end). 0: only at the end."""
     log_interval: AtLeastOne = 1
     """Steps between two lines of progress."""
     measure_memory: bool = False
-    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down
-    on CPUs."""
+    """Report the allocator's peak beside the predicted one at the end of the run. Slows down the
+    first batches on CPUs."""
     record_memory: Count = 0
     """Number of steps in which each rank records every malloc, free, read and write of a block of
     memory, in memory/ of the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
@@ -48,11 +48,10 @@ class TrainConfig:
     """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other
     shapes, and models whose forward cannot be captured, run kernel by kernel."""
     graph_grids: bool = False
-    """Use CUDA graphs with pipelines (virtual stages and V schedules among them) and tensor
-    parallelism, too. Off by default, as this has run with stand-ins for a GPU only, not on a
-    GPU."""
+    """Use CUDA graphs also with pipelines (including virtual stages and V schedules) and tensor
+    parallelism. Off by default, because this has been tested with a simulated GPU only."""
     tf32: bool = False
-    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as
+    """On a GPU: multiply fp32 matrices in TF32 (10 bits of mantissa), which is many times as
     fast."""
     fp8: bool = False
     """Multiply hidden matrices in float8 (e4m3, one scale per row), forward and for gradients of
@@ -60,14 +59,14 @@ class TrainConfig:
     capability 9.0. The quantized weights take 2 bytes per parameter of hidden matrices and live
     version. Its speed is only estimated so far (docs/gpu.md)."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
-    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is
-    longer."""
+    """Longest wait for another rank, in seconds, before the job is given up; or
+    faults.patience_s, if that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
     """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup:
-    ignored). Batch systems may send others: USR1."""
+    ignored). Batch systems may send others, such as USR1."""
     start_from: str = ""
-    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from;
-    empty: random ones."""
+    """Run folder or checkpoint, of any grid, whose weights a new run starts from. Empty: random
+    weights."""
     continue_with: tuple[str, ...] = ()
     """Settings that may differ from those of the run's checkpoints, such as "data.corpus",
     "train.micro_batch_size" or "model.dropout". Weights, optimizer and step stay. The data go on

@@ -188,7 +188,7 @@ def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str, lenient: bo
         if name not in hints:
             if lenient:
                 continue
-            raise Misfit(f"{where}.{name} is not known; there are {', '.join(hints)}")
+            raise Misfit(f"{where}.{name} is unknown; known names: {', '.join(hints)}")
         (type_, rule), place = hints[name], f"{where}.{name}"
         values[name] = _checked(
             from_plain(type_, value, place, lenient=lenient), rule, value, place
@@ -230,7 +230,7 @@ def convert(value: Any, kind: Any) -> Any:
         )
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            raise ValueError("must be a table of names")
+            raise ValueError("must be a table with names as keys")
         return {name: convert(entry, typing.get_args(kind)[1]) for name, entry in value.items()}
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))

@@ -60,7 +60,9 @@ def without_unused(config: Config) -> tuple[Config, list[str]]:
         if value != usual:
             lines.append(
                 _line(
-                    f"optim.{name}", value, "optim.lr_points says the learning rate of every update"
+                    f"optim.{name}",
+                    value,
+                    "optim.lr_points gives the learning rate of every update",
                 )
             )
             optim = replace(optim, **{name: usual})
@@ -88,7 +90,7 @@ def _without_unused_options(pipeline: PipelineConfig) -> tuple[PipelineConfig, l
 
 def _only(schedule: str, works: tuple[str, ...]) -> str:
     with_schedules = " and ".join(json.dumps(name) for name in works)
-    return f'pipeline.schedule = "{schedule}" has no use for it, only {with_schedules}'
+    return f'pipeline.schedule = "{schedule}" does not use it; {with_schedules} does'
 
 
 def _line(name: str, value: object, reason: str) -> str:

@@ -1,7 +1,7 @@
 """The cases: for each a module in one process, its inputs, and what a difference has meant in
 frameworks before.
 
-Issue numbers are those of NVIDIA/Megatron-LM unless said otherwise.
+Issue numbers belong to NVIDIA/Megatron-LM unless said otherwise.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ HIDDEN = 8
 FFN = 21
 VOCAB = 53
 ROWS = 10
-"""Sizes: none but the first divides by 2, 3 or 4, the number of rows by 2 alone."""
+"""Sizes: only the first is divisible by 3 or 4, and the number of rows only by 2."""
 HEADS = 4
 GROUPS = 2
 EXPERTS = 12
-"""Query heads, key and value heads of grouped attention, and experts, of which every token has
-two."""
+"""Query heads, key and value heads of grouped attention, and experts; every token has two
+experts."""
 
 
 class Layout(NamedTuple):
-    """What part of a parameter a rank holds: along `dim`, the rows `rows`, of which several ranks
-    may have some; None: in rank order, and all of it."""
+    """The shard of a parameter that a rank holds: along `dim`, the rows `rows`, some of which
+    several ranks may hold. None: all rows, in rank order."""
 
     dim: int | None = None
     rows: Tensor | None = None
@@ -39,10 +39,10 @@ class Layout(NamedTuple):
 class Built:
     """A parallel module on one rank, and what its framework does outside of it.
 
-    finish: what it does to gradients after the last backward of a batch. norm: its norm of all
-    gradients, each element once; None: not compared. layout: the part of a parameter that this rank
-    holds, by name; None: as DTensor, hybridpar and Megatron-LM (`partition_dim`) mark parameters,
-    else a copy.
+    `finish`: what the framework does to gradients after the last backward of a batch. `norm`: its
+    norm of all gradients, each element once; None: not compared. `layout`: this rank's shard of
+    each parameter, by name; None: as DTensor, hybridpar and Megatron-LM (`partition_dim`) mark
+    parameters, else a copy.
     """
 
     module: nn.Module
@@ -52,19 +52,19 @@ class Built:
 
 
 Factory = Callable[[nn.Module, dist.ProcessGroup], nn.Module | Built]
-"""Builds the parallel form of a case's module on the ranks of a group, with its weights and the
-names of its parameters."""
+"""Builds the parallel form of a case's module on the ranks of a group, with its weights and
+parameter names."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A module in one process, with which its parallel form must agree.
 
-    plain: builds it. inputs: of one step. dealt: ranks have the same inputs ("copies"), or each a
-    share of the first dimension ("rows"; shares differ by one). returned: the same for outputs; a
-    scalar is a loss of all rows, and every rank has it. steps: backward passes before the update.
-    dropout: its probability, if the module drops; then masks are compared, not numbers. bug: what
-    was wrong elsewhere. source: where.
+    `plain`: builds the module. `inputs`: inputs of one step. `dealt`: ranks have equal inputs
+    ("copies"), or each a share of the first dimension ("rows"; shares differ by at most one).
+    `returned`: how outputs are dealt; a scalar is a loss over all rows, and every rank has it.
+    `steps`: backward passes before the update. `dropout`: its probability, if the module drops;
+    then masks are compared, not numbers. `bug`: what was wrong elsewhere. `source`: where.
     """
 
     plain: Callable[[], nn.Module]
@@ -78,7 +78,7 @@ class Case:
 
 
 class Mlp(nn.Module):
-    """Two linear layers, the first of which is split by columns, the second by rows."""
+    """Two linear layers: the first split by columns, the second by rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Loss(nn.Module):
-    """The mean cross-entropy over labels that count, of a linear head over an odd vocabulary."""
+    """The mean cross-entropy over labels that count, after a linear head over an odd vocabulary."""
 
     def __init__(self, smoothing: float = 0.0, vocab: int = VOCAB):
         super().__init__()
@@ -112,7 +112,7 @@ class Loss(nn.Module):
 
 
 class Tied(nn.Module):
-    """A table that is embedding and head."""
+    """A table that is both embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,8 +149,8 @@ class Attention(nn.Module):
 
 
 def heads_of(qkv: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and the key and value of each. Shapes: [s, rows of qkv] -> [heads, s, head dim]
-    each."""
+    """Return queries, and the key and value for each. Shapes: [s, rows of qkv] -> [heads, s,
+    head dim] each."""
     slots = qkv.unflatten(1, (groups, -1, HIDDEN // HEADS)).permute(1, 2, 0, 3)
     each = slots.shape[1] - 2
     key, value = (slots[:, i].repeat_interleave(each, 0) for i in (-2, -1))
@@ -158,11 +158,11 @@ def heads_of(qkv: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a token goes through its two likeliest ones, weighted by their
+    """A mixture of experts: a token goes to its two most probable experts, weighted by their
     probabilities.
 
-    balanced: returns the mean square of that, and the loss that balances experts (arXiv 2101.03961,
-    equations 4 to 6), of all rows together.
+    `balanced`: return the mean square of the output, and the load-balancing loss (arXiv 2101.03961,
+    equations 4 to 6) of all rows together.
     """
 
     def __init__(self, balanced: bool = False):
@@ -179,20 +179,20 @@ class Experts(nn.Module):
 
 
 def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities of experts, and 1 where a token goes to one, else 0. Shapes: [rows, experts] ->
-    the same, twice."""
+    """Return probabilities of experts, and 1 for the experts that a token goes to, else 0.
+    Shapes: [rows, experts] -> two of [rows, experts]."""
     share = logits.softmax(1)
     return share, torch.zeros_like(share).scatter_(1, share.topk(2).indices, 1.0)
 
 
 def through(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Every row through every expert. Shapes: [rows, h] -> [rows, experts, h]."""
+    """Return every row through every expert. Shapes: [rows, h] -> [rows, experts, h]."""
     return torch.einsum("ref,efh->reh", functional.gelu(torch.einsum("rh,ehf->ref", x, up)), down)
 
 
 def balance(share: Tensor, chosen: Tensor) -> Tensor:
-    """The loss that is least where all experts have equally many tokens. Shapes: [rows, experts]
-    each -> a number."""
+    """Return the loss that is smallest if all experts have equally many tokens. Shapes: [rows,
+    experts] each -> a number."""
     return share.shape[1] * (share.mean(0) * chosen.mean(0) / 2).sum()
 
 
@@ -205,8 +205,8 @@ def _ids() -> tuple[Tensor, ...]:
 
 
 def _labelled() -> tuple[Tensor, ...]:
-    """Rows with labels of which the first few do not count, so that shares have unequal numbers of
-    those that do."""
+    """Return rows with labels, of which the first few do not count, so that shares have unequal
+    counts."""
     labels = torch.randint(VOCAB, (ROWS,))
     labels[: ROWS // 3] = -100
     return (*_rows(), labels)
@@ -282,7 +282,7 @@ CASES: dict[str, Case] = {
     "sequence_attention": Case(
         Attention,
         _rows,
-        "masks that begin anew on each rank; gradients of keys that came from other ranks",
+        "masks that start over on each rank; gradients of keys that came from other ranks",
         "1464; diffusers#14265",
         dealt="rows",
         returned="rows",
@@ -333,8 +333,8 @@ CASES: dict[str, Case] = {
 
 @dataclass
 class Ran:
-    """What one rank has after a batch: outputs and gradients of inputs by step, parameters by name,
-    and the norm."""
+    """Results of one rank after a batch: outputs and gradients of inputs by step, parameters by
+    name, and the norm."""
 
     outputs: list[Tensor] = field(default_factory=list)
     input_gradients: list[Tensor | None] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a wrong tensor or norm looks like: the mistakes that leave a plain trace are named."""
+"""Describe a wrong tensor or norm: common mistakes leave a recognizable trace, and are named."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Closeness:
-    """Whether two tensors are equal up to the order of summation, or to `tolerance` of the largest
-    element: in float64 sums in another order differ by some 1e-14."""
+    """Comparison of two tensors: equal up to the order of summation, or to `tolerance` of the
+    largest element. In float64, sums in another order differ by about 1e-14."""
 
     tolerance: float = 1e-9
 
@@ -26,14 +26,14 @@ class Closeness:
 def about_tensor(
     got: Sequence[Tensor], want: Tensor, parameters: Mapping[str, Tensor], close: Closeness
 ) -> str:
-    """What the ranks' tensors look like beside the right one; `parameters` may have been added too
-    often."""
+    """Describe the ranks' tensors compared with the right one. `parameters`: tensors that may
+    have been added too often."""
     num_ranks = len(got)
     first = got[0]
     if num_ranks > 1 and close(sum(got[1:], first), want):
-        return "every rank has a part of it: a sum over the ranks is missing"
+        return "every rank has a partial sum: an all-reduce over the ranks is missing"
     if num_ranks > 1 and close(sum(got[1:], first) / num_ranks, want):
-        return "every rank has a mean of its own: a mean over the ranks is missing"
+        return "every rank has its own mean: averaging over the ranks is missing"
     if num_ranks > 1 and any(not close(one, first) for one in got):
         right = [rank for rank, one in enumerate(got) if close(one, want)]
         return (
@@ -41,7 +41,7 @@ def about_tensor(
             f"{_error(got, want):.1e}"
         )
     if not first.isfinite().all():
-        return "not finite, or some of it is on no rank"
+        return "not finite, or a part of it is on no rank"
     factor = float((first * want).sum() / want.square().sum().clamp_min(1e-300))
     if close(first, factor * want) and (
         want.numel() > 1 or _is_whole(factor) or _is_whole(1 / (factor or math.inf))
@@ -54,7 +54,7 @@ def about_tensor(
             and off.shape[-1:] == parameter.shape
             and (times := _times(off, parameter, close))
         ):
-            return f"{name} is in it {times + 1:.6g} times"
+            return f"{name} is included {times + 1:.6g} times"
     if close(off, off.mean().expand_as(off)):
         mean = float(off.mean())
         whole = math.exp(min(mean, 10.0))
@@ -65,8 +65,8 @@ def about_tensor(
 def about_norm(
     got: float, want: float, squares: Mapping[str, float], split: Mapping[str, bool], num_ranks: int
 ) -> str:
-    """What a wrong norm leaves out or counts too often. `squares`: of each parameter; `split`:
-    whether it is."""
+    """Describe what a wrong norm leaves out or counts too often. `squares`: squared norm of each
+    parameter; `split`: whether the parameter is sharded."""
     off = got**2 - want**2
     groups = dict(squares) | {
         "what is split": sum(squares[name] for name in split if split[name]),
@@ -86,8 +86,8 @@ def _is_whole(number: float) -> bool:
 
 
 def _times(off: Tensor, parameter: Tensor, close: Closeness) -> float:
-    """How often the parameter is in every row of a difference; 0 where the difference is another
-    one."""
+    """Return how often the parameter is in every row of a difference; 0 if the difference is
+    something else."""
     factor = float(
         (off * parameter).sum() / (parameter.square().sum() * (off.numel() // parameter.numel()))
     )

@@ -1,4 +1,4 @@
-"""The cases built of hybridpar's own layers."""
+"""The cases, built from hybridpar's layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _F64: dict[str, Any] = {"dtype": torch.float64}
 
 
 def built(module: nn.Module, plain: nn.Module, axis: Axis) -> Built:
-    """The module with plain's weights, and what training does to its gradients."""
+    """Return the module with plain's weights, and what training does to its gradients."""
     weights = plain.state_dict()
     place = {"tp": axis.rank}
     placed = list(named_placements(module))
@@ -96,7 +96,7 @@ class Tied(nn.Module):
 
 
 class Attention(ParallelAttention):
-    """Over rows that all ranks have; or, sequence: each its share of them."""
+    """Attention over rows that all ranks have; with `sequence`, each rank has a share of them."""
 
     def __init__(self, axis: Axis, groups: int = HEADS, sequence: bool = False):
         super().__init__(HIDDEN, HEADS, axis, num_kv_heads=groups, sequence=sequence, **_F64)
@@ -107,8 +107,8 @@ class Attention(ParallelAttention):
 
 
 class MeanLoss(nn.Module):
-    """A replica's part of the mean over all replicas' labels: it divides by the count of the whole
-    batch."""
+    """One replica's term of the mean over all replicas' labels: it divides by the count of the
+    global batch."""
 
     def __init__(self, plain: nn.Module, axis: Axis):
         super().__init__()
@@ -128,7 +128,7 @@ class MeanLoss(nn.Module):
 
 
 class Masks(nn.Module):
-    """Dropout whose masks count steps and rows: `rows` of which this rank has some."""
+    """Dropout whose masks depend on step and row; this rank has some of the `rows`."""
 
     def __init__(self, axis: Axis, rows: bool):
         super().__init__()
@@ -189,4 +189,4 @@ FACTORIES: dict[str, Factory] = {
     "dropout_copies": lambda plain, group: Masks(_axis(group), False),
     "dropout_rows": lambda plain, group: Masks(_axis(group), True),
 }
-"""A factory for every case whose layers there are: no packing, and no experts."""
+"""A factory for every case whose layers hybridpar has: no packing, and no experts."""

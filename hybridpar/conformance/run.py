@@ -1,5 +1,4 @@
-"""Runs cases on 1 to 4 ranks beside one process, compares, and says what a difference looks
-like."""
+"""Run cases on 1 to 4 ranks beside one process, compare, and describe differences."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _LR = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference: in what (output, input gradient, gradient, weight, norm, mask, or no such
-    parameter), in which parameter or step, and what it looks like."""
+    """A difference: its kind (output, input gradient, gradient, weight, norm, mask, or missing
+    parameter), the parameter or step, and a description."""
 
     what: str
     name: str
@@ -38,8 +37,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A case on so many ranks. refused: the error that the framework raised, which is no silent
-    bug; else empty."""
+    """A case on one number of ranks. `refused`: the error that the framework raised (which is
+    not a silent bug), else empty."""
 
     case: str
     num_ranks: int
@@ -71,17 +70,23 @@ def conform(
     tolerance: float = 1e-9,
     timeout_s: float = 60.0,
 ) -> list[Result]:
-    """Runs every factory's case on each number of ranks: forward, backward, norm and one update by
-    SGD, in float64.
+    """Run every factory's case on each number of ranks: forward, backward, norm and one SGD update,
+    in float64.
 
-    `cases`: those of the suite, or more. `tolerance`: largest difference as a share of the largest
-    element; 1e-5 for modules that compute in float32. A factory may be any function: ranks are
-    forks of this process.
-    Raises: ConfigError for a name that is no case.
+    Args:
+        factories: By name of the case. A factory may be any function, since ranks are forks of this
+            process.
+        ranks: Numbers of ranks.
+        cases: The suite's cases, or more.
+        tolerance: Largest difference as a share of the largest element; 1e-5 for modules that
+            compute in float32.
+
+    Raises:
+        ConfigError: Unknown name of a case.
     """
     if unknown := [name for name in factories if name not in cases]:
         raise config_error(
-            "cases", unknown[0], f"is no case; there are {', '.join(cases)}", next(iter(cases))
+            "cases", unknown[0], f"unknown case. Cases: {', '.join(cases)}", next(iter(cases))
         )
     return [
         _result((name, cases[name]), factory, num, tolerance, timeout_s)
@@ -103,7 +108,7 @@ def _result(
 
 
 def _batch(case: Case) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
-    """The module, and its inputs by step: the same in every process."""
+    """Return the module, and its inputs by step, equal in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         module = case.plain().double()
@@ -111,12 +116,12 @@ def _batch(case: Case) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
             for parameter in module.parameters():
                 parameter.add_(
                     0.1 * torch.randn_like(parameter)
-                )  # norms do not stay at ones and zeros
+                )  # norms must not keep their initial ones and zeros
         return module, [case.inputs() for _ in range(2 if case.dropout else case.steps)]
 
 
 def _on_rank(case: Case, factory: Factory) -> Ran:
-    """Trains on this rank's share of one batch."""
+    """Train on this rank's share of one batch."""
     plain, batch = _batch(case)
     group = dist.group.WORLD
     assert group is not None
@@ -124,7 +129,7 @@ def _on_rank(case: Case, factory: Factory) -> Ran:
     built = made if isinstance(made, Built) else Built(made)
     torch.manual_seed(
         11
-    )  # the same on all ranks, as frameworks that want other numbers must see to it themselves
+    )  # equal on all ranks; a framework that wants different draws must arrange for it
     sizes = split_sizes(batch[0][0].shape[0], group.size())
     start = sum(sizes[: group.rank()])
     mine = slice(start, start + sizes[group.rank()])
@@ -145,7 +150,8 @@ def _on_rank(case: Case, factory: Factory) -> Ran:
 def _train(
     module: nn.Module, batch: Sequence[tuple[Tensor, ...]], rows: slice = slice(None)
 ) -> Ran:
-    """Forward and backward of each step; the loss of an output is its sum with fixed weights."""
+    """Run forward and backward of each step; the loss of an output is its sum with fixed
+    weights."""
     ran = Ran()
     for number, inputs in enumerate(batch):
         leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -166,7 +172,7 @@ def _train(
 
 
 def _plain(case: Case) -> Ran:
-    """The same in one process."""
+    """Train on one batch in one process."""
     module, batch = _batch(case)
     ran = _train(module, batch)
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -186,7 +192,7 @@ def _plain(case: Case) -> Ran:
 
 
 def _parameters(built: Built) -> dict[str, dict[str, Any]]:
-    """Values, gradients and layouts of what this rank holds."""
+    """Return values, gradients and layouts of this rank's parameters."""
     owners = dict(built.module.named_modules(remove_duplicate=False))
     found = {}
     for name, parameter in built.module.named_parameters(remove_duplicate=False):
@@ -209,7 +215,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _layout(owner: nn.Module, name: str, parameter: nn.Parameter) -> Layout:
-    """As the parameter, or the module that owns it, says."""
+    """Return the layout that the parameter, or the module that owns it, declares."""
     if isinstance(owner, ParallelModule) and (shard := owner.placements[name].shard) is not None:
         return Layout(shard.dim, shard.index(owner.axis.rank))
     if getattr(parameter, "tensor_model_parallel", False):
@@ -218,7 +224,7 @@ def _layout(owner: nn.Module, name: str, parameter: nn.Parameter) -> Layout:
 
 
 def _differences(case: Case, ran: Sequence[Ran], close: Closeness) -> Iterable[Finding]:
-    """All differences between the ranks and the one process."""
+    """Yield all differences between the ranks and the one process."""
     plain = _plain(case)
 
     def compared(what: str, name: str, got: Sequence[Tensor], want: Tensor) -> Iterable[Finding]:
@@ -280,13 +286,13 @@ def _norms(ran: Sequence[Ran], plain: Ran, close: Closeness) -> Iterable[Finding
 
 
 def _whole(held: Sequence[Mapping[str, Any]], what: str, like: Tensor) -> list[Tensor]:
-    """The whole tensor from its parts, or every rank's copy."""
+    """Return the full tensor from its shards, or every rank's copy."""
     dim, rows = held[0]["layout"]
     parts = [one[what] for one in held]
     if dim is None:
         return parts
     if rows is None:
-        return [torch.cat(parts, dim).narrow(dim, 0, like.shape[dim])]  # what is beyond is padding
+        return [torch.cat(parts, dim).narrow(dim, 0, like.shape[dim])]  # the rest is padding
     full = like.new_full(like.shape, math.nan)
     for one, part in zip(held, parts, strict=True):
         full.index_copy_(dim, one["layout"].rows, part)
@@ -296,7 +302,7 @@ def _whole(held: Sequence[Mapping[str, Any]], what: str, like: Tensor) -> list[T
 def _shared(
     held: Sequence[Mapping[str, Any]], name: str, want: Tensor, close: Closeness
 ) -> Iterable[Finding]:
-    """Rows that several ranks hold, and have other gradients of."""
+    """Yield rows that several ranks hold with different gradients."""
     dim, rows = held[0]["layout"]
     if rows is None or len(held) == 1:
         return
@@ -315,7 +321,7 @@ def _shared(
 
 
 def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:
-    """What is wrong with masks: among ranks, from step to step, from forward to backward, and in
+    """Yield errors in masks: between ranks, between steps, between forward and backward, and in
     number and scale."""
     masks = [[output != 0 for output in one.outputs] for one in ran]
     first = [of_rank[0] for of_rank in masks]
@@ -340,7 +346,7 @@ def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:
     for one, of_rank in zip(ran, masks, strict=True):
         gradient = one.input_gradients[0]
         if gradient is None or not torch.equal(gradient != 0, of_rank[0]):
-            yield Finding("mask", "", "of the backward is another one than that of the forward")
+            yield Finding("mask", "", "in the backward differs from the one in the forward")
             break
     kept = sum(int(mask.sum()) for mask in first)
     number = sum(mask.numel() for mask in first)

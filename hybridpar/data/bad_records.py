@@ -13,7 +13,7 @@ from typing import IO
 from hybridpar.errors import DataError
 
 NUM_NAMED = 5
-"""How many bad records are named with their number; a file names all of them."""
+"""Number of bad records that messages name; the journal names all."""
 
 
 class BadRecords:
@@ -35,8 +35,11 @@ class BadRecords:
         self.first: list[str] = []
 
     def add(self, error: DataError) -> None:
-        """Count the record that `error` is about. Raises: DataError, if bad records are not left
-        out."""
+        """Count the record that `error` is about.
+
+        Raises:
+            DataError: Bad records are not skipped.
+        """
         if not self.skips:
             raise DataError(
                 f'{error}; data.on_bad_record = "skip" leaves bad records out'

@@ -13,7 +13,7 @@ window. Of the two leftovers, before the first window and in the last, the longe
     windows            | s0 s1 s2 | s3 s4 s5 s6 | s7 s8 |
     moved by half        s0 | s1 s2 s3 | s4 s5 s6 | s7 s8 |       three samples again: s0 is left out
 
-Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1
+Everything else is drawn again in each epoch from (seed, epoch, sample): a shorter target length (1
 in 10), where A ends, B, the ends that are cut off a pair that is too long, the masked places and
 their stand-ins.
 
@@ -70,7 +70,7 @@ _MOVE = "data.bert.move"
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Stretches of the token file. Shapes: [b] each; `length_b` is 0 without a second segment."""
+    """Ranges of the token file. Shapes: [b] each; `length_b` is 0 without a second segment."""
 
     start_a: Ints
     length_a: Ints
@@ -82,11 +82,12 @@ class _Pairs:
 class BertDataset:
     """Sentence pairs of up to `seq_length` tokens, from a token file whose sequences are sentences.
 
-    `tokens`: the part to use, as positions (start, stop) in `indexed.tokens` (default: all).
+    Args:
+        tokens: The split to use, as positions (start, stop) in `indexed.tokens`. Default: all.
 
-    Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no
-        sample, or only one
-    document for 'nsp'.
+    Raises:
+        ConfigError: seq_length is too short for a pair.
+        DataError: The split has no sample, or only one document for 'nsp'.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class BertDataset:
         self._capacity = seq_length - (2 if head == "none" else 3)
         if self._capacity < 2:
             raise config_error(
-                "model.seq_length", seq_length, "is too short for a pair of segments", "128"
+                "model.seq_length", seq_length, "too short for a pair of segments", "128"
             )
         self.seq_length = seq_length
         self.head = head
@@ -116,13 +117,13 @@ class BertDataset:
         self._next_windows = np.append(self._windows[1:], len(self._sentences) - 1)
         if not len(self._windows):
             raise DataError(
-                f"{indexed.prefix}: a part of {stop - start} tokens has no two tokens of one "
-                "document"
+                f"{indexed.prefix}: a split of {stop - start} tokens has no two tokens of the "
+                f"same document"
             )
         if head == "nsp" and len(self._documents) < 3:
             raise DataError(
-                f"{indexed.prefix}: next-sentence prediction needs two documents, this part has "
-                f"{len(self._documents) - 1}; model.sentence_head = 'sop' works with one"
+                f"{indexed.prefix}: next-sentence prediction requires two documents, and this "
+                f"split has {len(self._documents) - 1}; model.sentence_head = 'sop' works with one"
             )
         self._is_special = np.zeros(vocabulary.size, np.bool_)
         self._is_special[list(vocabulary.special)] = True
@@ -138,11 +139,10 @@ class BertDataset:
         return len(self._windows)
 
     def batch(self, indices: Ints, epochs: Ints) -> dict[str, NDArray[Any]]:
-        """Samples by number, each as it is in its epoch.
+        """Return samples by number, each in its epoch.
 
         Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`, `token_types` [b, s] int64,
-            `padding_mask` [b, s]
-        bool (True = real token), `sentence_labels` [b] int64.
+        `padding_mask` [b, s] bool (True = real token), `sentence_labels` [b] int64.
         """
         keys = derive(self._key, epochs, indices)
         pairs = self._pairs(self._moved(indices, epochs), keys)
@@ -163,14 +163,16 @@ class BertDataset:
         }
 
     def num_targets(self, indices: Ints, epochs: Ints) -> int:
-        """Number of labels of these samples that count. Shapes: `indices`, `epochs` [b]."""
+        """Return the number of labels of these samples that count. Shapes: `indices`, `epochs`
+        [b]."""
         keys = derive(self._key, epochs, indices)
         pairs = self._pairs(self._moved(indices, epochs), keys)
         _, ordinary = self._assemble(pairs)
         return int(_num_masked(pairs, ordinary).sum())
 
     def _cut_windows(self) -> Ints:
-        """First sentence of each window of at least two tokens. Shapes: returns [windows]."""
+        """Return the first sentence of each window of at least two tokens. Shapes: returns
+        [windows]."""
         found: list[int] = []
         next_start = 0
         for first in range(0, len(self._sentences) - 1, _CHUNK):
@@ -184,8 +186,8 @@ class BertDataset:
         return windows[self._sentences[stops] - self._sentences[windows] >= 2]
 
     def _stop(self, sentences: Ints, num_tokens: Ints) -> Ints:
-        """The sentence behind a stretch, from each of these on, of so many tokens or up to the
-        document's end."""
+        """Return the end of a range of sentences that starts at each of these and has
+        `num_tokens` tokens, or ends with the document."""
         enough = np.searchsorted(self._sentences, self._sentences[sentences] + num_tokens)
         return np.minimum(enough, self._documents[self._document_of(sentences) + 1])
 
@@ -193,10 +195,9 @@ class BertDataset:
         return np.searchsorted(self._documents, sentences, side="right") - 1
 
     def _moved(self, indices: Ints, epochs: Ints) -> tuple[Ints, Ints]:
-        """Each window in its epoch: its first sentence, and the one it ends before. Shapes: [b]
-        all.
+        """Return each window's first sentence and end in its epoch. Shapes: [b] all.
 
-        Two or more sentences of a window stay in it, so it has two tokens.
+        At least two sentences of a window stay in it, so it has two tokens.
         """
         document = self._document_of(self._windows[indices])
         begin = self._documents[document]
@@ -218,7 +219,7 @@ class BertDataset:
         return np.where(swap, begin, first), np.where(swap, before, stop)
 
     def _pairs(self, window: tuple[Ints, Ints], keys: Bits) -> _Pairs:
-        """Segments of each sample. Shapes: `window`, `keys` [b]."""
+        """Return the segments of each sample. Shapes: `window`, `keys` [b]."""
         short = _chance(derive(keys, _IS_SHORT)) < _SHORT
         target = np.where(
             short, 2 + below(derive(keys, _TARGET), self._capacity - 1), self._capacity
@@ -263,8 +264,8 @@ class BertDataset:
         return self._truncate(pairs, keys)
 
     def _elsewhere(self, first: Ints, num_tokens: Ints, keys: Bits) -> tuple[Ints, Ints]:
-        """Start and length of a stretch of about so many tokens in another document than sentence
-        `first`'s."""
+        """Return start and length of a range of about `num_tokens` tokens in a document other
+        than sentence `first`'s."""
         own = self._document_of(first)
         document = below(derive(keys, _DOCUMENT), len(self._documents) - 2)
         document += document >= own
@@ -275,8 +276,8 @@ class BertDataset:
         return start, self._sentences[self._stop(sentence, num_tokens)] - start
 
     def _truncate(self, pairs: _Pairs, keys: Bits) -> _Pairs:
-        """Drops tokens one by one from the longer segment (the second, if equal), each from its
-        front or its back."""
+        """Drop tokens one by one from the longer segment (the second if equal), each from the
+        front or the back."""
         excess = np.maximum(pairs.length_a + pairs.length_b - self._capacity, 0)
         difference = pairs.length_a - pairs.length_b
         level = np.minimum(
@@ -296,8 +297,8 @@ class BertDataset:
         )
 
     def _assemble(self, pairs: _Pairs) -> tuple[Ints, NDArray[np.bool_]]:
-        """The sequences, unmasked, and which of their places hold ordinary tokens. Shapes: returns
-        two of [b, s]."""
+        """Return the unmasked sequences, and which of their positions hold ordinary tokens.
+        Shapes: returns two of [b, s]."""
         place = np.arange(self.seq_length)[None, :]
         end_a = 1 + pairs.length_a[:, None]
         end_b = end_a + 1 + pairs.length_b[:, None]
@@ -309,8 +310,8 @@ class BertDataset:
         ids = self._tokens[np.where(in_a | in_b, source, 0)].astype(np.int64)
         if ids.max(initial=0) >= self.vocabulary.size or ids.min(initial=0) < 0:
             raise DataError(
-                f"{self._name}: has ids from {ids.min()} to {ids.max()}; the tokenizer has "
-                f"{self.vocabulary.size}"
+                f"{self._name}: has token ids from {ids.min()} to {ids.max()}, out of range for "
+                f"the tokenizer's {self.vocabulary.size} tokens"
             )
         tokens = np.where(in_a | in_b, ids, self.vocabulary.pad)
         tokens[:, 0] = self.vocabulary.cls
@@ -321,7 +322,7 @@ class BertDataset:
         return tokens, (in_a | in_b) & ~self._is_special[tokens]
 
     def _choose(self, pairs: _Pairs, ordinary: NDArray[np.bool_], keys: Bits) -> NDArray[np.bool_]:
-        """The places to restore: those ordinary ones that drew the lowest numbers.
+        """Return the positions to mask: the ordinary ones that drew the lowest numbers.
 
         Shapes: `ordinary` [b, s]; returns [b, s].
         """
@@ -334,8 +335,8 @@ class BertDataset:
         return chosen
 
     def _replace(self, tokens: Ints, chosen: NDArray[np.bool_], keys: Bits) -> Ints:
-        """The sequences with stand-ins at the chosen places. Shapes: `tokens`, `chosen` [b, s];
-        returns [b, s]."""
+        """Return the sequences with replacements at the masked positions. Shapes: `tokens`,
+        `chosen` [b, s]; returns [b, s]."""
         rows, places = np.nonzero(chosen)
         which = _chance(derive(derive(keys, _STAND_IN)[rows], places))
         drawn = self._ordinary[
@@ -349,14 +350,14 @@ class BertDataset:
 
 
 def _num_masked(pairs: _Pairs, ordinary: NDArray[np.bool_]) -> Ints:
-    """15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if one may be.
-    Shapes: [b]."""
+    """Return 15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if any
+    can be masked. Shapes: [b]."""
     wanted = np.floor((pairs.length_a + pairs.length_b) * _MASKED + 0.5).astype(np.int64)
     return np.minimum(np.maximum(wanted, 1), ordinary.sum(axis=1))
 
 
 def _chance(bits: Bits) -> NDArray[np.float64]:
-    """Numbers that are uniform in [0, 1)."""
+    """Return uniform numbers in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -365,11 +366,10 @@ def _distinct(ascending: Ints) -> Ints:
 
 
 def _boundaries(indexed: IndexedDataset, start: int, stop: int) -> tuple[Ints, Ints]:
-    """Sentences and documents with any tokens in tokens[start:stop].
+    """Return the starts of sentences and documents with any tokens in tokens[start:stop].
 
     Shapes: returns [S + 1], the token at which each sentence starts, and the end; [D + 1], the
-        sentence at which each
-    document starts, and S.
+    sentence at which each document starts, and S.
     """
     sentences = _distinct(np.clip(indexed.sequence_starts, start, stop))
     documents = _distinct(np.clip(indexed.document_starts, start, stop))

@@ -1,13 +1,12 @@
-"""Random bits of the data layer: a hash of (key, counters), vectorised over numpy arrays of
+"""Random bits for the data layer: a hash of (key, counters), vectorized over numpy arrays of
 counters.
 
 `hybridpar.random` draws for consecutive samples of a batch; a data set needs a few numbers for each
-of many scattered (epoch, sample) pairs, on the CPU, in numpy. Same principle: a number depends on
-what it is for, never on when it is drawn.
+of many scattered (epoch, sample) pairs, on the CPU, in numpy. The principle is equal: a number
+depends on what it is for, never on when it is drawn.
 
 Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-    generators",
-OOPSLA 2014), applied to key + GAMMA * (counter + 1) for one counter after the other.
+generators", OOPSLA 2014), applied to key + GAMMA * (counter + 1) for each counter in turn.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _ONE = np.uint64(1)
 
 
 def root_key(seed: int, name: str) -> Bits:
-    """The key of everything that `name` draws in a run with this seed. Shapes: [1]."""
+    """Return the key of everything that `name` draws in a run with this seed. Shapes: [1]."""
     return derive(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), site(name))
 
 
 def derive(key: Bits, *counters: int | NDArray[np.integer]) -> Bits:
-    """64 random bits for each combination of key and non-negative counters; also a key for further
-    ones.
+    """Return 64 random bits for each combination of key and non-negative counters; the result is
+    also a key for further ones.
 
     Shapes: `key` [..] and every counter broadcast together; returns their common shape.
     """
@@ -44,8 +43,8 @@ def derive(key: Bits, *counters: int | NDArray[np.integer]) -> Bits:
 
 
 def below(bits: Bits, limit: int | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Uniform integers from 0 to limit - 1 (limit up to 2**32; no value's share is off by more than
-    2**-32).
+    """Return uniform integers from 0 to limit - 1 (limit up to 2**32; the bias of any value is at
+    most 2**-32).
 
     Shapes: `bits` [..] and `limit` broadcast; returns their common shape.
     """
@@ -55,7 +54,8 @@ def below(bits: Bits, limit: int | NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def count_heads(key: Bits, tosses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Heads among `tosses` fair coins. Shapes: `key` [n], `tosses` [n]; returns [n]."""
+    """Return the number of heads in `tosses` tosses of a fair coin. Shapes: `key` [n], `tosses`
+    [n]; returns [n]."""
     num_words = -(-int(tosses.max(initial=0)) // 64)
     words = derive(key[:, None], np.arange(num_words)[None, :])
     coins = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1)

@@ -28,7 +28,7 @@ _TICKS = 10_000  # finest share is 1 / _TICKS
 
 
 class Dataset(Protocol):
-    """A member of a blend: GPTDataset, BertDataset, or your own."""
+    """A member of a blend: GPTDataset, BertDataset, or a custom one."""
 
     fingerprint: str
 
@@ -42,11 +42,12 @@ class Dataset(Protocol):
 
 
 class Blend:
-    """An endless shuffled stream of samples from data sets with weights (default: in proportion to
+    """An endless shuffled stream of samples from weighted data sets (default: in proportion to
     their samples).
 
-    Raises: ConfigError if the weights are not one positive number a data set, each at least 1 in
-        10000 of their sum.
+    Raises:
+        ConfigError: The weights are not one positive number per data set, each at least 1 / 10000
+            of their sum.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float] = (), *, seed: int):
@@ -62,7 +63,7 @@ class Blend:
     def locate(
         self, counter: ArrayLike
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Data set, its epoch, and the sample in it, at each position of the stream.
+        """Return the data set, its epoch, and the sample in it, at each position of the stream.
 
         Shapes: `counter` [n] non-negative; returns three of [n].
         """
@@ -77,8 +78,8 @@ class Blend:
         return members, epochs, samples
 
     def batch(self, counter: ArrayLike) -> dict[str, NDArray[Any]]:
-        """The samples at these positions. Shapes: `counter` [b]; returns the data sets' entries,
-        [b, ..]."""
+        """Return the samples at these positions. Shapes: `counter` [b]; returns the data sets'
+        entries, [b, ..]."""
         members, epochs, samples = self.locate(counter)
         merged: dict[str, NDArray[Any]] = {}
         for member in np.unique(members):
@@ -90,13 +91,13 @@ class Blend:
         return merged
 
     def num_targets(self, counter: ArrayLike) -> int:
-        """How many labels count in the samples at these positions. Shapes: `counter` [b]."""
+        """Return how many labels count in the samples at these positions. Shapes: `counter` [b]."""
         members, epochs, samples = self.locate(counter)
         groups = [(self.datasets[m], np.flatnonzero(members == m)) for m in np.unique(members)]
         return sum(dataset.num_targets(samples[mine], epochs[mine]) for dataset, mine in groups)
 
     def num_repeats(self, count: int) -> int:
-        """Return how many of the first `count` positions have a sample that an earlier one has."""
+        """Return how many of the first `count` positions repeat an earlier sample."""
         rounds, left = divmod(count, len(self._choice))
         drawn = rounds * np.array(self.shares) + np.bincount(
             self._choice[:left], minlength=len(self.datasets)
@@ -107,14 +108,14 @@ class Blend:
 
 
 def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
-    """Weights in proportion to the samples, except that none is below the finest share."""
+    """Return weights in proportion to the samples, but none below the finest share."""
     sizes = [len(d) for d in datasets]
     return tuple(max(float(n), 2 * sum(sizes) / _TICKS) for n in sizes)
 
 
 def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, ...]:
-    """Weights as whole numbers with a sum of at most _TICKS, exact where the weights are (as 0.7
-    and 0.3 are)."""
+    """Return weights as whole numbers whose sum is at most _TICKS; exact if the weights are (as
+    0.7 and 0.3)."""
     if not weights or len(weights) != num_datasets:
         raise config_error(
             "data.weights",
@@ -126,7 +127,7 @@ def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, .
         raise config_error(
             "data.weights",
             weights,
-            "must be positive numbers; leave out a corpus that is not wanted",
+            "must be above 0; to leave out a corpus, remove it from data.corpus",
         )
     exact = [w / math.fsum(weights) * _TICKS for w in weights]
     shares = [math.floor(e + 1e-9) for e in exact]
@@ -137,7 +138,7 @@ def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, .
         raise config_error(
             "data.weights",
             weights,
-            f"each must be at least 1 in {_TICKS} of their sum",
+            f"each must be at least 1 / {_TICKS} of their sum",
             str(tuple(max(w, 2 * math.fsum(weights) / _TICKS) for w in weights)),
         )
     divisor = math.gcd(*shares)
@@ -145,8 +146,8 @@ def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, .
 
 
 def _period(shares: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Data set at each position of a period, and how many of its samples came before in it. Shapes:
-    both [W]."""
+    """Return the data set at each position of a period, and how many of its samples came before.
+    Shapes: both [W]."""
     total = sum(shares)
     weights = np.array(shares)
     choice = np.empty(total, np.int64)

@@ -1,11 +1,10 @@
-"""Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, through pyarrow
-(the extra [data]).
+"""Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, read with
+pyarrow (the extra [data]).
 
 Source: https://arrow.apache.org/docs/format/Columnar.html; state.json and dataset_dict.json as
-    `datasets` saves them to
-disk: the one names the Arrow files of its folder, the other the folders beside it, one for each
-part. Of a dataset that was shuffled or filtered, older versions save all rows, and beside them the
-numbers of those that count.
+`datasets` writes them: state.json lists the Arrow files of its folder, dataset_dict.json the
+folders of the splits. Older versions save all rows of a shuffled or filtered dataset, and beside
+them the indices of the selected rows.
 """
 
 from __future__ import annotations
@@ -27,28 +26,32 @@ _SPLITS = "dataset_dict.json"
 _DATA_FILES = "_data_files"
 _INDICES_FILES = ("_indices_data_files", "_indices_files")
 _INDICES = "indices"
-"""The column of a file of indices."""
+"""Name of the column in a file of indices."""
 _SAVE_AGAIN = "save the dataset again"
 _MAGIC = b"ARROW1"
 _TRAIN = "train"
 _MAX_STATE = 1 << 24
 _ROWS = 256
-"""Rows of parquet that are taken at a time."""
+"""Rows of parquet that are read at a time."""
 
 
 def import_pyarrow(path: Path, what: str) -> Any:
-    """Raises: DataError if there is none."""
+    """Import pyarrow to read `what`.
+
+    Raises:
+        DataError: It is not installed.
+    """
     try:
         import pyarrow
     except ImportError:
         raise DataError(
-            f"{path}: is {what}, which is read with pyarrow: pip install 'hybridpar[data]'"
+            f"{path}: is {what}, which requires pyarrow: pip install 'hybridpar[data]'"
         ) from None
     return pyarrow
 
 
 class Row(NamedTuple):
-    """A row's number, counted from 1, and its text as UTF-8; None: null."""
+    """A row's number, counted from 1, and its text as UTF-8 bytes; None for null."""
 
     number: int
     text: bytes | None
@@ -57,7 +60,7 @@ class Row(NamedTuple):
 class SavedDataset(NamedTuple):
     """The Arrow files of a folder that `datasets` has saved.
 
-    indices: files with the numbers of the rows that count, in their order; empty: all rows do.
+    indices: files with the numbers of the selected rows, in order; empty if all rows are selected.
     """
 
     files: list[Path]
@@ -65,9 +68,10 @@ class SavedDataset(NamedTuple):
 
 
 def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Row]:
-    """The texts of a column.
+    """Yield the texts of a column.
 
-    Raises: DataError if the file is damaged, or has no such column of text.
+    Raises:
+        DataError: The file is damaged, or has no such text column.
     """
     batches = _parquet if kind == "parquet" else _arrow
     number = 0
@@ -79,11 +83,13 @@ def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> It
 
 
 def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterator[Row]:
-    """The texts of the rows that a file of indices names, in its order, by their numbers in all
-    `files` together.
+    """Yield the texts of the rows that a file of indices selects, in its order; rows are counted
+    over all `files`.
 
-    The files are mapped into memory, as rows come in any order.
-    Raises: DataError if a file is damaged, or has no such column of text.
+    The files are memory-mapped, since rows come in any order.
+
+    Raises:
+        DataError: A file is damaged, or has no such text column.
     """
     columns: list[Any] = []
     for path in files:
@@ -95,7 +101,8 @@ def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterat
         for rows in _index_batches(indices):
             if rows.size and int(rows.max()) >= num_rows:
                 raise DataError(
-                    f"{indices}: names row {int(rows.max()) + 1} of {num_rows}; {_SAVE_AGAIN}"
+                    f"{indices}: selects row {int(rows.max()) + 1}, but the data set has "
+                    f"{num_rows}; {_SAVE_AGAIN}"
                 )
             for row, at in zip(
                 rows.tolist(), np.searchsorted(ends, rows, side="right").tolist(), strict=True
@@ -105,24 +112,23 @@ def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterat
 
 
 def _index_batches(path: Path) -> Iterator[NDArray[np.int64]]:
-    """The numbers of rows in a file of indices, counted from 0. Shapes: yields [n]."""
+    """Yield the row numbers in a file of indices, counted from 0. Shapes: yields [n]."""
     import pyarrow.types
 
     schema, batches = _opened(_mapped(path), _kind_of(path))
     if schema.names != [_INDICES] or not pyarrow.types.is_integer(schema.types[0]):
         raise DataError(
-            f"{path}: has the columns {shown(schema.names)}, and must have whole numbers in "
-            f"{_INDICES!r} "
-            f"alone; {_SAVE_AGAIN}"
+            f"{path}: has the columns {shown(schema.names)}; must have one column {_INDICES!r} "
+            f"of whole numbers; {_SAVE_AGAIN}"
         )
     for batch in batches:
         column = batch.column(0)
         column.validate(full=True)
         if column.null_count:
-            raise DataError(f"{path}: holds a null; {_SAVE_AGAIN}")
+            raise DataError(f"{path}: has a null entry; {_SAVE_AGAIN}")
         numbers = column.to_numpy(zero_copy_only=False)
         if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**63:
-            raise DataError(f"{path}: names row {int(numbers.min()) + 1}; {_SAVE_AGAIN}")
+            raise DataError(f"{path}: selects row {int(numbers.min()) + 1}; {_SAVE_AGAIN}")
         yield numbers.astype(np.int64)
 
 
@@ -149,7 +155,7 @@ def _damage(path: Path, kind: str) -> Iterator[None]:
 
 
 def _mapped(path: Path) -> Any:
-    """The bytes of a file, mapped read-only, as a file of pyarrow. Raises: DataError."""
+    """Return a file, memory-mapped read-only, as a file of pyarrow. Raises: DataError."""
     import pyarrow
 
     with (
@@ -162,7 +168,7 @@ def _mapped(path: Path) -> Any:
 
 
 def _kind_of(path: Path) -> str:
-    """Which of the two formats an Arrow file has. Raises: DataError."""
+    """Return which of the two formats an Arrow file has. Raises: DataError."""
     with errors_as(DataError, path), open_regular(path) as file:
         return "Arrow" if file.read(len(_MAGIC)) == _MAGIC else "Arrow stream"
 
@@ -186,7 +192,7 @@ def _arrow(file: Any, path: Path, kind: str, text_key: str) -> Iterator[Any]:
 
 
 def _opened(file: Any, kind: str) -> tuple[Any, Iterable[Any]]:
-    """The schema of an Arrow file, and its batches of rows."""
+    """Return the schema of an Arrow file, and its batches of rows."""
     import pyarrow.ipc
 
     if kind == "Arrow stream":
@@ -197,8 +203,8 @@ def _opened(file: Any, kind: str) -> tuple[Any, Iterable[Any]]:
 
 
 def _as_bytes(column: Any) -> Any:
-    """A column of text as one of bytes, so that a row that is not UTF-8 does not damage the
-    others."""
+    """Return a text column as a column of bytes, so that a row that is not UTF-8 does not affect
+    the others."""
     import pyarrow
     import pyarrow.types as types
 
@@ -211,15 +217,15 @@ def _as_bytes(column: Any) -> Any:
 
 
 def _check_column(schema: Any, path: Path, kind: str, text_key: str) -> int:
-    """The number of the column. Raises: DataError if there is none, or it is not text."""
+    """Return the index of the text column. Raises: DataError if it is missing or not text."""
     import pyarrow.types
 
     text = [field.name for field in schema if _is_text(pyarrow.types, field.type)]
     if schema.names.count(text_key) != 1 or text_key not in text:
         rule = (
-            f"has no column of text {text_key!r}; data.text_key names one of {shown(text)}"
+            f"has no text column {text_key!r}; set data.text_key to one of {shown(text)}"
             if text
-            else (f"has no column of text; its columns are {shown(list(schema.names))}")
+            else (f"has no text column; its columns are {shown(list(schema.names))}")
         )
         raise DataError(f"{path}: is {kind} and {rule}")
     return int(schema.names.index(text_key))
@@ -231,18 +237,19 @@ def _is_text(types: Any, kind: Any) -> bool:
 
 
 def saved_dataset(folder: Path) -> SavedDataset | None:
-    """The files of a folder that `datasets` has saved, of its part `train` if it has parts; None:
-    it is none.
+    """Return the files of a folder that `datasets` has saved (of its split `train` if it has
+    splits); None if the folder is not one.
 
-    Raises: DataError if it is damaged, or has parts and none is called train.
+    Raises:
+        DataError: It is damaged, or has splits without `train`.
     """
     splits = folder / _SPLITS
     if splits.is_file():
         names = _names(splits, _plain(splits).get("splits"))
         if _TRAIN not in names:
             rule = (
-                f"is a Hugging Face dataset of the parts {shown(names)}; name one of these folders "
-                "in it"
+                f"is a Hugging Face dataset with the splits {shown(names)}; name the folder "
+                f"of one split"
             )
             raise DataError(f"{folder}: {rule}")
         folder = folder / _TRAIN
@@ -251,22 +258,20 @@ def saved_dataset(folder: Path) -> SavedDataset | None:
         return None
     found = _plain(state)
     if found.get(_DATA_FILES) is None and not splits.is_file():
-        return None  # another program's
+        return None  # written by another program
     files = _listed(state, found.get(_DATA_FILES))
     if not files:
-        raise DataError(f"{state}: is of a Hugging Face dataset that has no files")
+        raise DataError(f"{state}: describes a Hugging Face dataset without files")
     return SavedDataset(
         files, _listed(state, next((found[key] for key in _INDICES_FILES if found.get(key)), []))
     )
 
 
 def _listed(state: Path, found: Any) -> list[Path]:
-    """The files that an entry of a state.json lists. Raises: DataError if it is damaged."""
-    names = (
-        [f.get("filename") if isinstance(f, dict) else None for f in found]
-        if isinstance(found, list)
-        else None
-    )
+    """Return the files in an entry of a state.json. Raises: DataError if it is damaged."""
+    names = None
+    if isinstance(found, list):
+        names = [f.get("filename") if isinstance(f, dict) else None for f in found]
     return [state.with_name(name) for name in _names(state, names)]
 
 
@@ -278,13 +283,13 @@ def _plain(path: Path) -> dict[str, Any]:
 
 
 def _names(path: Path, found: Any) -> list[str]:
-    """Plain names of files. Raises: DataError if they are none."""
+    """Return plain file names. Raises: DataError if they are not."""
     if not isinstance(found, list) or not all(
         isinstance(n, str) and n not in ("", ".", "..") and n.isprintable() and Path(n).name == n
         for n in found
     ):
         raise DataError(
-            f"{path}: is of a damaged Hugging Face dataset: it lists {shown(found)}, not names of "
-            "files"
+            f"{path}: describes a damaged Hugging Face dataset: its files are {shown(found)}, "
+            f"which are not names of files"
         )
     return found

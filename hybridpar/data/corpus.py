@@ -1,12 +1,12 @@
-"""Documents from files, folders, patterns, Hugging Face datasets, or the Python standard library's
-own source text.
+"""Read documents from files, folders, patterns, Hugging Face datasets, or the source text of the
+Python standard library.
 
 A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that
-`datasets` has saved (the rows that count, in their order), or a pattern such as 'books/*.txt'. A
-file is what its first bytes say (formats.py): plain text is one document, in other formats each
-record holds one, under `text_key`. The files of a folder, a pattern or the standard library come in
-the order of a hash of their names: always the same, yet any stretch is a fair sample, so that the
-end of a corpus can serve for validation. Empty documents are left out.
+`datasets` has saved (its selected rows, in order), or a pattern such as 'books/*.txt'. The first
+bytes of a file decide its format (formats.py): plain text is one document; in other formats each
+record has one, under `text_key`. The files of a folder, a pattern or the standard library are
+ordered by a hash of their names. The order is always the same, yet any part is a fair sample, so
+the end of a corpus can serve for validation. Empty documents are left out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from hybridpar.reading import errors_as, nearest_path
 
 STDLIB = "stdlib"
 TEXT_KEY = "text"
-_ANY = "name a file or a folder with text in it, or stdlib"
+_ANY = "name a file or folder that contains text, or stdlib"
 _TABLES = "encodings"
-"""Folder of the standard library with tables of character codes: not text to learn from."""
+"""Folder of the standard library with tables of character codes, which are not text to learn
+from."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
@@ -45,19 +46,22 @@ class SourceFile:
     path: Path
     name: str
     optional: bool = False
-    """Part of the standard library, a few of whose files are not UTF-8: those are left out."""
+    """The file belongs to the standard library, whose few files that are not UTF-8 are left out."""
     named: bool = False
     """The user named this very file, so it must not be empty."""
     text_key: str = TEXT_KEY
-    """The field or column that holds the text, where the file has those."""
+    """The field or column with the text, if the format has any."""
     selects_from: tuple[Path, ...] = ()
-    """Arrow files whose rows this file of indices selects; empty: the file holds its text
+    """Arrow files whose rows this file of indices selects; empty if the file has the text
     itself."""
 
 
 def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFile]:
-    """The files of one source, in the order in which they are read. Raises: DataError if there are
-    none."""
+    """Return the files of one source, in reading order.
+
+    Raises:
+        DataError: There are none.
+    """
     text = str(source)
     if text == STDLIB:
         return _stdlib_files()
@@ -70,10 +74,7 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
     if path.is_dir():
         found = _folder_files(path, text_key)
         plain = [suffix for suffix in SUFFIXES if suffix.count(".") == 1]
-        rule = (
-            f"holds no files ending in {', '.join(plain)} (or in one of these with .gz or .zst "
-            "behind it)"
-        )
+        rule = f"contains no files ending in {', '.join(plain)} (or one of these plus .gz or .zst)"
     else:
         matches = [p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
         _check_alone(matches)
@@ -81,13 +82,13 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
         rule = (
             "matches no file"
             if glob.has_magic(text)
-            else "does not exist (nor do .bin/.idx files of this prefix)"
+            else "does not exist, and neither do .bin/.idx files with this prefix"
         )
     if not found:
         if text == "-" or (path.exists() and not path.is_dir()):
             raise DataError(
-                f"{text}: is no regular file; a corpus is read more than once, so save the text in "
-                "a file"
+                f"{text}: is not a regular file; a corpus is read more than once, so save the "
+                f"text in a file"
             )
         near = nearest_path(path) or next(iter(get_close_matches(text, [STDLIB])), "")
         raise DataError(f"{text}: {rule}; " + (f"try {near}" if near else _ANY))
@@ -95,12 +96,12 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
 
 
 def _folder_files(root: Path, text_key: str) -> list[SourceFile]:
-    """The files below a folder that may hold text; of a dataset in it, those that its own folder
-    would give."""
+    """Return the files below a folder that may hold text; for a dataset in it, the files that
+    naming its own folder would give."""
     found: list[SourceFile] = []
     for folder, names, files in _folders(root):
         if (dataset := saved_dataset(folder)) is not None:
-            names.clear()  # what is below it is its own
+            names.clear()  # the dataset lists its own files below it
             found += _dataset_files(dataset, text_key, root)
             continue
         found += [
@@ -114,7 +115,7 @@ def _folder_files(root: Path, text_key: str) -> list[SourceFile]:
 def _dataset_files(
     dataset: SavedDataset, text_key: str, root: Path | None = None
 ) -> list[SourceFile]:
-    """The files of a dataset, each with its name below `root` (None: its own name)."""
+    """Return the files of a dataset, each with its name below `root` (None: its own name)."""
     files = dataset.indices or dataset.files
     selects_from = tuple(dataset.files) if dataset.indices else ()
     return [
@@ -129,26 +130,31 @@ def _dataset_files(
 
 
 def _check_alone(paths: Sequence[Path]) -> None:
-    """Raises: DataError for a file of a dataset whose other files say which of its rows count."""
+    """Raise a DataError for a file of a dataset whose other files select its rows."""
     for folder, path in {path.parent: path for path in paths if path.suffix == ".arrow"}.items():
         dataset = saved_dataset(folder)
         if dataset is not None and dataset.indices:
             raise DataError(
-                f"{path}: is of a Hugging Face dataset whose rows {shown(dataset.indices[0].name)} "
-                f"selects; name the folder {folder}"
+                f"{path}: is a file of a Hugging Face dataset, of which "
+                f"{shown(dataset.indices[0].name)} selects rows; name the folder {folder}"
             )
 
 
 def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> list[SourceFile]:
-    """The files of all sources. Raises: DataError if one has none."""
+    """Return the files of all sources.
+
+    Raises:
+        DataError: A source has no files.
+    """
     return [file for source in sources for file in source_files(source, text_key)]
 
 
 def corpus_key(files: Sequence[SourceFile]) -> str:
-    """Changes when a file is added, removed or modified (names, sizes and times; contents are not
-    read).
+    """Return a hash that changes when a file is added, removed or modified (by names, sizes and
+    times; contents are not read).
 
-    Raises: DataError if a file cannot be looked at.
+    Raises:
+        DataError: A file cannot be accessed.
     """
     digest = hashlib.sha256()
     for file in files:
@@ -163,7 +169,11 @@ def corpus_key(files: Sequence[SourceFile]) -> str:
 
 
 def num_bytes(files: Sequence[SourceFile]) -> int:
-    """Size of all files together. Raises: DataError if a file cannot be looked at."""
+    """Return the size of all files together.
+
+    Raises:
+        DataError: A file cannot be accessed.
+    """
     paths = {path for file in files for path in (file.path, *file.selects_from)}
     return sum(_status(path).st_size for path in paths)
 
@@ -173,14 +183,16 @@ def read_parts(
     max_bytes: int | None = None,
     bad: BadRecords | None = None,
 ) -> Iterator[Part]:
-    """The documents of the files, none of them empty, in parts, until there are `max_bytes` of text
-    (None: all).
+    """Yield the documents of the files in parts, until there are `max_bytes` of text (None: all).
+    Empty documents are left out.
 
-    bad: is told of records that cannot be read, such as those without text under the file's
-    `text_key`; None: the first of them is an error.
-    Raises: DataError naming the file, what it is, and the line, for what cannot be read, and for a
-        named file that is
-    empty; also if there is no document.
+    Args:
+        bad: Told of records that cannot be read, such as ones without text under the file's
+            `text_key`. None: the first one is an error.
+
+    Raises:
+        DataError: A file or record cannot be read, a file that the user named is empty, or there is
+            no document. Names the file, its format, and the line.
     """
     bad = bad or BadRecords()
     taken = 0
@@ -207,14 +219,24 @@ def read_parts(
 
 
 def check_source(source: str | Path, text_key: str) -> None:
-    """Raises: DataError if a source is not there, or its first file is nothing that can be read."""
+    """Check that a source exists, and that its first file can be read and is not empty.
+
+    Raises:
+        DataError: One of these is not so.
+    """
     first = source_files(source, text_key)[0]
     if not first.optional:
-        detect_format((*first.selects_from, first.path)[0], text_key)
+        found = detect_format((*first.selects_from, first.path)[0], text_key)
+        if found is None and first.named:
+            raise _is_empty(first.path)
+
+
+def _is_empty(path: Path) -> DataError:
+    return DataError(f"{path}: is empty; {_ANY}")
 
 
 def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Sized]:
-    """The documents of a file, whose format is added to `formats`."""
+    """Yield the documents of a file, and add its format to `formats`."""
     if file.selects_from:
         formats.add("Arrow by indices")
         yield from read_saved(file.path, file.selects_from, file.text_key, bad)
@@ -222,7 +244,7 @@ def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Size
     found = detect_format(file.path, file.text_key)
     if found is None:
         if file.named:
-            raise DataError(f"{file.path}: is empty; {_ANY}")
+            raise _is_empty(file.path)
         return
     formats.add(str(found))
     yield from read_file(
@@ -242,16 +264,18 @@ def _stdlib_files() -> list[SourceFile]:
     ]
     if not found:
         raise DataError(
-            f"{root}: this Python has no standard library in source form; name text files as the "
-            "corpus"
+            f"{root}: this Python's standard library has no source files; name text files as "
+            f"the corpus"
         )
     return sorted(found, key=_shuffled)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, list[str], list[Path]]]:
-    """Folders from `root` on, without hidden ones and what is installed for Python in it: each with
-    the names of those in it that come later, which may be taken away, and with its files, without
-    hidden ones and links."""
+    """Yield the folders from `root` on, except hidden ones and installed Python packages.
+
+    Each comes with the names of its subfolders still to be visited, which the caller may remove,
+    and with its files, except hidden ones and links.
+    """
     for name, names, files in os.walk(root):
         folder = Path(name)
         names[:] = [

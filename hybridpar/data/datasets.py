@@ -1,4 +1,4 @@
-"""Streams of samples from the configuration: prepared corpora, held-out parts, data sets,
+"""Streams of samples from the configuration: prepared corpora, held-out splits, data sets,
 blends."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 
 Part = tuple[int, int]
-"""Positions (start, stop) in the tokens of a corpus."""
+"""A split of a corpus: positions (start, stop) in its tokens."""
 
 
 NO_DATASETS: Mapping[str, Any] = {}
@@ -35,16 +35,16 @@ NO_DATASETS: Mapping[str, Any] = {}
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
+    """The data of a run. `tokenizer` is None for GPT on .bin/.idx files without a tokenizer."""
 
     train: Samples
     valid: Mapping[str, Samples]
-    """Validation sets by name. The held-out part, or data.valid_corpus, has the name "". The same
-    samples at every evaluation."""
+    """Validation sets by name, with the same samples at every evaluation. The held-out split, or
+    data.valid_corpus, has the name ""."""
     prepared: tuple[Prepared, ...]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
-    """Lines for people, such as about bad records that were left out."""
+    """Lines for the user, such as about bad records that were left out."""
 
 
 def open_data(
@@ -58,20 +58,27 @@ def open_data(
     kept: int = 1 << 10,
     evaluates: bool = True,
 ) -> Data:
-    """Opens the corpora, after preparing in `folder` those that are text; without weights, all text
-    is one corpus.
+    """Open the corpora, after preparing text corpora in `folder`. Without weights, all text is one
+    corpus.
 
-    `datasets`, by part ("train", "valid"), are in the stead of corpora; of a model that is not GPT
-    or BERT, of those that it names itself. `kept`: samples of one that is a stream stay in memory.
-    `evaluates`: whether the validation sets are used; if not, a corpus that is too small to hold
-    something out is trained on as a whole.
+    Any number of processes may call it at once: on one machine, one works and the others wait.
 
-    Any number of processes may call it at once: on one machine one works and the others wait for
-    it.
+    Args:
+        model: The model, which says the form of samples.
+        data: The section [data].
+        folder: Folder of prepared corpora.
+        seed: Seed of the order of samples.
+        quiet: Show no progress.
+        datasets: Data sets by split ("train", "valid") that replace the corpora, or a custom
+            model's own data sets.
+        kept: Number of samples of a stream that stay in memory.
+        evaluates: Whether the validation sets are used. If not, a corpus that is too small to hold
+            anything out is trained on entirely.
 
-    Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a
-        corpus is too small
-    for a sample; DataError for files that are damaged or unreadable.
+    Raises:
+        ConfigError: Corpora, weights, tokenizer and model do not match, or a split is too small for
+            a sample.
+        DataError: A file is damaged or unreadable.
     """
     if datasets or (text := model.text_format) is None:
         return replace(
@@ -113,7 +120,11 @@ def open_data(
         )
     prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
     prepared = prepared if data.weights else list(dict.fromkeys(prepared))
-    tokenizer = Tokenizer.load(path) if path else prepared[0].tokenizer() if texts else None
+    tokenizer = None
+    if path:
+        tokenizer = Tokenizer.load(path)
+    elif texts:
+        tokenizer = prepared[0].tokenizer()
     sets: dict[str, list[Prepared]] = {}
     for name, of_set in sources.items():
         texts, sets[name] = _parted(of_set, tokenized)
@@ -141,7 +152,7 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
             raise config_error(
                 "datasets",
                 name,
-                f"is the name of a validation set, which {NAME_RULE}",
+                f"the name of a validation set {NAME_RULE}",
                 '{"train": .., "valid": {"wiki": .., "code": ..}}',
             )
         if dataset is not None:
@@ -152,11 +163,11 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
         raise config_error(
             "datasets",
             sorted(datasets),
-            'must have samples to train on, under "train"',
+            'must have training samples under "train"',
             '{"train": samples, "valid": None}',
         )
     if train is None:
-        rule = 'has no data to train on: its method dataset("train") returns None'
+        rule = 'dataset("train") must return training samples; it returns None'
         raise spec_error(model, rule, "a dataset of dicts of arrays")
     return Data(train, valid, (), None)
 
@@ -165,44 +176,46 @@ def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int
     if isinstance(dataset, Mapping):
         names = shown(sorted(map(str, dataset)))
         raise DataError(
-            f"dataset({part!r}) of {model.kind} is a dict of {names}, which must be a list of "
-            "samples, "
-            "each a dict of arrays"
+            f"dataset({part!r}) of {model.kind} must be a list of samples, each a dict of "
+            f"arrays; it is a dict of {names}"
         )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return Blend([MappedDataset(model, dataset, part)], seed=seed)
     if callable(dataset) or hasattr(dataset, "__iter__"):
         return StreamedSamples(model, dataset, part, kept)
     raise DataError(
-        f"dataset({part!r}) of {model.kind} is a {type(dataset).__name__}, which must be a "
-        "map-style "
-        "dataset (len(d), d[i]), an iterable, or a function of the first sample's number"
+        f"dataset({part!r}) of {model.kind} must be a map-style dataset (len(d), d[i]), an "
+        f"iterable, or a function of the first sample's number; it is a {type(dataset).__name__}"
     )
 
 
 def _parted(
     names: Sequence[str], tokenized: Mapping[str, Prepared]
 ) -> tuple[list[str], list[Prepared]]:
-    """The corpora that are text, and those that are tokenised already."""
+    """Return the corpora that are text, and the ones that are tokenized already."""
     return [n for n in names if n not in tokenized], [tokenized[n] for n in names if n in tokenized]
 
 
 def _tokenizer_needed(text: str, tokenized: str) -> ConfigError:
-    rule = f"is needed for {text}, because {tokenized} is tokenised already, by an unknown one"
+    rule = (
+        f"must be set for {text}, because {tokenized} is tokenized already, with an unknown "
+        f"tokenizer"
+    )
     return config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
 
 
 def split_tokens(
     indexed: IndexedDataset, fraction: float, min_tokens: int
 ) -> tuple[Part, Part | None]:
-    """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None
-    if 0), to hold out.
+    """Return the positions (start, stop) of the training split, and of the last `fraction` of the
+    tokens (None if 0), to hold out.
 
-    The cut is between documents if that can make the held-out part half to twice as long as asked
-    for, else between sequences, else (a corpus that is one long text) anywhere. It depends on
-    nothing but the index.
+    The cut is between documents if the held-out split then has half to twice the requested length,
+    else between sequences, else (if the corpus is one long text) anywhere. It depends on the index
+    only.
 
-    Raises: ConfigError if either part would have fewer than `min_tokens`.
+    Raises:
+        ConfigError: A split would have fewer than `min_tokens`.
     """
     total = indexed.num_tokens
     if fraction == 0:
@@ -220,19 +233,19 @@ def split_tokens(
     if min(cut, total - cut) < min_tokens:
         works = math.ceil(min_tokens / total * 2e4) / 1e4
         rule = (
-            f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs "
-            f"{min_tokens}"
+            f"splits {indexed.prefix} into {cut} and {total - cut} tokens, but a sample "
+            f"requires {min_tokens}"
         )
         better = str(works) if works < 0.5 else "0 (no validation), or more text"
-        if total < min_tokens:  # not even as one part
+        if total < min_tokens:  # not even without a split
             better = "more text, or a smaller model.seq_length"
         raise config_error("data.split", fraction, rule, better)
     return (0, cut), (cut, total)
 
 
 def absent_sources(data: DataConfig) -> list[str]:
-    """Corpora and the tokenizer that this machine does not have, or cannot read, each with its key
-    and why."""
+    """Return the corpora and the tokenizer that this machine does not have or cannot read, each
+    with its key and the reason."""
     found = []
     sets = {f"valid_sets.{name}": sources for name, sources in data.valid_sets.items()}
     for key, names in {"corpus": data.corpus, "valid_corpus": data.valid_corpus, **sets}.items():
@@ -254,7 +267,11 @@ def _prefix(name: str) -> str:
 def _check(
     model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | None, used: Path | None
 ) -> None:
-    """Raises: ConfigError with all that does not go together."""
+    """Check that corpora, tokenizer and model match.
+
+    Raises:
+        ConfigError: Names everything that does not.
+    """
     problems: list[Problem] = []
     for one in prepared:
         try:
@@ -262,17 +279,20 @@ def _check(
         except ConfigError as error:
             problems.extend(error.problems)
         if one.kind not in ("", model.kind):
-            rule = f"was prepared for {one.kind}, this is {model.kind}"
+            rule = f"was prepared for {one.kind}, which does not match this {model.kind}"
             problems.append(Problem("data.corpus", str(one.prefix), rule, "preparing it again"))
         if (
             one.tokenizer_path
             and tokenizer
             and one.tokenizer().fingerprint != tokenizer.fingerprint
         ):
-            rule = f"is not the tokenizer that {one.prefix} was made with"
+            rule = f"does not match the tokenizer that {one.prefix} was made with"
             problems.append(Problem("data.tokenizer", str(used), rule, str(one.tokenizer_path)))
     if model.kind == "bert" and tokenizer is None:
-        rule = "is needed: BERT masks tokens, and .bin/.idx files do not say which are special"
+        rule = (
+            "must be set: BERT masks tokens, and .bin/.idx files do not say which tokens are "
+            "special"
+        )
         problems.append(
             Problem("data.tokenizer", "", rule, "the tokenizer.json that they were made with")
         )

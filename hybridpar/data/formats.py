@@ -50,7 +50,7 @@ SUFFIXES = tuple(
     if not (c and s in (".parquet", ".arrow"))
 )
 SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18", re.DOTALL)
-"""Magic bytes of a frame that zstandard and LZ4 pass over; the next four bytes are its length."""
+"""Magic bytes of a frame that zstandard and LZ4 skip; the next four bytes are its length."""
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard"}
 _COLUMNS = {b"PAR1": "parquet", b"ARROW1\0\0": "Arrow", b"\xff\xff\xff\xff": "Arrow stream"}
 _FOREIGN = {
@@ -92,7 +92,7 @@ _OBJECT = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Format of a file. `delimiter`: of CSV."""
+    """Format of a file. `delimiter`: for CSV."""
 
     kind: str
     compression: str = ""
@@ -104,44 +104,43 @@ class Format:
 
 
 def compression_of(head: bytes) -> str:
-    """The name of a compression, or nothing."""
+    """Return the name of a compression, or ""."""
     return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), "")
 
 
 def format_of(path: Path, head: bytes, key: str, compression: str = "") -> Format:
-    """The format of a file that begins with `head`, the first HEAD bytes or all of it,
+    """Return the format of a file that begins with `head`, its first HEAD bytes (or all),
     decompressed.
 
-    Raises: DataError if it is no text that can be read, naming what it is.
+    Raises:
+        DataError: It is not readable text; names the format that was recognized.
     """
     suffix = next((s.lower() for s in reversed(path.suffixes) if s.lower() not in _COMPRESSED), "")
     inside = f"{compression} of " if compression else ""
     if columns := next((name for magic, name in _COLUMNS.items() if head.startswith(magic)), ""):
         if compression:
-            raise DataError(f"{path}: is {inside}{columns}; decompress it")
+            raise DataError(f"{path}: is {inside}{columns}; decompress it first")
         return Format(columns)
     if name := foreign_format(head):
         raise DataError(
-            f"{path}: is {inside}{name}; corpora are UTF-8 text, JSON, CSV, parquet or Arrow"
+            f"{path}: is {inside}{name}; a corpus must be UTF-8 text, JSON, CSV, parquet or Arrow"
         )
     found = _of_text(head.decode("utf-8-sig", "replace"), len(head) >= HEAD, suffix, key)
     if _FORMAT_OF.get(suffix) in _COLUMNS.values():
-        raise DataError(
-            f"{path}: is not {_FORMAT_OF[suffix]}, as its name says, but {inside}{found}"
-        )
+        raise DataError(f"{path}: is {inside}{found}, not {_FORMAT_OF[suffix]} as its name says")
     return Format(found.kind, compression, found.delimiter)
 
 
 def foreign_format(head: bytes) -> str:
-    """The name of a format that is no text, by the first bytes of a file; empty: it is none that is
-    known."""
+    """Return the name of a known format that is not text, from the first bytes of a file; "" if
+    none is recognized."""
     if not is_binary(head):
         return ""
     return next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether these first bytes of a file are not those of UTF-8 text."""
+    """Return whether the first bytes of a file are not UTF-8 text."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -150,7 +149,7 @@ def is_binary(head: bytes) -> bool:
 
 
 def _of_text(text: str, is_cut: bool, suffix: str, key: str) -> Format:
-    """`is_cut`: the file goes on behind this."""
+    """Return the format of a text. `is_cut`: the file continues after it."""
     lines = [
         line for line in (text.rpartition("\n")[0] if is_cut else text).split("\n") if line.strip()
     ][:_NUM_LINES]
@@ -176,7 +175,7 @@ def _of_text(text: str, is_cut: bool, suffix: str, key: str) -> Format:
 
 
 def _object(line: str) -> dict[str, object]:
-    """The JSON object that a line is; empty: it is none."""
+    """Return the JSON object in a line; empty if the line is not one."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -185,8 +184,8 @@ def _object(line: str) -> dict[str, object]:
 
 
 def _begins_object(start: str, key: str, is_cut: bool) -> bool:
-    """Whether this begins with an object that has text under `key`; of one that is cut, only its
-    beginning is there."""
+    """Return whether `start` begins with an object that has text under `key`; of an object that
+    is cut, only its beginning is checked."""
     if not start.startswith("{"):
         return False
     try:
@@ -201,7 +200,7 @@ def _begins_object(start: str, key: str, is_cut: bool) -> bool:
 
 
 def _cells(lines: Sequence[str], delimiter: str) -> list[str]:
-    """The cells of the first record."""
+    """Return the cells of the first record."""
     try:
         return next(csv.reader(lines, delimiter=delimiter, strict=True), [])
     except csv.Error:

@@ -33,14 +33,14 @@ from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 
 _MAX_DOCUMENTS = 1 << 24
-"""Most documents that are permuted, with 16 bytes each; of more, so many stretches of neighbours
-are."""
+"""Most documents that are permuted one by one, at 16 bytes each; if there are more, groups of
+neighbours are permuted."""
 _CHUNK = 1 << 18
-_KEPT_EPOCHS = 2  # a batch may lie in two
+_KEPT_EPOCHS = 2  # a batch may span two epochs
 
 
 class _Epoch(NamedTuple):
-    """Order and places of the documents in an epoch. Shapes: [D], [D + 1]."""
+    """Order and positions of the documents in an epoch. Shapes: [D], [D + 1]."""
 
     order: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -48,12 +48,15 @@ class _Epoch(NamedTuple):
 
 
 class GPTDataset:
-    """Samples of `seq_length` tokens from a part of a token file (default: all of it).
+    """Samples of `seq_length` tokens from a split of a token file.
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: orders its documents
-    anew in each epoch; None: as they lie.
+    Args:
+        tokens: The split, as positions (start, stop) in `indexed.tokens`. Default: all.
+        seed: Seed of the order of documents, which differs in each epoch. None: the order of the
+            file.
 
-    Raises: DataError if there are too few tokens for one sample.
+    Raises:
+        DataError: There are too few tokens for one sample.
     """
 
     def __init__(
@@ -68,9 +71,8 @@ class GPTDataset:
         assert 0 <= start <= stop <= indexed.num_tokens, (start, stop, indexed.num_tokens)
         if stop - start < seq_length + 1:
             raise DataError(
-                f"{indexed.prefix}: a part of {stop - start} tokens has no sample of {seq_length} "
-                "tokens "
-                f"and their successors; at least {seq_length + 1} are needed"
+                f"{indexed.prefix}: a split of {stop - start} tokens is too short for one "
+                f"sample; seq_length = {seq_length} requires at least {seq_length + 1} tokens"
             )
         self.seq_length = seq_length
         self._tokens = indexed.tokens[start:stop]
@@ -92,7 +94,7 @@ class GPTDataset:
     def batch(
         self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> dict[str, NDArray[np.int64]]:
-        """Several samples as they are in their epochs.
+        """Return samples by number, each in its epoch.
 
         Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels` [b, s].
         """
@@ -108,11 +110,11 @@ class GPTDataset:
         }
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
-        """How many labels of these samples count: all of them."""
+        """Return the number of labels of these samples, which all count."""
         return len(indices) * self.seq_length
 
     def _permuted(self, places: NDArray[np.int64], epoch: _Epoch) -> NDArray[np.int64]:
-        """Positions in the part of those in an epoch. Shapes: [b, s + 1] both."""
+        """Return the positions in the split for positions in an epoch. Shapes: [b, s + 1] both."""
         places = (places + epoch.offset) % len(self._tokens)
         documents = np.searchsorted(epoch.starts, places, side="right") - 1
         return self._documents[epoch.order[documents]] + places - epoch.starts[documents]
@@ -136,7 +138,7 @@ class GPTDataset:
 
 
 def _document_starts(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
-    """Starts of the documents in tokens[start:stop], and its end. Shapes: [D + 1]."""
+    """Return the starts of the documents in tokens[start:stop], and its end. Shapes: [D + 1]."""
     starts = np.unique(np.clip(indexed.document_starts, start, stop)) - start
     step = -(-len(starts) // _MAX_DOCUMENTS)
     return np.append(starts[:-1:step], starts[-1])

@@ -44,13 +44,13 @@ _PROBE_BYTES = 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice of a type for the ids of a vocabulary: uint16 if it has less than 65500,
-    else int32."""
+    """Return Megatron's type for the ids of a vocabulary: uint16 below 65500 entries, else
+    int32."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCAB else "<i4")
 
 
 def is_indexed(prefix: str | Path) -> bool:
-    """Whether a .bin/.idx pair (or a part of one) has this prefix."""
+    """Return whether a .bin/.idx pair (or one file of it) has this prefix."""
     return any(Path(f"{prefix}{suffix}").is_file() for suffix in (".idx", ".bin"))
 
 
@@ -58,12 +58,11 @@ class IndexedDataset:
     """A .bin/.idx pair, memory-mapped.
 
     Attributes: `tokens` [T] ids of all sequences; `sizes` int32 [S]; `documents` int64 [D + 1], the
-        first sequence of
-    each document. The two views into the index are not aligned: slice or copy them, don't hand them
-    to C code.
+    first sequence of each document. The two views into the index are not aligned: slice or copy
+    them, do not pass them to C code.
 
-    Raises: DataError naming file, value and rule if a file is missing, damaged, truncated, or does
-        not hold token ids.
+    Raises:
+        DataError: A file is missing, damaged, truncated, or does not hold token ids.
     """
 
     def __init__(self, prefix: str | Path):
@@ -84,7 +83,7 @@ class IndexedDataset:
         return len(self.sizes)
 
     def __getitem__(self, i: int) -> NDArray[Any]:
-        """The ids of sequence i: a view."""
+        """Return the ids of sequence i: a view."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)}")
         start = int(self._offsets[i]) // self.dtype.itemsize
@@ -100,18 +99,17 @@ class IndexedDataset:
 
     @cached_property
     def sequence_starts(self) -> NDArray[np.int64]:
-        """Position in `tokens` of each sequence, and the end. Shapes: [S + 1]."""
+        """Return the position in `tokens` of each sequence, and the end. Shapes: [S + 1]."""
         return np.append(self._offsets // self.dtype.itemsize, self.num_tokens)
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
-        """Position in `tokens` of each document, and the end. Shapes: [D + 1]."""
+        """Return the position in `tokens` of each document, and the end. Shapes: [D + 1]."""
         return self.sequence_starts[self.documents]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the content: a hash of the whole index, and of the .bin's length and 64
-        places in it."""
+        """Return a hash of the whole index, and of the .bin's length and 64 positions in it."""
         digest = hashlib.sha256()
         with self.idx_path.open("rb") as file:
             while block := file.read(1 << 22):
@@ -128,22 +126,26 @@ class IndexedDataset:
         return digest.hexdigest()[:32]
 
     def largest_token(self) -> int:
-        """The largest id, found by reading all of them. Raises: DataError if one is negative."""
+        """Return the largest id, by reading all. Raises: DataError if one is negative."""
         largest = 0
         for start in range(0, self.num_tokens, 64 * _CHUNK):
             chunk = self.tokens[start : start + 64 * _CHUNK]
             if (smallest := int(chunk.min())) < 0:
                 at = start + int(chunk.argmin())
-                raise DataError(f"{self.bin_path}: token {at} is {smallest}; ids are not negative")
+                raise DataError(
+                    f"{self.bin_path}: token {at} is {smallest}; ids must not be negative"
+                )
             largest = max(largest, int(chunk.max()))
         return largest
 
     def _read_header(self, index: bytes | mmap.mmap) -> tuple[np.dtype[Any], int, int]:
         if len(index) < _HEADER.size:
-            raise self._damaged(f"has {len(index)} bytes; the header alone has {_HEADER.size}")
+            raise self._damaged(
+                f"has {len(index)} bytes, fewer than the {_HEADER.size} of its header"
+            )
         magic, version, code, num_sequences, num_entries = _HEADER.unpack_from(index)
         if magic != _MAGIC:
-            raise self._damaged(f"starts with {magic!r}; an index starts with {_MAGIC!r}")
+            raise self._damaged(f"starts with {magic!r}; an index must start with {_MAGIC!r}")
         if version != _VERSION:
             raise self._damaged(f"has version {version}; only {_VERSION} exists")
         if code in _FLOAT_CODES:
@@ -152,7 +154,8 @@ class IndexedDataset:
             )
         if code not in _CODES:
             raise self._damaged(
-                f"has dtype code {code}; known ones for ids are {', '.join(map(str, _CODES))}"
+                f"has the unknown dtype code {code}; codes of token ids: "
+                f"{', '.join(map(str, _CODES))}"
             )
         expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
         counts = f"{num_sequences} sequences and {num_entries} document indices"
@@ -162,21 +165,20 @@ class IndexedDataset:
             )
         if len(index) != expected:
             raise self._damaged(
-                f"has {len(index)} bytes; with {counts}, as its header says, it would have "
-                f"{expected}"
+                f"has {len(index)} bytes; must have {expected} for the {counts} in its header"
             )
         if num_entries < 1:
-            raise self._damaged("has no document indices; there is one more than documents")
+            raise self._damaged("has no document indices; must have one more than documents")
         return np.dtype(_CODES[code]), num_sequences, num_entries
 
     def _check_documents(self) -> None:
         first = int(self.documents[0])
         last = int(self.documents[-1])
         if first != 0:
-            raise self._damaged(f"document index 0 is {first}; the first is 0")
+            raise self._damaged(f"document index 0 is {first}; must be 0")
         if last != len(self):
             raise self._damaged(
-                f"the last document index is {last}; it is the number of sequences, {len(self)}"
+                f"the last document index is {last}; must be the number of sequences, {len(self)}"
             )
         for start in range(0, self.num_documents, _CHUNK):
             part = self.documents[start : start + _CHUNK + 1].astype(np.int64)  # aligned copy
@@ -184,18 +186,18 @@ class IndexedDataset:
                 i = int(falls[0])
                 raise self._damaged(
                     f"document index {start + i + 1} is {part[i + 1]}, below the one before it, "
-                    f"{part[i]}; they never fall"
+                    f"{part[i]}; indices must not decrease"
                 )
 
     def _check_sequences(self) -> int:
-        """Checks lengths and offsets; returns the number of bytes that .bin must have."""
+        """Check lengths and offsets; return the number of bytes that .bin must have."""
         end = 0
         for start in range(0, len(self), _CHUNK):
             sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
             if (negative := np.flatnonzero(sizes < 0)).size:
                 i = int(negative[0])
                 raise self._damaged(
-                    f"sequence {start + i} has length {sizes[i]}; lengths are not negative"
+                    f"sequence {start + i} has length {sizes[i]}; lengths must not be negative"
                 )
             ends = end + np.cumsum(sizes) * self.dtype.itemsize
             expected = np.concatenate(([end], ends[:-1]))
@@ -203,9 +205,8 @@ class IndexedDataset:
             if (wrong := np.flatnonzero(offsets != expected)).size:
                 i = int(wrong[0])
                 raise self._damaged(
-                    f"sequence {start + i} has offset {offsets[i]}; the lengths before it add up "
-                    "to "
-                    f"{expected[i]}"
+                    f"sequence {start + i} has offset {offsets[i]}, which does not match the "
+                    f"lengths before it: {expected[i]}"
                 )
             end = int(ends[-1])
         return end
@@ -215,10 +216,11 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a .bin/.idx pair aside and puts it in place when closed; used as a context, a failure
-    leaves nothing.
+    """Writes a .bin/.idx pair aside and renames it into place when closed. As a context manager, it
+    leaves nothing after a failure.
 
-    Raises: DataError for an id that the type does not hold.
+    Raises:
+        DataError: An id does not fit the type.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | str):
@@ -232,7 +234,7 @@ class IndexedWriter:
         self._file = self._asides[0].open("wb")
 
     def add(self, tokens: NDArray[np.integer] | Sequence[int]) -> None:
-        """Adds to the sequence that has not ended. Shapes: `tokens` [t]."""
+        """Append to the current sequence. Shapes: `tokens` [t]."""
         ids = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
@@ -246,24 +248,25 @@ class IndexedWriter:
         self.num_tokens += ids.size
 
     def end_sequence(self, *, keep_empty: bool = True) -> None:
-        """Ends a sequence. `keep_empty`: also one without tokens."""
+        """End a sequence. `keep_empty`: also if it has no tokens."""
         if self._open > np.iinfo(np.int32).max:
             raise DataError(
-                f"{self._paths[1]}: a sequence of {self._open} tokens; the format holds 2**31 - 1"
+                f"{self._paths[1]}: a sequence has {self._open} tokens; the format allows at "
+                f"most 2**31 - 1"
             )
         if self._open or keep_empty:
             self._sizes.append(self._open)
         self._open = 0
 
     def end_document(self, *, keep_empty: bool = True) -> None:
-        """Ends a document with the last sequence that has ended. `keep_empty`: also one without
+        """End a document after the last ended sequence. `keep_empty`: also if it has no
         sequences."""
         assert not self._open, "a sequence has not ended"
         if keep_empty or self._documents[-1] < len(self._sizes):
             self._documents.append(len(self._sizes))
 
     def close(self) -> None:
-        """Writes the index and puts both files in place, .bin first."""
+        """Write the index and put both files in place, .bin first."""
         self._file.close()
         sizes = np.array(self._sizes, "<i4")
         ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
@@ -293,12 +296,14 @@ class IndexedWriter:
 
 
 def _map(path: Path, num_bytes: int | None = None) -> bytes | mmap.mmap:
-    """The file's bytes, mapped read-only. Raises: DataError if it cannot be read or has not
-    `num_bytes` bytes."""
+    """Return a file's bytes, mapped read-only. Raises: DataError if it cannot be read or does
+    not have `num_bytes` bytes."""
     with errors_as(DataError, path), open_regular(path) as file:
         found = os.fstat(file.fileno()).st_size
         if num_bytes is not None and found != num_bytes:
-            raise DataError(f"{path}: has {found} bytes; by its index it has {num_bytes}")
+            raise DataError(
+                f"{path}: has {found} bytes, which does not match its index: {num_bytes}"
+            )
         # An empty file cannot be mapped.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if found else b""
 

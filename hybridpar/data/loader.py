@@ -3,10 +3,10 @@
     batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) *
     mbs + (0 .. mbs - 1)
 
-where replicas of several sites count as those of one. So a batch is the same B samples in the same
-places however they are dealt to micro-batches and replicas, and a run is resumed by its number of
-batches alone; where B or the data have changed on the way, DataStart says when. Every stage of a
-pipeline asks for the micro-batches it needs, in any order.
+Replicas of all sites are counted together. So a batch has the same B samples in the same places
+however they are dealt to micro-batches and replicas, and a run resumes by its number of batches
+alone; if B or the data changed on the way, DataStart says when. Every pipeline stage asks for the
+micro-batches that it needs, in any order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from hybridpar.config import Whole
 
 _KEPT_COUNTS = 1 << 12
-"""Counts of so many batches stay: evaluations have the same batches, and results of training come
-batches later."""
+"""Number of batches whose label counts are cached: evaluations repeat batches, and results of
+training arrive some batches later."""
 
 
 class Loader(Protocol):
-    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any
-    order."""
+    """Micro-batches as a pure function of (batch, index): any rank may ask for any of them, in
+    any order."""
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
     def first_sample(self, index: int) -> int: ...
@@ -42,7 +42,7 @@ class DataStart:
     """Batch `batch` begins at position `sample` of the stream, after `num_consumed` samples of this
     or other data.
 
-    All 0 but where a run went on with other data, or with batches of another size.
+    All 0 unless a run has continued with other data, or with batches of another size.
     """
 
     batch: Whole = 0
@@ -50,12 +50,12 @@ class DataStart:
     num_consumed: Whole = 0
 
     def position(self, batch: int, batch_size: int) -> int:
-        """Position in the stream at which batch `batch` begins."""
+        """Return the position in the stream at which batch `batch` begins."""
         assert batch >= self.batch, (batch, self)
         return self.sample + (batch - self.batch) * batch_size
 
     def consumed(self, num_batches: int, batch_size: int) -> int:
-        """How many samples the first `num_batches` batches had."""
+        """Return how many samples the first `num_batches` batches had."""
         return self.num_consumed + (num_batches - self.batch) * batch_size
 
 
@@ -63,7 +63,7 @@ FROM_THE_START = DataStart()
 
 
 class Samples(Protocol):
-    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions of the
+    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions in the
     stream."""
 
     fingerprint: str
@@ -73,12 +73,12 @@ class Samples(Protocol):
     def num_targets(self, counter: NDArray[np.int64]) -> int: ...
 
     def num_repeats(self, count: int) -> int:
-        """Return how many of the first `count` samples have come before, as far as is known."""
+        """Return how many of the first `count` samples repeat an earlier one, as far as known."""
 
 
 class BatchLoader:
-    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of
-    `start`."""
+    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and
+    of `start`."""
 
     def __init__(
         self,
@@ -112,36 +112,36 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the data, their order and the seed; equal on every grid and for every batch
-        size."""
+        """Return a hash of the data, their order and the seed; equal on every grid and for every
+        batch size."""
         return self.samples.fingerprint
 
     def first_sample(self, index: int) -> int:
-        """Place in the batch of the first sample of this replica's micro-batch `index`."""
+        """Return the position in the batch of the first sample of this replica's micro-batch
+        `index`."""
         assert 0 <= index < self.num_microbatches, (index, self.num_microbatches)
         return (index * self._dp_size + self._dp_rank) * self.micro_batch_size
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
-        """Micro-batch `index` of batch `batch`, both counted from 0.
+        """Return micro-batch `index` of batch `batch`, both counted from 0.
 
         Shapes: GPT: `tokens`, `labels` [b, s] int64. BERT also: `token_types` [b, s] int64,
-            `padding_mask` [b, s] bool
-        (True = real token), `sentence_labels` [b] int64. On the CPU.
+        `padding_mask` [b, s] bool (True = real token), `sentence_labels` [b] int64. On the CPU.
         """
         start = self.start.position(batch, self.batch_size) + self.first_sample(index)
         arrays = self.samples.batch(np.arange(start, start + self.micro_batch_size))
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def num_batches_without_repeats(self, most: int) -> int:
-        """Return how many of the first `most` batches come before the first one with a sample of an
-        earlier one."""
+        """Return how many of the first `most` batches come before the first batch that repeats a
+        sample."""
         return bisect_right(
             range(1, most + 1), 0, key=lambda n: self.samples.num_repeats(n * self.batch_size)
         )
 
     def num_targets(self, batch: int) -> int:
-        """Labels that count (are not -100) in the whole batch, over all micro-batches and
-        replicas."""
+        """Return how many labels count (are not -100) in the whole batch, over all micro-batches
+        and replicas."""
         start = self.start.position(batch, self.batch_size)
         if start not in self._counts:
             self._counts[start] = self.samples.num_targets(

@@ -1,7 +1,6 @@
-"""Samples of a model of one's own: of any map-style dataset, `len(d)` and `d[i]`, whose items are
-dicts of arrays.
+"""Samples of a custom map-style dataset, `len(d)` and `d[i]`, whose items are dicts of arrays.
 
-Order, epochs, replicas and resuming are those of text: a function of the sample's number.
+Order, epochs, replicas and resuming work as for text: by the sample's number.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Form = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def as_arrays(sample: Any, what: str) -> Arrays:
-    """A sample as arrays by name. Raises: DataError where it is something else."""
+    """Return a sample as arrays by name. Raises: DataError if it cannot be converted."""
     if not isinstance(sample, Mapping) or not sample:
         raise DataError(
-            f"{what} is a {type(sample).__name__}, which must be a dict of arrays by name, such as "
+            f"{what} must be a dict of arrays by name, not a {type(sample).__name__}, such as "
             '{"image": image, "label": 3}'
         )
     arrays = {
@@ -35,14 +34,13 @@ def as_arrays(sample: Any, what: str) -> Arrays:
         (name for name, array in arrays.items() if array.dtype.kind not in "biuf"), None
     ):
         raise DataError(
-            f"{what}: {odd!r} has the type {arrays[odd].dtype}, which must be one of numbers or "
-            "booleans"
+            f"{what}: {odd!r} has the type {arrays[odd].dtype}; must be numbers or booleans"
         )
     return arrays
 
 
 def _as_array(value: Any, what: str) -> NDArray[Any]:
-    """Raises: DataError."""
+    """Convert a value to an array. Raises: DataError if it cannot be converted."""
     try:
         return np.asarray(value)
     except (
@@ -50,37 +48,39 @@ def _as_array(value: Any, what: str) -> NDArray[Any]:
         TypeError,
         RuntimeError,
     ) as error:  # of lists of several lengths, of tensors on a GPU
-        raise DataError(f"{what} is no array ({error})") from None
+        raise DataError(f"{what} cannot be converted to an array ({error})") from None
 
 
 def stacked(samples: Iterable[tuple[str, Arrays]], like: Form | None = None) -> Arrays:
-    """A batch of samples, each with its name. Shapes: [..] each -> [b, ..].
+    """Return a batch of samples, each given with its name. Shapes: [..] each -> [b, ..].
 
-    like: the form of the data's first sample (None: that of the batch). Raises: DataError if one
-    has another.
+    Args:
+        like: Form of the data's first sample. None: the form of the batch's first sample.
+
+    Raises:
+        DataError: A sample has another form.
     """
     named = list(samples)
     form = form_of(named[0][1]) if like is None else like
     for name, arrays in named:
         if (other := form_of(arrays)) != form:
-            raise DataError(
-                f"{name} has {other}, and the first sample has {form}: samples must be of one form"
-            )
+            raise DataError(f"{name} has {other}, which does not match the first sample's {form}")
     return {key: np.stack([arrays[key] for _, arrays in named]) for key in form}
 
 
 def form_of(arrays: Arrays) -> Form:
-    """Type and shape of each."""
+    """Return the type and shape of each array."""
     return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
 
 
 class MappedDataset:
     """A map-style dataset as a member of a Blend. `part`: its name in errors.
 
-    The first and the last sample and some between them are checked at once, and all as they are
+    The first and the last sample and some in between are checked at once, all others as they are
     drawn.
-    Raises: DataError if it is empty, or its items are no dicts of arrays, or break the rules of the
-        model.
+
+    Raises:
+        DataError: It is empty, or its items are not dicts of arrays or break the model's rules.
     """
 
     def __init__(self, model: ModelSpec, dataset: Any, part: str):
@@ -104,12 +104,12 @@ class MappedDataset:
         return len(self._dataset)
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Arrays:
-        """The samples at these places. Shapes: [b] -> [b, ..] by name."""
+        """Return the samples at these positions. Shapes: [b] -> [b, ..] by name."""
         samples = ((self._where(i), self._sample(i)) for i in indices.tolist())
         return self._rules.as_input(stacked(samples, self._form))
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
-        """How many labels count in the samples at these places."""
+        """Return how many labels count in the samples at these positions."""
         if not self._model.counts_targets:
             return len(indices)
         return sum(self._model.num_targets(self._sample(i)) for i in indices.tolist())
@@ -126,7 +126,8 @@ class MappedDataset:
 
 
 def rehearsal(model: ModelSpec, num_samples: int) -> dict[str, torch.Tensor]:
-    """A random micro-batch of the form of the model's data, with what losses divide by."""
+    """Return a random micro-batch with the form of the model's data, and the counts that losses
+    divide by."""
     arrays = stacked(
         (f"sample({n}, 0) of {model.kind}", as_arrays(model.sample(n, 0), f"sample({n}, 0)"))
         for n in range(num_samples)

@@ -28,7 +28,8 @@ _MAX_SAMPLES = 1 << 62  # a * a stays an int64, a below 2**32
 class SampleOrder:
     """The sample of a data set at each position of an endless run through it.
 
-    Raises: DataError if there is no sample.
+    Raises:
+        DataError: There is no sample.
     """
 
     def __init__(self, num_samples: int, seed: int, name: str = "data.order"):
@@ -41,12 +42,12 @@ class SampleOrder:
         self._key = root_key(seed, name)
 
     def index(self, counter: ArrayLike) -> NDArray[np.int64]:
-        """The sample at each position of the run. Shapes: `counter` [..] non-negative; returns the
-        same shape."""
+        """Return the sample at each position of the run. Shapes: `counter` [..] non-negative;
+        returns the same shape."""
         return self.locate(counter)[1]
 
     def locate(self, counter: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The epoch, and the sample, at each position of the run.
+        """Return the epoch and the sample at each position of the run.
 
         Shapes: `counter` [..] non-negative; returns two of the same shape.
         """

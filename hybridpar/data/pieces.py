@@ -20,13 +20,13 @@ from itertools import islice
 from typing import NamedTuple
 
 PART = 1 << 20
-"""Characters, or bytes of a file, that are taken at a time."""
+"""Characters, or bytes of a file, that are read at a time."""
 _PIECE = 1 << 17
 _AROUND = 128
 """Characters on each side of a cut that the tokenizer is asked about."""
 _LONGEST = 1 << 22
-"""Characters without a place to cut, such as four million letters without a space: cut anywhere
-then."""
+"""Most characters without a place to cut, such as four million letters without a space; after
+these a cut is made anywhere."""
 _TRIES = 32
 _PLACES = (re.compile(r"(?<=\S)(?=\s)"), re.compile(r"\b"))
 _INSIDE_WORD = re.compile(r"(?<=\w)(?=\w)")
@@ -34,7 +34,7 @@ _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-
 
 
 class Ends(IntEnum):
-    """Kind of end behind a part of a text."""
+    """Kind of end after a part of a text."""
 
     NOTHING = 0
     SEQUENCE = 1
@@ -42,7 +42,7 @@ class Ends(IntEnum):
 
 
 class Part(NamedTuple):
-    """Text of a document, which the next part continues unless this one ends it."""
+    """Text of a document, which the next part continues unless this one ends the document."""
 
     text: str
     ends: Ends
@@ -54,18 +54,18 @@ class Piece(NamedTuple):
     context: str
     """Text before it that is encoded with it."""
     num_known: int
-    """How many ids the context has."""
+    """Number of ids of the context."""
     text: str
     ends: Ends
 
 
 NumIds = Callable[[str, str], int | None]
-"""How many ids a tokenizer has for the first text, where it divides the two; None where it does
-not."""
+"""Function of two adjacent texts: the number of ids of the first if the tokenizer divides them
+there, else None."""
 
 
 def in_parts(text: str) -> Iterator[Part]:
-    """A document of any length in parts of limited ones."""
+    """Yield a document of any length in parts of limited length."""
     last = max((len(text) - 1) // PART * PART, 0)
     for start in range(0, last, PART):
         yield Part(text[start : start + PART], Ends.NOTHING)
@@ -73,7 +73,8 @@ def in_parts(text: str) -> Iterator[Part]:
 
 
 def pieces(parts: Iterable[Part], num_ids: NumIds = lambda before, after: 0) -> Iterator[Piece]:
-    """The parts, joined and cut anew; without `num_ids` as a byte-level tokenizer allows it."""
+    """Join the parts and cut them into pieces; without `num_ids`, where a byte-level tokenizer
+    divides text."""
     context = ""
     num_known = 0
     rest = ""
@@ -96,8 +97,8 @@ def pieces(parts: Iterable[Part], num_ids: NumIds = lambda before, after: 0) -> 
 
 
 def _find_cut(context: str, rest: str, num_ids: NumIds) -> tuple[int, int]:
-    """The first place to cut behind a piece's length, and how many ids the text before it has;
-    zeros: there is none."""
+    """Return the first place to cut after a piece's length, and how many ids the text before it
+    has; zeros if there is none."""
     for pattern in _PLACES:
         for match in islice(pattern.finditer(rest, _PIECE, len(rest) - _AROUND), _TRIES):
             cut = match.start()
@@ -108,8 +109,8 @@ def _find_cut(context: str, rest: str, num_ids: NumIds) -> tuple[int, int]:
 
 
 def sentences(parts: Iterable[Part]) -> Iterator[Part]:
-    """The lines of documents, cut further where a sentence ends, as sequences; blank ones are left
-    out."""
+    """Yield the lines of documents, cut further at the ends of sentences, as sequences; blank
+    lines are left out."""
     rest = ""
     for text, ends in parts:
         rest += text

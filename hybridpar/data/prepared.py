@@ -51,10 +51,10 @@ except ImportError:  # Windows
 
 OnBadRecord = Literal["error", "skip"]
 BAD_RECORDS = "bad_records.txt"
-"""Name of the file with a line for each record that was left out."""
+"""Name of the file with a line for each bad record that was left out."""
 _SCRATCH = ".preparing"
-"""Beginning of the names of folders in which corpora are built; the next call removes what a killed
-one has left."""
+"""Prefix of the folders in which corpora are built; the next call removes folders that killed
+processes have left."""
 _FORMAT = 2
 _MAX_MANIFEST = 1 << 20
 _FIELDS = {
@@ -71,25 +71,24 @@ _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised corpus on disk."""
+    """A tokenized corpus on disk."""
 
     prefix: Path
     kind: str
-    """'gpt' or 'bert'; empty, and without a tokenizer, for .bin/.idx files that came from
-    elsewhere."""
+    """'gpt' or 'bert'; empty, without a tokenizer, for .bin/.idx files from elsewhere."""
     tokenizer_path: Path | None
     vocab_size: int
-    """Ids are below this."""
+    """All ids are below this."""
     num_documents: int
     num_tokens: int
     fingerprint: str
     num_bad: int = 0
-    """Records that could not be read and were left out."""
+    """Number of records that could not be read and were left out."""
     first_bad: tuple[str, ...] = ()
-    """What was wrong with the first of them, in words."""
+    """Messages about the first of them."""
 
     def notes(self) -> list[str]:
-        """Lines for people about what is missing from the corpus; none if nothing is."""
+        """Return lines for the user about records that were left out."""
         if not self.num_bad:
             return []
         names = self.prefix.with_name(BAD_RECORDS)
@@ -100,16 +99,15 @@ class Prepared:
         ]
 
     def open(self) -> IndexedDataset:
-        """Raises: DataError if the files have been damaged."""
+        """Open the token file. Raises: DataError if the files are damaged."""
         return IndexedDataset(self.prefix)
 
     def tokenizer(self) -> Tokenizer:
-        """Raises: DataError if there is none, or it is damaged."""
+        """Return the tokenizer. Raises: DataError if it is missing or damaged."""
         if self.tokenizer_path is None:
             raise DataError(
-                f"{self.prefix}: these .bin/.idx files do not say which tokenizer they were made "
-                "with; "
-                "name it with data.tokenizer"
+                f"{self.prefix}: these .bin/.idx files do not say which tokenizer they were "
+                f"made with; set data.tokenizer"
             )
         return Tokenizer.load(self.tokenizer_path)
 
@@ -126,18 +124,27 @@ def prepare(
     quiet: bool = False,
     on_bad_record: OnBadRecord = "error",
 ) -> Prepared:
-    """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size`
-    entries if none is given.
+    """Tokenize a corpus into `folder`, or find it there; train a tokenizer of `vocab_size` entries
+    if none is given.
 
-    GPT: a document is one sequence, with what the tokenizer puts before and behind a text, and an
-    end-of-text token at its end. BERT: its sequences are its sentences. Documents are encoded piece
-    by piece: their length takes no memory. Progress goes to stderr unless `quiet`. `text_key`: the
-    field or column that holds the text, where files have those. `max_bytes`: use only so much text.
-    `on_bad_record`: what to do with a record that cannot be read (bad_records.py).
+    GPT: a document is one sequence, with the tokens that the tokenizer puts before and after a
+    text, and an end-of-text token at its end. BERT: sequences are sentences. Documents are encoded
+    piece by piece, so long ones take no more memory.
 
-    Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be
-        written; ConfigError if
-    the vocabulary is too small.
+    Args:
+        sources: Files, folders or data sets (corpus.py).
+        folder: Folder of prepared corpora.
+        vocab_size: Entries of the vocabulary, and most that a given tokenizer may have.
+        kind: Model family that the corpus is for.
+        tokenizer: A tokenizer.json; None: train one.
+        text_key: Field or column with the text, for formats that have any.
+        max_bytes: Use only so much text.
+        quiet: Show no progress on stderr.
+        on_bad_record: What to do with a record that cannot be read (bad_records.py).
+
+    Raises:
+        DataError: Sources are unreadable, files in `folder` are damaged, or it cannot be written.
+        ConfigError: The vocabulary is too small.
     """
     files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources, text_key)
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
@@ -145,9 +152,7 @@ def prepare(
         check_vocab_size(vocab_size, kind)
     else:
         check_vocab_fits(loaded.vocab_size, vocab_size, f"the tokenizer {tokenizer}")
-        _ = (
-            loaded.bert() if kind == "bert" else loaded.special(END)
-        )  # now rather than in the middle
+        _ = loaded.bert() if kind == "bert" else loaded.special(END)  # fail now rather than halfway
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
     skips = on_bad_record == "skip"
     inputs = [_FORMAT, kind, name, max_bytes, corpus_key(files), *[on_bad_record] * skips]
@@ -170,11 +175,8 @@ def prepare_tokenizer(
     quiet: bool = False,
     on_bad_record: OnBadRecord = "error",
 ) -> Path:
-    """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns
-    its tokenizer.json.
-
-    Raises: as `prepare`.
-    """
+    """Train one tokenizer for several corpora, with equal shares of each, or find it; return its
+    tokenizer.json. For arguments and errors see `prepare`."""
     check_vocab_size(vocab_size, kind)
     groups = [source_files(source, text_key) for source in sources]
     skips = on_bad_record == "skip"
@@ -207,10 +209,11 @@ def prepare_tokenizer(
 
 
 def open_prepared(prefix: str | Path) -> Prepared:
-    """The corpus that `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to
-    know the largest).
+    """Open a corpus that `prepare` made, or any .bin/.idx pair (all ids of the latter are read
+    once, to find the largest).
 
-    Raises: DataError if a file is missing or damaged.
+    Raises:
+        DataError: A file is missing or damaged.
     """
     prefix = Path(prefix)
     manifest = prefix.with_name("manifest.json")
@@ -228,8 +231,8 @@ def open_prepared(prefix: str | Path) -> Prepared:
 
 
 def _opened(prefix: Path, kind: str, vocab_size: int | None) -> Prepared:
-    """A pair of `kind`, with its tokenizer beside it; without a kind, of elsewhere. `vocab_size`:
-    None: by its ids."""
+    """Return a pair of `kind` with the tokenizer beside it; without a kind, a pair from
+    elsewhere. `vocab_size` None: from its ids."""
     indexed = IndexedDataset(prefix)
     size = indexed.largest_token() + 1 if vocab_size is None else vocab_size
     return Prepared(
@@ -244,8 +247,7 @@ def _opened(prefix: Path, kind: str, vocab_size: int | None) -> Prepared:
 
 
 def check_vocab(prepared: Prepared, vocab_size: int) -> None:
-    """Raises: ConfigError if the corpus has ids that a model with `vocab_size` of them does not
-    know."""
+    """Raise a ConfigError if the corpus has ids that do not fit into `vocab_size`."""
     check_vocab_fits(prepared.vocab_size, vocab_size, f"the corpus {prepared.prefix}")
 
 
@@ -291,14 +293,14 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
         try:
             aside.rename(target)
         except OSError:
-            if not target.exists():  # otherwise another process was faster, with the same result
+            if not target.exists():  # otherwise another process has made the same result first
                 raise
 
 
 def _train(
     parts: Iterable[Part], vocab_size: int, kind: Kind, shown: tuple[Progress, int]
 ) -> Tokenizer:
-    """`shown`: where progress is shown, and of how many characters."""
+    """Train a tokenizer. `shown`: where progress is shown, and the number of characters in all."""
     tracked = _tracked(parts, shown[0], "training tokenizer", shown[1])
     return train_tokenizer((piece.text for piece in pieces(tracked)), vocab_size, kind)
 
@@ -331,7 +333,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for field, kind in _FIELDS.items():
         if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
             raise DataError(f"{path}: has no {field} of type {kind.__name__}; {_AGAIN}")
-    # older ones have neither
+    # older manifests have neither
     number = stated.setdefault("num_bad", 0)
     first = stated.setdefault("first_bad", [])
     if not (
@@ -339,7 +341,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         and isinstance(first, list)
         and all(isinstance(line, str) for line in first)
     ):
-        raise DataError(f"{path}: has no num_bad and first_bad of a number and lines; {_AGAIN}")
+        raise DataError(
+            f"{path}: its num_bad must be a number and its first_bad a list of lines; {_AGAIN}"
+        )
     return stated  # type: ignore[no-any-return]
 
 
@@ -366,9 +370,10 @@ def _tracked(parts: Iterable[Part], progress: Progress, what: str, total: int) -
 
 @contextlib.contextmanager
 def _lock(folder: Path, name: str) -> Iterator[None]:
-    """Lets processes wait for the first of them; where files cannot be locked, each does the work.
+    """Let the first process work while others wait; if files cannot be locked, each does the work.
 
-    Raises: DataError if the folder cannot be written, now or later.
+    Raises:
+        DataError: The folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -380,7 +385,7 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
             yield
     except OSError as error:
         if error.filename and not Path(error.filename).resolve().is_relative_to(folder.resolve()):
-            raise  # of something else
+            raise  # the error is about something else
         raise DataError(
             f"{folder}: cannot be written ({error.strerror or error}); name another folder"
         ) from None

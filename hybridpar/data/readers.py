@@ -1,9 +1,9 @@
-"""Documents of one file, as streams: of plain text, JSON lines, JSON and CSV, also compressed, and
-of columns.py's.
+"""Stream documents from one file: plain text, JSON lines, JSON and CSV, also compressed, and
+columns.py's formats.
 
-All but a single record (a line of JSON lines, an element of JSON, a row of CSV: _MAX_RECORD bytes
-at most) is read in pieces, so neither the length of a file nor what a small compressed one expands
-to takes memory.
+Everything but a single record (a line of JSON lines, an element of JSON, a row of CSV: _MAX_RECORD
+bytes at most) is read in pieces, so neither a long file nor a small compressed one that expands
+takes much memory.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _VISIBLE = re.compile(r"\S")
 
 
 class Sized(NamedTuple):
-    """A part of a document, and about how many bytes of a file it took."""
+    """A part of a document, and about how many bytes of the file it took."""
 
     part: Part
     num_bytes: int
 
 
 def detect_format(path: Path, text_key: str) -> Format | None:
-    """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be
-    read."""
+    """Return the format of a file; None if it is empty. Raises: DataError naming the format if
+    it cannot be read."""
     with _opened(path) as raw:
         start = _start_of_data(raw)
         raw.seek(start)
@@ -57,7 +57,7 @@ def detect_format(path: Path, text_key: str) -> Format | None:
         compression = compression_of(head)
         if (
             start and not compression and not foreign_format(head)
-        ):  # of nothing but skippable frames, or damaged
+        ):  # only skippable frames, or damaged
             compression = "zstandard"
         if compression:
             raw.seek(0)
@@ -72,7 +72,7 @@ def detect_format(path: Path, text_key: str) -> Format | None:
 
 
 def _start_of_data(raw: BoundedReader) -> int:
-    """The place in a file behind the skippable frames that it begins with."""
+    """Return the position in a file after the skippable frames at its start."""
     start = 0
     while SKIPPABLE.match(header := raw.read(8)):
         start += 8 + int.from_bytes(header[4:], "little")
@@ -81,11 +81,14 @@ def _start_of_data(raw: BoundedReader) -> int:
 
 
 def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iterator[Sized]:
-    """The documents of a file of this format, in parts; none of them is empty.
+    """Yield the documents of a file with this format, in parts; empty ones are left out.
 
-    bad: is told of each record that cannot be read.
-    Raises: DataError naming the file, what it is, and the line where there are lines, for what
-        cannot be read.
+    Args:
+        bad: Told of each record that cannot be read.
+
+    Raises:
+        DataError: The file cannot be read; names the file, its format, and the line if it has
+            lines.
     """
     place = RecordPlace(path, found, text_key, bad)
     if bad.skips and found.kind == "plain text" and not _is_all_text(place):
@@ -101,10 +104,11 @@ def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iter
 def read_saved(
     indices: Path, files: Sequence[Path], text_key: str, bad: BadRecords
 ) -> Iterator[Sized]:
-    """The documents of the rows of Arrow `files` that a file of indices names, in its order, in
-    parts.
+    """Yield the documents in the rows of Arrow `files` that a file of indices selects, in its
+    order, in parts.
 
-    Raises: DataError, as `read_file`.
+    Raises:
+        DataError: As for `read_file`.
     """
     return _rows(
         read_selected(indices, files, text_key),
@@ -114,14 +118,14 @@ def read_saved(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BoundedReader]:
-    """The bytes of a file, as they are. Raises: DataError, here and while they are read."""
+    """Open a file to read its bytes. Raises: DataError, here and while it is read."""
     with errors_as(DataError, path), BoundedReader(open_regular(path)) as raw:
         yield raw
 
 
 @contextmanager
 def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, decompressed. Raises: DataError, also while they are read."""
+    """Decompress a file. Raises: DataError, also while it is read."""
     if not compression:
         yield raw
         return
@@ -136,14 +140,16 @@ def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.B
 
 
 def _rows(rows: Iterator[Row], place: RecordPlace) -> Iterator[Sized]:
-    """The documents of the rows of a column."""
+    """Yield the documents in the rows of a column."""
     for number, value in rows:
         try:
             if value is None:
-                raise place.error(number, "holds a null, not text", "row")
+                raise place.error(number, "is null, not text", "row")
             text = value.decode()
         except UnicodeDecodeError as error:
-            what = f"byte 0x{error.object[error.start]:02x} is not UTF-8; corpora are UTF-8 text"
+            what = (
+                f"byte 0x{error.object[error.start]:02x} is not UTF-8; a corpus must be UTF-8 text"
+            )
             place.bad.add(place.error(number, what, "row"))
         except DataError as error:
             place.bad.add(error)
@@ -158,7 +164,7 @@ def _document(text: str, num_bytes: int) -> Iterator[Sized]:
 
 
 def _is_all_text(place: RecordPlace) -> bool:
-    """Whether a file is UTF-8 text to its end; if not, it is a bad record."""
+    """Return whether a file is UTF-8 text to its end; if not, report it as a bad record."""
     with _opened(place.path) as raw, _inflated(raw, place.path, place.format.compression) as stream:
         try:
             for _ in _decoded(stream, place):
@@ -170,7 +176,7 @@ def _is_all_text(place: RecordPlace) -> bool:
 
 
 def _read_text(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
-    """The file as one document."""
+    """Yield the file as one document."""
     any_text = False
     for text, num_bytes in _decoded(stream, place):
         if text:
@@ -183,7 +189,8 @@ def _read_text(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]
 def _decoded(
     stream: io.BufferedReader, place: RecordPlace, errors: str = "strict"
 ) -> Iterator[tuple[str, int]]:
-    """Text in blocks, and their sizes in bytes. errors: a name that Python's decoders know."""
+    """Yield text in blocks, and their sizes in bytes. `errors`: an error handler of Python's
+    decoders."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     line = 1
     block = b"-"
@@ -212,7 +219,7 @@ def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[
             place.bad.add(error)
             while not raw.endswith(b"\n") and (
                 raw := stream.readline(PART)
-            ):  # the rest of one that is too long
+            ):  # the rest of a record that is too long
                 pass
         except json.JSONDecodeError as error:
             place.bad.add(
@@ -221,12 +228,12 @@ def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[
         except (ValueError, RecursionError) as error:
             place.bad.add(place.error(number, f"is not JSON ({error})"))
         else:
-            del raw, line  # they may be very long
+            del raw, line  # white space may be very long
             yield from _document(text, num_bytes)
 
 
 def _read_json(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
-    """The objects of an array, or objects one after another."""
+    """Yield the objects of an array, or objects one after another."""
     # bytes that are not UTF-8 then stand for themselves, so that they damage one element alone
     values = _Values(
         _decoded(stream, place, "surrogateescape" if place.bad.skips else "strict"), place
@@ -251,16 +258,16 @@ def _read_json(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]
             yield from _document(text, len(text))
     if in_array:
         if not mark:
-            raise place.error(number, "is the last one, and the array does not end", "element")
+            raise place.error(number, "is the last one, but the array is not closed", "element")
         values.skip()
         if mark := values.peek():
             raise place.error(
-                number, f"is the last one of the array, which is followed by {mark!r}", "element"
+                number, f"ends the array, which must not be followed by {mark!r}", "element"
             )
 
 
 class _Values:
-    """Takes values off a stream of JSON."""
+    """Parses values from a stream of JSON."""
 
     def __init__(self, blocks: Iterator[tuple[str, int]], place: RecordPlace):
         self._blocks = blocks
@@ -272,20 +279,20 @@ class _Values:
         self._column = 1
 
     def _place_of(self, error: ValueError) -> str:
-        """What is wrong with a value, and where in the file."""
+        """Return what is wrong with a value, and where in the file."""
         if not isinstance(error, json.JSONDecodeError):
             return str(error)
         line, column = self._after(error.pos)
         return f"{error.msg}, at line {line}, column {column}"
 
     def _after(self, number: int) -> tuple[int, int]:
-        """Line and column of the character behind the first `number`."""
+        """Return line and column of the character after the first `number`."""
         lines = self._text.count("\n", 0, number)
         behind = number - 1 - self._text.rfind("\n", 0, number)
         return self._line + lines, behind + (1 if lines else self._column)
 
     def peek(self) -> str:
-        """The next character that is no space; empty: there is none."""
+        """Return the next character that is not white space; "" at the end."""
         while not (found := _VISIBLE.search(self._text, self._at)):
             self._at = len(self._text)
             if not self._more(1):
@@ -297,7 +304,7 @@ class _Values:
         self._at += 1
 
     def value(self, number: int) -> object:
-        """The next value. Raises: DataError if there is none, or it is too long."""
+        """Return the next value. Raises: DataError if it is missing or too long."""
         while True:
             try:
                 found, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
@@ -305,7 +312,7 @@ class _Values:
             except RecursionError as error:
                 raise self._place.error(number, f"is not JSON ({error})", "element") from None
             except ValueError as error:
-                where = self._place_of(error)  # before more text moves the place
+                where = self._place_of(error)  # before reading more text moves the position
                 length = len(self._text) - self._at
                 if length > _MAX_RECORD:
                     raise self._place.error(
@@ -318,7 +325,7 @@ class _Values:
                     raise self._place.error(number, f"is not JSON ({where})", "element") from None
 
     def _more(self, num_characters: int) -> bool:
-        """Takes at least so many more, as far as there are any."""
+        """Read at least so many more characters, as far as there are any."""
         self._line, self._column = self._after(self._at)
         taken = [self._text[self._at :]]
         length = 0
@@ -331,7 +338,7 @@ class _Values:
 
 
 def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
-    """The cells of the column that the first row names."""
+    """Yield the cells of the text column, which the first row names."""
     rows = _CsvRows(stream, place)
     header = rows.next()
     if header is None:
@@ -339,8 +346,7 @@ def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     if place.text_key not in header:
         raise place.error(
             1,
-            f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names "
-            "another",
+            f"has no column {place.text_key!r}; set data.text_key to one of {shown(header)}",
         )
     column = header.index(place.text_key)
     while True:
@@ -349,7 +355,7 @@ def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
                 return
             if 0 < len(row) <= column:
                 raise rows.error(
-                    f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}"
+                    f"has only {len(row)} cells, but {place.text_key!r} is column {column + 1}"
                 )
         except DataError as error:
             if rows.damage is not None:
@@ -360,7 +366,7 @@ def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
 
 
 class _CsvRows:
-    """The rows of a CSV file, one at a time; the next one can be asked for after an error."""
+    """The rows of a CSV file, one at a time; reading can continue after an error in a row."""
 
     def __init__(self, stream: io.BufferedReader, place: RecordPlace):
         self._stream = stream
@@ -371,12 +377,10 @@ class _CsvRows:
         self._rows = csv.reader(self._lines(), delimiter=place.format.delimiter, strict=True)
 
     def next(self) -> list[str] | None:
-        """The next row; None: there is none. Raises: DataError naming its lines if it cannot be
-        read."""
+        """Return the next row; None at the end. Raises: DataError naming its lines if it cannot
+        be read."""
         self._first_line = self._rows.line_num + 1
-        usual = csv.field_size_limit(
-            _MAX_RECORD
-        )  # of the whole process: back to what it was, at once
+        usual = csv.field_size_limit(_MAX_RECORD)  # process-wide setting: restore it at once
         try:
             row = next(self._rows, None)
         except csv.Error as error:
@@ -386,22 +390,22 @@ class _CsvRows:
         for cell in row or ():
             if (place := half_of_pair(cell)) >= 0:
                 raise self.error(
-                    f"byte 0x{ESCAPED[cell[place]]:02x} is not UTF-8; corpora are UTF-8 text"
+                    f"byte 0x{ESCAPED[cell[place]]:02x} is not UTF-8; a corpus must be UTF-8 text"
                 )
             if "\0" in cell:
-                raise self.error("holds a zero byte, so it is no text")
+                raise self.error("contains a zero byte, so it is not text")
         return row
 
     def error(self, what: str) -> DataError:
-        """The error of the row that was read last."""
+        """Return an error about the row that was read last."""
         last = self._rows.line_num
         if last > self._first_line:
             return self._place.error(self._first_line, f"which goes on to line {last}, {what}")
         return self._place.error(max(last, 1), what)
 
     def _lines(self) -> Iterator[str]:
-        """The lines of the file; bytes that are not UTF-8 stand for themselves, as a row may have
-        several lines."""
+        """Yield the lines of the file. Bytes that are not UTF-8 are kept escaped, since a row
+        may span several lines."""
         number = 0
         while raw := self._stream.readline(_MAX_RECORD + 1):
             number += 1

@@ -1,4 +1,4 @@
-"""The place of a record in a file of a corpus, for errors, and what is text in it."""
+"""The place of a record in a file of a corpus, for errors, and the text in the record."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hybridpar.data.formats import Format
 from hybridpar.errors import DataError, shown
 
 ESCAPED = {chr(0xDC00 + byte): byte for byte in range(0x80, 0x100)}
-"""The characters that stand for bytes that are not UTF-8, where these are decoded with
-"surrogateescape"."""
+"""Characters that replace bytes that are not UTF-8 when decoded with "surrogateescape"."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """A file of records, which names one in an error. bad: is told of those that cannot be read."""
+    """A file of records, which names a record in an error. `bad` is told of records that cannot
+    be read."""
 
     path: Path
     format: Format
@@ -29,11 +29,11 @@ class RecordPlace:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
 
     def decode(self, decode: Callable[[], str], first_line: int, begins_line: bool = True) -> str:
-        """The text that `decode` returns. begins_line: whether the text is the beginning of its
+        """Return the text that `decode` returns. `begins_line`: whether it is the beginning of its
         first line.
 
-        Raises: DataError naming the line, and the column in bytes if it is known, if it is not
-            UTF-8 text.
+        Raises:
+            DataError: It is not UTF-8; names the line, and the column in bytes if known.
         """
         try:
             text = decode()
@@ -43,18 +43,18 @@ class RecordPlace:
             start = error.object.rfind(b"\n", 0, error.start)
             column = f" (column {error.start - start})" if start >= 0 or begins_line else ""
             rule = (
-                f"byte 0x{byte:02x} is not UTF-8{column}; corpora are UTF-8 text, so save the file "
-                "as UTF-8"
+                f"byte 0x{byte:02x} is not UTF-8{column}; a corpus must be UTF-8 text, so "
+                f"save the file as UTF-8"
             )
             raise self.error(line, f"{rule} (such as by iconv -f latin1 -t utf-8)") from None
         if (zero := text.find("\0")) >= 0:
             raise self.error(
-                first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text"
+                first_line + text.count("\n", 0, zero), "contains a zero byte, so it is not text"
             )
         return text
 
     def text_of(self, record: object, number: int, unit: str = "line") -> str:
-        """The text of a JSON object. Raises: DataError if it has none."""
+        """Return the text of a JSON object. Raises: DataError if it has none."""
         text = record.get(self.text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise self.error(number, self._no_text(record), unit)
@@ -77,12 +77,12 @@ class RecordPlace:
             value = record[self.text_key]
             return f"{rule}; it has {'null' if value is None else shown(value)} there"
         keys = [key for key, value in record.items() if isinstance(value, str)]
-        return rule + (f"; data.text_key names one of {shown(keys)}" if keys else "")
+        return rule + (f"; set data.text_key to one of {shown(keys)}" if keys else "")
 
 
 def half_of_pair(text: str) -> int:
-    """The place of the first character that is half of a surrogate pair, which UTF-8 does not have;
-    -1: there is none."""
+    """Return the position of the first character that is half of a surrogate pair, which UTF-8
+    does not have; -1 if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

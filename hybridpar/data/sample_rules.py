@@ -1,14 +1,14 @@
-"""The form of the samples that a user gives to GPT or BERT, so that what is wrong with one is said
-by its number.
+"""Rules for samples that a user gives to GPT or BERT, so that errors name the sample that breaks
+one.
 
     tokens, labels       [seq_length] whole numbers: ids of the vocabulary; a label of -100 does not
                          count
-    token_types          [seq_length] 0 or 1, sentence_labels 0, 1 or -100: of BERT
+    token_types          [seq_length] 0 or 1; sentence_labels 0, 1 or -100: BERT only
     padding_mask         [seq_length] booleans, True for a real token; may be left out
     positions            [seq_length] whole numbers; may be left out
 
-A wrong id would be an index error deep in the model, or, with tensor parallelism, a wrong loss in
-silence.
+Without these checks a wrong id would be an index error deep in the model or, with tensor
+parallelism, a wrong loss without any error.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ IGNORED = -100
 
 
 class SampleRules:
-    """The rules for the samples of a custom model: there are none, as only the model knows them."""
+    """Rules for samples of a custom model: none, as only the model knows them."""
 
     num_checked: int = 0
-    """How many samples of a dataset are read before a run starts, only to be checked."""
+    """Number of samples of a dataset that are checked before a run starts."""
 
     def check(self, sample: Arrays, what: str) -> None:
-        """Raises: DataError, beginning with `what`, if a sample breaks a rule."""
+        """Raise a DataError that begins with `what` if a sample breaks a rule."""
 
     def as_input(self, batch: Arrays) -> Arrays:
-        """A batch of samples, in the types that the model reads. Shapes: unchanged."""
+        """Return a batch of samples with the types that the model reads. Shapes: unchanged."""
         return batch
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of a sample. limit: its numbers are below it; None: booleans. limit_is: what the
-    limit is, in words."""
+    """Rules for an entry of a sample. `limit`: its numbers are below it; None: booleans.
+    `limit_is`: the meaning of the limit."""
 
     shape: tuple[int, ...]
     limit: int | None
@@ -54,7 +54,7 @@ class _Entry:
 
 
 class TokenRules(SampleRules):
-    """The rules for the samples of a GPT or BERT."""
+    """Rules for samples of GPT and BERT."""
 
     num_checked = 16
 
@@ -85,13 +85,12 @@ class TokenRules(SampleRules):
         needed = [name for name, entry in self._entries.items() if entry.is_required]
         if missing := [name for name in needed if name not in sample]:
             raise DataError(
-                f"{what} has no {shown(missing[0])}, only {shown(list(sample))}: a {self._kind} "
-                "needs "
-                f"{', '.join(needed)}"
+                f"{what} has no {shown(missing[0])}, only {shown(list(sample))}; a {self._kind} "
+                f"requires {', '.join(needed)}"
             )
         if unknown := [name for name in sample if name not in self._entries]:
             raise DataError(
-                f"{what} has {shown(unknown[0])}, which a {self._kind} does not read: it reads "
+                f"{what} has the unknown key {shown(unknown[0])}; a {self._kind} reads "
                 f"{', '.join(self._entries)}"
             )
         for name, array in sample.items():
@@ -111,22 +110,18 @@ def rules_of(model: ModelSpec) -> SampleRules:
 
 
 def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:
-    """What is wrong with an entry; empty: nothing."""
+    """Return what is wrong with an entry; "" if nothing is."""
     if array.shape != entry.shape:
         length = (
             f"[{entry.shape[0]}], as model.seq_length is {entry.shape[0]}"
             if entry.shape
             else "[], one number"
         )
-        return f"{name} has the shape {list(array.shape)}, and must have {length}"
+        return f"{name} has shape {list(array.shape)}; must have {length}"
     if entry.limit is None:
-        return (
-            ""
-            if array.dtype == np.bool_
-            else f"{name} has the type {array.dtype}, and must have booleans"
-        )
+        return "" if array.dtype == np.bool_ else f"{name} has type {array.dtype}; must be booleans"
     if array.dtype.kind not in "iu":
-        return f"{name} has the type {array.dtype}, and must have whole numbers, such as int64"
+        return f"{name} has type {array.dtype}; must be whole numbers, such as int64"
     wrong = (array < 0) | (array >= entry.limit)
     if entry.may_ignore:
         wrong &= array != IGNORED
@@ -136,6 +131,6 @@ def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:
     place = f"{name}[{at}]" if entry.shape else name
     ignored = f", or {IGNORED} where it does not count" if entry.may_ignore else ""
     return (
-        f"{place} is {array.flat[at]}, and must be from 0 to {entry.limit - 1} ({entry.limit_is} - "
+        f"{place} is {array.flat[at]}, out of range: 0 to {entry.limit - 1} ({entry.limit_is} - "
         f"1){ignored}"
     )

@@ -1,6 +1,5 @@
-"""Samples of a model of one's own that come one after the other: from an iterable, or from a
-function of the first one's number. Position n of the stream is the n-th of them; nothing is
-shuffled."""
+"""Samples of a custom model that come one after the other, from an iterable or a function of the
+first sample's number. Position n of the stream is the n-th sample; nothing is shuffled."""
 
 from __future__ import annotations
 
@@ -18,15 +17,17 @@ from hybridpar.errors import DataError
 
 
 class StreamedSamples:
-    """An endless stream: what has ended begins again. Every process reads all of it, and must find
-    the same.
+    """An endless stream of samples, which starts over when it ends. Every process reads all of it
+    and must get the same samples.
 
-    source: an object that is iterated anew for every pass, or a function that returns an iterator
-    which begins at a given position; with a function, a resumed run skips nothing. kept: number of
-    newest samples that stay in memory, for those who ask for one again.
+    Args:
+        source: An object that is iterated once per pass, or a function that returns an iterator
+            starting at a given position. With a function, a resumed run skips nothing.
+        kept: Number of newest samples that stay in memory, for callers that ask for one again.
 
-    Raises: DataError if it is empty, gives batches, or items that are no dicts of arrays or break
-        the model's rules.
+    Raises:
+        DataError: It is empty, yields batches, or its items are not dicts of arrays or break the
+            model's rules.
     """
 
     def __init__(self, model: ModelSpec, source: Any, part: str, kept: int):
@@ -40,7 +41,8 @@ class StreamedSamples:
         self._size: int | None = None  # known once a pass has ended
         if isinstance(size := getattr(source, "batch_size", None), int):
             raise DataError(
-                f"{self._where()} gives batches (of {size}), which must be samples: batch_size=None"
+                f"{self._where()} yields batches (of {size}); must yield samples: use "
+                f"batch_size=None"
             )
         self._open(0)
         first = self._at(0)
@@ -52,19 +54,19 @@ class StreamedSamples:
         """Identity of the first sample: what follows it is not known."""
 
     def batch(self, counter: NDArray[np.int64]) -> Arrays:
-        """The samples at these positions. Shapes: [b] -> [b, ..] by name."""
+        """Return the samples at these positions. Shapes: [b] -> [b, ..] by name."""
         samples = ((self._where(n), self._at(n)) for n in counter.tolist())
         return self._rules.as_input(stacked(samples, self._form))
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
-        """How many labels count in the samples at these positions."""
+        """Return how many labels count in the samples at these positions."""
         if not self._model.counts_targets:
             return len(counter)
         return sum(self._model.num_targets(self._at(n)) for n in counter.tolist())
 
     def num_repeats(self, count: int) -> int:
-        """Return how many of the first `count` samples have come before; 0 until the first pass has
-        ended."""
+        """Return how many of the first `count` samples repeat an earlier one; 0 until the first
+        pass has ended."""
         return 0 if self._size is None else max(count - self._size, 0)
 
     def _at(self, position: int) -> Arrays:
@@ -84,7 +86,7 @@ class StreamedSamples:
         return self._kept[position]
 
     def _item(self) -> Any:
-        """The next item, of the next pass where one has ended."""
+        """Return the next item, from the next pass if this one has ended."""
         nothing = object()
         if (item := next(self._items, nothing)) is not nothing:
             return item
@@ -94,25 +96,22 @@ class StreamedSamples:
         if (item := next(self._items, nothing)) is nothing:
             if self._next and callable(self._source):
                 raise DataError(
-                    f"{self._where()} ends after {self._next} samples, and its function returns an "
-                    "empty "
-                    f"iterator for position {self._next}; try one that begins again, at position "
-                    f"% {self._next}"
+                    f"{self._where()} ends after {self._next} samples, and its function returns "
+                    f"an empty iterator for position {self._next}; to repeat the samples, start "
+                    f"at position % {self._next}"
                 )
             raise DataError(
-                f"{self._where()} ends after {self._next} samples and cannot be gone through "
-                "again; try a "
-                "function that returns an iterator which begins at a given position"
+                f"{self._where()} ends after {self._next} samples and cannot be iterated again; "
+                f"give a function that returns an iterator starting at a given position"
             )
         return item
 
     def _open(self, position: int) -> None:
-        """Begins at a position, or, where that cannot be, at the start."""
+        """Start at a position or, if the source cannot, at the beginning."""
         if self._passes and not callable(self._source) and iter(self._source) is self._source:
             raise DataError(
-                f"{self._where(position)} has been read before and is gone: it can be gone through "
-                "once; "
-                "try a function that returns an iterator which begins at a given position"
+                f"{self._where(position)} was read before, and this iterator can be used once "
+                f"only; give a function that returns an iterator starting at a given position"
             )
         self._kept.clear()
         self._next = position if callable(self._source) else 0

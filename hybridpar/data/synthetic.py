@@ -1,5 +1,5 @@
-"""Random micro-batches of the right form: for verify, benchmarks and tests. A sample depends on its
-number alone."""
+"""Random micro-batches of the right form, for verify, benchmarks and tests. A sample depends
+only on its number."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hybridpar.data.mapped import as_arrays
 
 
 class SyntheticLoader(BatchLoader):
-    """A loader of random samples. `padding`: samples end early, at random, so replicas differ in
-    what counts."""
+    """A loader of random samples. `padding`: samples end early at random, so replicas have
+    different label counts."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a
 tokenizer.json.
 
-The files beside a tokenizer.json may say more of it (tokenizer_folder.py).
+Files beside the tokenizer.json may describe it further (tokenizer_folder.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run wit
 Kind = Literal["gpt", "bert"]
 END = "<|endoftext|>"
 BEGIN = "<s>"
-"""Token that tokenizers made elsewhere may start a text with; ours have none."""
+"""Token that tokenizers made elsewhere may start a text with; tokenizers trained here have none."""
 BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
 _ROLES = {
@@ -40,7 +40,7 @@ _ROLES = {
     "[SEP]": "sep_token",
     "[MASK]": "mask_token",
 }
-"""What transformers calls them."""
+"""Names of our special tokens in transformers."""
 # Words for the same thing in tokenizers made elsewhere, tried in this order where the folder does
 # not say which it is.
 _SYNONYMS = {
@@ -55,7 +55,7 @@ _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
 _MAX_HOLES = 1 << 24
 _WORD_BYTES = 4096
-"""Longest word that training sees whole."""
+"""Longest word that is not divided in training."""
 # encoded at a time
 _BATCH_CHARACTERS = 2 << 20
 _BATCH_PIECES = 2048
@@ -71,17 +71,18 @@ class BertVocabulary:
     sep: int
     mask: int
     special: tuple[int, ...]
-    """Every id that is never masked and never put in for another one, with those that no token
-    has."""
+    """Ids that are never masked and never used as replacements, including ids without a token."""
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written out in a text are ordinary text to it.
+    """Text to ids and back. Special tokens that appear in a text are treated as ordinary text.
 
-    folder: what the files beside its tokenizer.json say.
-    Raises: DataError (also from `load`, `special`, `bert`) if the file is damaged, lacks a special
-        token asked for, or
-    cannot be as the files beside it say.
+    Args:
+        folder: Contents of the files beside its tokenizer.json.
+
+    Raises:
+        DataError: Here and in `load`, `special`, `bert`: the file is damaged, lacks a special token
+            that is asked for, or conflicts with the files beside it.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path, *, within: Path | None = None) -> Tokenizer:
-        """Reads a tokenizer.json, and the files beside it unless it has another name. `within`: the
-        run folder that it belongs to, which no link leads out of."""
+        """Read a tokenizer.json, and the files beside it unless it has another name. `within`:
+        the run folder that it belongs to; links that lead out of it are refused."""
         import tokenizers
 
         inside = Path(path, "tokenizer.json")
         if near := str(inside) if inside.is_file() else nearest_path(Path(path)):
-            raise DataError(f"{path}: is no file; try {near}")
+            raise DataError(f"{path}: is not a file; try {near}")
         with errors_as(DataError, path, "is not a tokenizer.json", RecursionError):
             text = read_text(Path(path), _MAX_BYTES, within=within)
             if not isinstance(json.loads(text), dict):
@@ -121,7 +122,7 @@ class Tokenizer:
         return Tokenizer(inner, str(path), folder)
 
     def save(self, path: str | Path) -> None:
-        """Writes a tokenizer.json, and the files that belong beside it unless it has another
+        """Write a tokenizer.json, and the files that belong beside it unless it has another
         name."""
         path = Path(path)
         if path.name != TOKENIZER:
@@ -132,8 +133,8 @@ class Tokenizer:
             (path.parent / name).write_text(text, encoding="utf-8")
 
     def files(self) -> dict[str, str]:
-        """The texts of tokenizer.json and of the files that belong beside it, by their path in a
-        folder."""
+        """Return the texts of tokenizer.json and of the files that belong beside it, by their
+        path in a folder."""
         return {TOKENIZER: self.to_json(), **self._folder.files}
 
     def to_json(self) -> str:
@@ -152,32 +153,31 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self.vocabulary.values()) + 1
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token."""
+        """Return the id of every token."""
         return self._inner.get_vocab(with_added_tokens=True)
 
     @cached_property
     def holes(self) -> NDArray[np.int64]:
-        """The ids below vocab_size that no token has, in ascending order. Raises: DataError if they
-        are millions."""
+        """Return the ids below vocab_size that no token has, in ascending order. Raises:
+        DataError if there are millions."""
         ids = list(self.vocabulary.values())
         if (size := max(ids) + 1) - len(ids) > _MAX_HOLES:
             raise DataError(
-                f"{self._name}: has ids up to {size - 1} and only {len(ids)} tokens; at most "
-                f"{_MAX_HOLES} "
-                "ids may be without a token"
+                f"{self._name}: has ids up to {size - 1} but only {len(ids)} tokens; at most "
+                f"{_MAX_HOLES} ids may have no token"
             )
         has_token = np.zeros(size, np.bool_)
         has_token[ids] = True
         return np.flatnonzero(~has_token)
 
     def special(self, name: str) -> int:
-        """The id of a special token, by our name for it (END, BEGIN or one of BERT_TOKENS): the
-        folder's own, else that of a word that usually has this role."""
+        """Return the id of a special token by our name for it (END, BEGIN or one of
+        BERT_TOKENS): the folder's, else the id of a word that usually has this role."""
         if (token := self._find(name)) is not None:
             return token
         role = _ROLES[name]
@@ -198,21 +198,21 @@ class Tokenizer:
         )
 
     def own(self, role: str) -> int | None:
-        """The id that the folder gives a role, such as pad_token; None where it gives none, or a
-        word that is no token."""
+        """Return the id that the folder gives a role, such as pad_token; None if it gives none,
+        or a word that is not a token."""
         if word := self._folder.words.get(role):
             token: int | None = self._inner.token_to_id(word)
             return token
         return next(iter(self.ids(role)), None)
 
     def _find_known(self, name: str) -> int | None:
-        """The id of a word that usually has this role."""
+        """Return the id of a word that usually has this role."""
         found = (self._inner.token_to_id(word) for word in _SYNONYMS[name])
         return next((token for token in found if token is not None), None)
 
     def ids(self, role: str) -> tuple[int, ...]:
-        """The ids of a role, such as eos_token, in the folder's generation_config.json or
-        config.json, without those that no token has."""
+        """Return the ids of a role, such as eos_token, in the folder's generation_config.json or
+        config.json, without ids that no token has."""
         return tuple(
             token for token in self._folder.ids.get(role, ()) if token >= 0 and self._has(token)
         )
@@ -222,20 +222,21 @@ class Tokenizer:
 
     @cached_property
     def end(self) -> int:
-        """The id that ends a text. Raises: DataError if there is none."""
+        """Return the id that ends a text. Raises: DataError if there is none."""
         return self.special(END)
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The ids at which a generated text ends: the end-of-text token, and all that the folder
-        names.
+        """Return the ids at which a generated text ends: the end-of-text token, and all that the
+        folder names.
 
-        Raises: DataError if there is no end-of-text token.
+        Raises:
+            DataError: There is no end-of-text token.
         """
         return frozenset({self.end, *self.ids(_ROLES[END])})
 
     def word(self, token: int) -> str:
-        """How a token is written."""
+        """Return how a token is written."""
         return str(self._inner.id_to_token(token))
 
     def bert(self) -> BertVocabulary:
@@ -253,8 +254,8 @@ class Tokenizer:
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have
-        none."""
+        """Return the ids that the post-processor puts before and after a text, such as LLaMA's
+        <s>; tokenizers trained here have none."""
         if self._inner.post_processor is None:
             return [], []
         with self._encoding():
@@ -266,25 +267,26 @@ class Tokenizer:
 
     @cached_property
     def document_frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The frame of a document, which ends with one end-of-text token whatever its tokenizer
-        puts there."""
+        """Return the ids before and after a document, which ends with exactly one end-of-text
+        token."""
         begin, finish = self.frame
         finish = finish if finish[-1:] == [self.end] else [*finish, self.end]
         return np.array(begin, np.int32), np.array(finish, np.int32)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids of a text, without special tokens. Shapes: returns [t]."""
+        """Return the ids of a text, without special tokens. Shapes: returns [t]."""
         return np.concatenate([ids for ids, _ in self.encode_parts(in_parts(text))])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued, as transformers has them: behind what its
-        texts begin with."""
+        """Return the ids of a text to be continued, like transformers: with the special tokens
+        that begin a text."""
         return [*self.frame[0], *self.encode(text).tolist()]
 
     def encode_parts(self, parts: Iterable[Part]) -> Iterator[tuple[NDArray[np.int32], Ends]]:
-        """The ids of texts piece by piece, without special tokens; pieces are encoded in parallel.
+        """Yield the ids of texts piece by piece, without special tokens; pieces are encoded in
+        parallel.
 
-        Shapes: yields [t] and what is complete behind it.
+        Shapes: yields [t], and what ends after it.
         """
         for batch in _batches(pieces(parts, self._num_ids)):
             texts = [piece.context + piece.text if piece.text else "" for piece in batch]
@@ -293,17 +295,17 @@ class Tokenizer:
             for piece, encoding in zip(batch, found, strict=True):
                 ids = encoding.ids[piece.num_known :] if piece.text else []
                 yield np.array(ids, np.int32), piece.ends
-            del found, encoding  # before the next ones are there
+            del found, encoding  # before the next texts arrive
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. A decoder may strip the space that it begins with."""
+        """Return the text of `ids`. A decoder may strip a leading space."""
         with _errors_of_rust(f"{self._name}: cannot decode ids"):
             return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def _encoding(self) -> AbstractContextManager[None]:
         return _errors_of_rust(
             f"{self._name}: cannot encode a text",
-            "; a tokenizer needs an id for any text, such as that of an unknown word, and "
+            "; a tokenizer needs an id for any text, such as an unknown token, and "
             "expressions that do not search a text for very long",
         )
 
@@ -316,8 +318,8 @@ class Tokenizer:
 
 @contextmanager
 def _errors_of_rust(what: str, advice: str = "") -> Iterator[None]:
-    """Make a DataError of any error of the library `tokenizers`: it has no class of its own, and a
-    panic is not even an Exception."""
+    """Turn any error of the library `tokenizers` into a DataError: it has no class of its own,
+    and a panic is not even an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, HybridparError):
@@ -327,14 +329,15 @@ def _errors_of_rust(what: str, advice: str = "") -> Iterator[None]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs to
-    merge).
+    """Train a byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs
+    to merge).
 
     The same texts give the same tokenizer. Special tokens come first, then the bytes, then the
-    merges. Words of more than 4096 bytes (a long run of one letter) are learned from in parts: time
-    grows with the square of their length.
+    merges. Words of more than 4096 bytes (a long run of one letter) are divided for training,
+    because time grows with the square of their length.
 
-    Raises: ConfigError if the vocabulary cannot hold every byte and the special tokens.
+    Raises:
+        ConfigError: The vocabulary cannot hold every byte and the special tokens.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -359,25 +362,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -
 
 
 def check_vocab_size(vocab_size: int, kind: Kind) -> None:
-    """Raises: ConfigError if no byte-level tokenizer can be that small."""
+    """Raise a ConfigError if no byte-level tokenizer can be that small."""
     smallest = _NUM_BYTES + len(SPECIAL_TOKENS[kind])
     if vocab_size < smallest:
         rule = (
-            f"a byte-level tokenizer has {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special "
-            "tokens at least"
+            f"must be at least {smallest}: a byte-level tokenizer has {_NUM_BYTES} bytes and "
+            f"{smallest - _NUM_BYTES} special tokens"
         )
         raise config_error("model.vocab_size", vocab_size, rule, "512")
 
 
 def check_vocab_fits(used: int, vocab_size: int, what: str) -> None:
-    """Raises: ConfigError if ids below `used` are no ids of a model with `vocab_size` of them."""
+    """Raise a ConfigError if ids below `used` do not fit into `vocab_size`."""
     if used > vocab_size:
-        rule = f"{what} has ids up to {used - 1}"
+        rule = f"must be above {used - 1}, the highest id of {what}"
         raise config_error("model.vocab_size", vocab_size, rule, str(-(-used // 64) * 64))
 
 
 def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups that are worth encoding in parallel and fit in memory."""
+    """Yield pieces in groups that are worth encoding in parallel and fit in memory."""
     batch: list[Piece] = []
     size = 0
     for piece in found:

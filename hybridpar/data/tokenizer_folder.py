@@ -6,11 +6,11 @@ chat template.
     special_tokens_map.json     special tokens by role, in older folders
     added_tokens.json           ids of further tokens, in older folders
     generation_config.json      ids that end a generated text
-    config.json                 the same, where there is no generation_config.json
+    config.json                 ids that end a generated text, if there is no generation_config.json
     chat_template.jinja, additional_chat_templates/NAME.jinja
 
-A special token is what tokenizer_config.json says (special_tokens_map.json goes before it where
-transformers has that so), else what generation_config.json says, or config.json in its place. A
+A special token comes from tokenizer_config.json (special_tokens_map.json goes before it where it
+does in transformers), else from generation_config.json, or from config.json if there is none. A
 generated text ends at any of these.
 """
 
@@ -41,24 +41,23 @@ _MAX_TEMPLATES = 64
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _WITH_IDS = ("bos_token", "eos_token", "pad_token")
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes that take tokenizer.json as it is."""
+"""Classes that use tokenizer.json unchanged."""
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 _NORMALIZER = {
     "do_lower_case": ("lowercase", True),
     "strip_accents": ("strip_accents", None),
     "tokenize_chinese_chars": ("handle_chinese_chars", True),
 }
-"""Settings of a BERT's normalizer: the name in tokenizers, and what its class means by an absent
-one."""
+"""Settings of BERT's normalizer: the name in `tokenizers`, and the default of its class."""
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """What the files beside a tokenizer.json say; empty where there are none.
+    """Contents of the files beside a tokenizer.json; empty if there are none.
 
-    files: texts that leave with the tokenizer, by their path in the folder. settings:
-    tokenizer_config.json. words: special tokens by role. ids: ids by role, of
-    generation_config.json and config.json. added: tokens by their text, each with its id and the
+    `files`: texts that are exported with the tokenizer, by their path in the folder. `settings`:
+    tokenizer_config.json. `words`: special tokens by role. `ids`: ids by role, from
+    generation_config.json and config.json. `added`: tokens by their text, each with its id and the
     options of tokenizers.AddedToken.
     """
 
@@ -71,11 +70,11 @@ class TokenizerFolder:
 
     @staticmethod
     def read(path: Path, *, within: Path | None = None) -> TokenizerFolder:
-        """Raises: DataError for a file that is damaged or says something else than it should."""
+        """Read the files. Raises: DataError if one is damaged or has values of the wrong form."""
         files = _texts(path, within)
         settings = _plain(path, SETTINGS, within)
         special = _plain(path, SPECIAL, within)
-        if "added_tokens_decoder" in settings:  # then transformers does not look at it
+        if "added_tokens_decoder" in settings:  # transformers ignores it then
             special = {}
         sources = {**dict.fromkeys(settings, SETTINGS), **dict.fromkeys(special, SPECIAL)}
         words = {
@@ -85,7 +84,7 @@ class TokenizerFolder:
         }
         words = {role: word for role, word in words.items() if word}
         ids = _ids(path, GENERATION if (path / GENERATION).is_file() else CONFIG, within)
-        if ids and GENERATION not in files:  # config.json does not leave with the tokenizer
+        if ids and GENERATION not in files:  # config.json is not exported with the tokenizer
             files[GENERATION] = json.dumps(
                 {
                     f"{role}_id": found if len(found) > 1 else found[0]
@@ -98,20 +97,21 @@ class TokenizerFolder:
         )
 
     def honour(self, inner: tokenizers.Tokenizer) -> None:
-        """Gives a tokenizer the settings and the added tokens that transformers would give it.
+        """Give a tokenizer the settings and the added tokens that transformers would give it.
 
-        Raises: DataError for one that this tokenizer cannot have.
+        Raises:
+            DataError: This tokenizer cannot have one of them.
         """
         self._set_normalizer(inner)
         self._set_prefix_space(inner)
         self._add_tokens(inner)
 
     def refused(self, key: str, value: object, rule: str, file: str = SETTINGS) -> DataError:
-        """The error of a setting that is wrong."""
+        """Return an error about a setting."""
         return DataError(f"{self.path / file}: {key} = {shown(value)}: {rule}")
 
     def flag(self, key: str, default: bool | None) -> bool | None:
-        """A setting that is true or false, or null where its default is. Raises: DataError."""
+        """Return a setting that is true or false, or null if its default is. Raises: DataError."""
         value = self.settings.get(key, default)
         if not isinstance(value, bool) and not (value is None and default is None):
             raise self.refused(key, value, "must be true or false")
@@ -140,9 +140,8 @@ class TokenizerFolder:
                 raise self.refused(
                     key,
                     True,
-                    f"the normalizer of {TOKENIZER} does not do so, and is none of BERT's, "
-                    "where it could be set; must be false, or the tokenizer saved anew by "
-                    "transformers",
+                    f"conflicts with the normalizer of {TOKENIZER}, which is not BERT's; set it "
+                    f"to false, or save the tokenizer again with transformers",
                 )
 
     def _set_prefix_space(self, inner: tokenizers.Tokenizer) -> None:
@@ -171,8 +170,8 @@ class TokenizerFolder:
             raise self.refused(
                 "add_prefix_space",
                 wanted,
-                f"{TOKENIZER} {does}; must be {str(begins).lower()}, or the "
-                "tokenizer saved anew by transformers",
+                f"conflicts with {TOKENIZER}, which {does}; set it to {str(begins).lower()}, or "
+                f"save the tokenizer again with transformers",
             )
 
     def _add_tokens(self, inner: tokenizers.Tokenizer) -> None:
@@ -186,14 +185,14 @@ class TokenizerFolder:
                 raise self.refused(
                     word,
                     number,
-                    f"the tokenizer gives it the id {found}; must be that, without ids "
-                    "between that no token has",
+                    f"does not match the tokenizer, which gives it the id {found}; ids must "
+                    f"have no gaps",
                     file,
                 )
 
 
 def _texts(path: Path, within: Path | None) -> dict[str, str]:
-    """The files that leave with a tokenizer, as they are."""
+    """Return the files that are exported with a tokenizer, unchanged."""
     names = [name for name in (SETTINGS, SPECIAL, GENERATION, _TEMPLATE) if (path / name).is_file()]
     further = sorted(found.name for found in (path / _TEMPLATES).glob("*.jinja") if found.is_file())
     if len(further) > _MAX_TEMPLATES:
@@ -208,7 +207,7 @@ def _texts(path: Path, within: Path | None) -> dict[str, str]:
 
 
 def _plain(path: Path, name: str, within: Path | None = None) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """Return a JSON object; empty if the file does not exist."""
     if not (path / name).is_file():
         return {}
     with errors_as(DataError, path / name, "is not valid JSON"):
@@ -219,7 +218,7 @@ def _plain(path: Path, name: str, within: Path | None = None) -> dict[str, Any]:
 
 
 def _word(file: Path, role: str, value: Any) -> str:
-    """A special token, which may be written with its options; empty where it is none."""
+    """Return a special token, which may be written with its options; "" if it is null."""
     word = value.get("content") if isinstance(value, dict) else value
     if word is not None and not _is_text(word):
         raise DataError(
@@ -229,19 +228,22 @@ def _word(file: Path, role: str, value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a text that UTF-8 has: JSON can also write half a surrogate pair."""
+    """Return whether a value is text that UTF-8 can encode: JSON can also write half a surrogate
+    pair."""
     return isinstance(value, str) and not any(
         "\ud800" <= character <= "\udfff" for character in value
     )
 
 
 def _ids(path: Path, name: str, within: Path | None) -> dict[str, tuple[int, ...]]:
-    """The ids that a file names, by role."""
+    """Return the ids that a file names, by role."""
     plain = _plain(path, name, within)
     found = {}
     for role in _WITH_IDS:
         value = plain.get(f"{role}_id")
-        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        numbers: list[Any] = []
+        if value is not None:
+            numbers = value if isinstance(value, list) else [value]
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise DataError(
                 f"{path / name}: {role}_id = {shown(value)}: must be an id, a list of them, or null"
@@ -254,7 +256,7 @@ def _ids(path: Path, name: str, within: Path | None) -> dict[str, tuple[int, ...
 def _added(
     path: Path, settings: Mapping[str, Any], special: set[str], within: Path | None
 ) -> dict[str, tuple[int, dict[str, bool]]]:
-    """Added tokens by their text."""
+    """Return added tokens by their text."""
     decoder = settings.get("added_tokens_decoder", {})
     found: dict[str, tuple[int, dict[str, bool]]] = {}
     names = "single_word", "lstrip", "rstrip", "normalized", "special"
@@ -266,8 +268,7 @@ def _added(
         ):
             raise DataError(
                 f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; "
-                "must have "
-                "ids, and tokens with their content"
+                f"must map ids to tokens with their content"
             )
         found[token["content"]] = (
             int(number),
@@ -285,10 +286,10 @@ def _added(
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A normalizer or a pre-tokenizer as tokenizer.json has it; empty where there is none."""
+    """Return a normalizer or pre-tokenizer as tokenizer.json has it; empty if there is none."""
     return dict(json.loads(part.__getstate__())) if part is not None else {}
 
 
 def _parts(state: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """A normalizer or a pre-tokenizer as a list of its parts."""
+    """Return a normalizer or pre-tokenizer as a list of its components."""
     return list(state.get(key, [])) if state.get("type") == "Sequence" else [state]

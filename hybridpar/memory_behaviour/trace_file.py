@@ -96,7 +96,7 @@ def _header(line: bytes) -> Header:
     if not isinstance(fields, dict) or "format" not in fields:
         raise ValueError("the first line must be the header of a trace")
     if (found := fields.pop("format")) != FORMAT:
-        raise ValueError(f"its format is {shown(found)}, and {FORMAT!r} is the one that is known")
+        raise ValueError(f"its format is {shown(found)}; this version reads {FORMAT!r}")
     header = Header(**fields)
     _whole(header.rank, "rank")
     _text(header.device, "device")
@@ -148,7 +148,9 @@ def _event(fields: Any, living: dict[int, int]) -> MemoryEvent:
     behaviour, block, num_bytes, op, time, layer, name = fields
     what = _BEHAVIOURS.get(behaviour) if isinstance(behaviour, str) else None
     if what is None:
-        raise ValueError(f"a behaviour is one of {', '.join(_BEHAVIOURS)}, not {shown(behaviour)}")
+        raise ValueError(
+            f"a behaviour must be one of {', '.join(_BEHAVIOURS)}, not {shown(behaviour)}"
+        )
     _whole(block, "block")
     _whole(num_bytes, "num_bytes")
     _whole(layer, "layer", -1)
@@ -159,9 +161,9 @@ def _event(fields: Any, living: dict[int, int]) -> MemoryEvent:
             raise ValueError(f"block {block} is handed out twice")
         living[block] = num_bytes
     elif block not in living:
-        raise ValueError(f"a {behaviour} of block {block}, which is not there")
+        raise ValueError(f"a {behaviour} of block {block}, which does not exist")
     elif num_bytes != living[block]:
-        raise ValueError(f"block {block} has {living[block]} bytes, and then {num_bytes}")
+        raise ValueError(f"block {block} has {living[block]} bytes first, then {num_bytes}")
     if what is What.FREE:
         del living[block]
     return MemoryEvent(what, block, num_bytes, op, _seconds(time, "time"), layer, name)

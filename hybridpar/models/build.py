@@ -149,9 +149,8 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
             and tied.setdefault(placement.tied, placement.trainable) != placement.trainable
         ):
             rule = (
-                f"has a tied parameter {placement.tied!r} that is frozen in one block and trained "
-                "in another "
-                f"({name}); it is one parameter"
+                f"the tied parameter {placement.tied!r} is frozen in one block but trained "
+                f"in another ({name}); tied parameters must both be frozen or both be trained"
             )
             raise spec_error(model, rule, "requires_grad_(False) in both blocks")
     if any(_trained(model, groups)):
@@ -161,10 +160,10 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
         raise config_error(
             "optim.groups",
             frozen,
-            "must leave a parameter to train; these patterns freeze all of them",
+            "must leave at least one parameter to train; these patterns freeze all of them",
             'a pattern of fewer parameters, such as "blocks.0.*"',
         )
-    rule = "must have a parameter to train; all of its parameters are frozen (requires_grad=False)"
+    rule = "must have at least one parameter to train; all are frozen (requires_grad=False)"
     raise spec_error(model, rule, "requires_grad_(True) on some module")
 
 
@@ -186,11 +185,9 @@ def require_tied_ends(model: ModelSpec, pp: int) -> None:
             if (first, number) not in ((0, 0), (0, last)):
                 own = name.removeprefix("layer.")
                 rule = (
-                    "requires that modules which share a parameter are the first and the last, and "
-                    "module "
-                    f"{number} shares {own} with others. To keep them in one stage, make one "
-                    "module of them and "
-                    "of those between them (nn.Sequential)"
+                    f"only the first and the last module may share a parameter across "
+                    f"stages; module {number} shares {own} with another. To keep them in one "
+                    f"stage, wrap them and the modules between them in one nn.Sequential"
                 )
                 raise config_error("parallel.pp", pp, rule, "1")
 
@@ -223,10 +220,9 @@ def require_factors(model: ModelSpec, method: str, groups: tuple[ParameterGroup,
     if any(place.factored and place.matrices for place in _trained(model, groups)):
         return
     rule = (
-        "requires hidden matrices of hybridpar's linear layers (ColumnParallelLinear(.., "
-        "matrices=..)), whose "
-        f"gradients come as factors; {model.kind} trains none, and torch's layers give whole "
-        "gradients"
+        f"requires hybridpar's linear layers (ColumnParallelLinear(.., matrices=..)), whose "
+        f"gradients are available as factors; {model.kind} trains none, and torch's layers "
+        f"compute full gradients"
     )
     other = other_gradients(lambda row: not row.takes_factors)
     raise config_error("compression.gradients", method, rule, other)

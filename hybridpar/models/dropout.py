@@ -165,23 +165,25 @@ class KeyedDropouts:
         if self._key is None or _is_in_checkpoint():
             raise spec_error(
                 self._model,
-                f"drops elements in {self._name} ({name}) where its forward is run again by "
-                "torch.utils.checkpoint, without the key of the micro-batch and so with another "
-                "mask",
-                'a forward without it, and pipeline.recompute = "all", which keeps the masks',
+                f"not supported: torch.utils.checkpoint runs the forward of {self._name} "
+                f"({name}) again without the micro-batch's random key, so dropout would draw "
+                f"another mask",
+                'pipeline.recompute = "all" instead of torch.utils.checkpoint, which repeats '
+                "the masks",
             )
         count = self._calls[name]
         self._calls[name] += 1
         if x.dim() == 0 or len(x) % self._num_samples:
             shape = tuple(x.shape)
             rule = (
-                f"drops elements of a tensor of shape {shape} in {self._name} ({name}), whose "
-                "first dimension is "
-                f"not the {self._num_samples} samples of the micro-batch, so their masks would "
-                "depend on its size"
+                f"dropout in {self._name} ({name}) gets a tensor of shape {shape}; the first "
+                f"dimension must be the {self._num_samples} samples of the micro-batch, else "
+                f"the mask would depend on the micro-batch size"
             )
             raise spec_error(
-                self._model, rule, "dropout of a tensor [samples, ..], before it is transposed"
+                self._model,
+                rule,
+                "applying dropout to a tensor [samples, ..], before it is transposed",
             )
         full_name = f"{self._name}.{name}.{count}" if count else f"{self._name}.{name}"
         whole = x.new_ones(x.shape[:2]) if by_channel else x

@@ -74,8 +74,7 @@ class GivenRow:
         sample = self.samples.sample(number, seed)
         if not isinstance(sample, Mapping) or not sample:
             rule = (
-                f"has samples of type {type(sample).__name__}, which must be dicts of arrays by "
-                "name"
+                f"samples must be dicts of arrays by name; they are of type {type(sample).__name__}"
             )
             raise config_error("datasets", "train", rule, '[{"x": x, "y": y} for x, y in samples]')
         return dict(sample)
@@ -118,9 +117,8 @@ class GivenModules(SequentialSpec):
         """The modules. Raises: ConfigError if this process has none of this structure."""
         if (row := _rows.get(self.structure)) is None:
             rule = (
-                "are objects of the program that trained them, which is another one; open this run "
-                "there, with the "
-                "same modules"
+                "not available: these modules exist only in the program that trained them; "
+                "open this run in that program, with the same modules"
             )
             raise ConfigError(
                 Problem(
@@ -137,8 +135,8 @@ class GivenModules(SequentialSpec):
     @property
     def max_tp_rule(self) -> str:
         return (
-            f"{self.max_tp}, as modules of a row are never split over ranks (parallel.pp and "
-            "parallel.dp work)"
+            f"{self.max_tp}: modules of an nn.Sequential are not split over ranks; use "
+            f"parallel.pp or parallel.dp"
         )
 
     @property
@@ -247,7 +245,8 @@ def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:
         return copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         rule = (
-            f"has a {type(module).__name__} that cannot be copied for the stage that trains it: "
+            f"a {type(module).__name__}, which copy.deepcopy cannot copy for the stage that "
+            f"trains it: "
             f"{error}"
         )
         raise config_error(
@@ -271,9 +270,8 @@ def named_modules(modules: object) -> dict[str, nn.Module]:
         named = {str(number): module for number, module in enumerate(modules)}
     else:
         rule = (
-            "is a module with a forward of its own, which a pipeline cannot divide: give its parts "
-            "as a row, each "
-            "of which takes what the one before returns, or write a hybridpar.ModelSpec"
+            "must be an nn.Sequential, a list of modules or a hybridpar.ModelSpec: a module "
+            "with its own forward cannot be divided into pipeline stages"
         )
         raise config_error("model", f"a {type(modules).__name__}", rule, _WORKS)
     if not named:
@@ -295,8 +293,8 @@ def make_row(
     named = named_modules(modules)
     if not callable(loss):
         rule = (
-            "must be a function of the last module's output and of the batch that returns the mean "
-            "of its losses"
+            "must be a function loss(out, batch): it gets the last module's output and the "
+            "batch, and returns the mean loss"
         )
         raise config_error(
             "loss", loss, rule, "lambda out, batch: nn.functional.mse_loss(out[:, 0], batch['y'])"

@@ -98,18 +98,16 @@ def _without_effect(number: int, groups: Sequence[ParameterGroup], placed: Place
     if matched:
         earlier = find_groups(groups, placed)[matched[0]]
         rule = (
-            f"matches only parameters of earlier groups, such as {matched[0]} of "
-            f"optim.groups[{earlier}], and the "
-            "first group that matches decides"
+            f"has no effect: every parameter that it matches, such as {matched[0]}, also "
+            f"matches optim.groups[{earlier}], and the first match counts"
         )
-        return Problem(field, pattern, rule, f"this group before optim.groups[{earlier}]")
+        return Problem(field, pattern, rule, f"moving this group before optim.groups[{earlier}]")
     forms = dict.fromkeys(
         re.sub(r"^blocks\.\d+", "blocks.*", name) for name in placed
     )  # of all blocks alike
     near = difflib.get_close_matches(pattern, list(forms), 3, cutoff=0.0)
     rule = (
-        f"matches no parameter; global names near it are {', '.join(near)}, where * stands for any "
-        "characters"
+        f"matches no parameter; similar names are {', '.join(near)} (* stands for any characters)"
     )
     return Problem(field, pattern, rule, f'"{near[0]}"')
 

@@ -44,9 +44,9 @@ def require_names(model: ModelSpec) -> None:
     problems = []
     for name in model.metric_names:
         if not is_name(name):
-            rule = f"is the name of a metric, which {NAME_RULE}"
+            rule = f"the name of a metric {NAME_RULE}"
         elif name in ROW_NAMES or name in model.losses or name.startswith(VALID):
-            rule = "is the name of a metric, and metrics.jsonl has another number of this name"
+            rule = "must not be the name of a number that metrics.jsonl has already"
         else:
             continue
         problems.append(Problem("model.metric_names", name, rule, '"accuracy"'))
@@ -68,10 +68,7 @@ def require_metrics(model: ModelSpec, metrics: Any, where: str) -> None:
     """
     require_values(model, metrics, where)
     if set(metrics) != set(model.metric_names):
-        rule = (
-            f"must name the metrics that come with every micro-batch; {where} returns "
-            f"{list(metrics)}"
-        )
+        rule = f"does not match the metrics that {where} returns: {list(metrics)}"
         raise config_error(
             "model.metric_names",
             list(model.metric_names),
@@ -85,9 +82,8 @@ def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
     if not isinstance(metrics, Mapping):
         raise _wrong(
             model,
-            f"returns metrics of type {type(metrics).__name__} from {where}, which must be a dict "
-            "of "
-            "numbers by name",
+            f"{where} must return metrics as a dict of numbers by name, not a "
+            f"{type(metrics).__name__}",
             '{"accuracy": ..}',
         )
     for name, value in metrics.items():
@@ -101,7 +97,7 @@ def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
         works = "no .item()" if isinstance(value, int | float) else "the .mean() of it"
         raise _wrong(
             model,
-            f"returns {found} as metric {name!r} from {where}, which must be a number (0-d tensor)",
+            f"{where} must return a number (0-d tensor) as metric {name!r}, not {found}",
             works,
         )
 

@@ -27,7 +27,10 @@ from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.sequence import SequencePart
 
-_DRAWS = "draws its mask from torch's generator, so another grid drops other values"
+_DRAWS = (
+    "is not supported: it draws its mask from torch's generator, so results would depend "
+    "on the grid"
+)
 _CONVOLUTIONS = nn.modules.conv._ConvNd
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 """Torch's norms with parameters; the last one is the base of batch norm and instance norm."""
@@ -117,7 +120,7 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
     with making(build.device, build.dtype), torch.random.fork_rng(devices=[]):
         block = model.block(number, build)
     if not isinstance(block, nn.Module):
-        rule = f"returns {described(block)} for block {number}, which must be a torch.nn.Module"
+        rule = f"block({number}) must return a torch.nn.Module; it returns {described(block)}"
         raise spec_error(model, rule, "a subclass of torch.nn.Module")
     return block
 
@@ -257,12 +260,12 @@ def _check_output(
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             if names == list(model.losses):
                 shapes = [tuple(loss.shape) for loss in out.values()]
-                rule = f"must be one number (0-d) each; {where} returns tensors of shapes {shapes}"
+                rule = f"each loss must be a number (0-d tensor); {where} returns shapes {shapes}"
                 raise config_error("model.losses", names, rule, "loss.mean()")
             raise config_error(
                 "model.losses",
                 list(model.losses),
-                f"are numbers (0-d) that the last block returns by name; {where} returns {names}",
+                f"does not match the losses that {where} returns: {names}",
                 "the names of that dict",
             )
         if (
@@ -272,16 +275,15 @@ def _check_output(
             and not any(loss.requires_grad for loss in out.values())
         ):
             rule = (
-                f"returns losses without a gradient: {where} leaves autograd's graph (detach, "
-                "item, numpy, no_grad)"
+                f"the losses must have a gradient; {where} leaves autograd's graph (detach, "
+                f"item, numpy or no_grad)"
             )
             raise spec_error(model, rule, "a loss that torch computes of its input")
         if not {"num_samples", "num_targets"} & args[1].asked:
             rule = (
-                f"returns losses that are not divided by the size of the whole batch: {where} "
-                "reads neither "
-                "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up "
-                "to a mean"
+                f"losses must be divided by the size of the global batch, so that "
+                f"micro-batches add up to the mean; {where} reads neither batch['num_samples'] "
+                f"nor batch['num_targets']"
             )
             raise spec_error(
                 model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]'
@@ -299,7 +301,7 @@ def _check_output(
         raise config_error(
             "model.activation_shape",
             wanted,
-            f"is what {where} is to return of each sample; it returns {found}",
+            f"does not match what {where} returns for each sample: {found}",
             str(found),
         )
     return None
@@ -357,15 +359,15 @@ def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> 
     for name, module in block.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             why = (
-                "normalizes by the samples of a micro-batch, so other micro-batches are another "
-                "training"
+                "is not supported: it normalizes over the samples of a micro-batch, so "
+                "results would depend on the micro-batch size"
             )
             raise _refused(
                 model, number, name, module, why, _instead_of_batch_norm(module, has_convolutions)
             )
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             if model.max_tp > 1:
-                why = f"{_DRAWS}, and a tp rank does not know which part of a tensor it has"
+                why = f"{_DRAWS}, and a tp rank cannot know which shard of the tensor it has"
                 works = "hybridpar.Dropout(p, build.name), called with the key"
                 raise _refused(model, number, name, module, why, works)
             if not isinstance(module, KEYED):
@@ -396,9 +398,8 @@ def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 why = (
-                    f"keeps the tensor {name!r} as a plain attribute, which has no values here: "
-                    "only parameters and "
-                    "buffers get values and move to the device of the process"
+                    f"is not supported: it keeps the tensor {name!r} as a plain attribute; "
+                    f"only parameters and buffers get values and move to the device"
                 )
                 raise _refused(
                     model, number, prefix, module, why, f"self.register_buffer({name!r}, ..)"

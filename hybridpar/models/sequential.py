@@ -145,7 +145,7 @@ class _Layer(nn.Module):
         if not isinstance(loss := self._model.loss(out, batch), Tensor):
             raise _wrong(
                 self._model,
-                f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
+                f"loss() must return a number (0-d tensor), not a {type(loss).__name__}",
                 "nn.functional.mse_loss(out, batch['y'])",
             )
         metrics = (
@@ -248,7 +248,7 @@ def _metric_names(model: SequentialSpec) -> tuple[str, ...]:
             found = model.metrics(out, batch)
         except Exception as error:
             rule = (
-                f"has a method metrics() that fails on a sample and an output of 0.5 everywhere: "
+                f"its metrics() fails when tried on one sample and an output of 0.5 everywhere: "
                 f"{type(error).__name__}: {first_line(error)}. It is called without gradients"
             )
             raise _wrong(
@@ -289,21 +289,18 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
     with making("meta", torch.float32):
         row = list(model.layers() or ())
     if not row:
-        raise _wrong(
-            model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)"
-        )
+        raise _wrong(model, "layers() must yield at least one module", "yield nn.Linear(8, 8)")
     for number, module in enumerate(row):
         if not isinstance(module, nn.Module):
-            rule = f"gives {described(module)} as module {number}, which must be a torch.nn.Module"
+            rule = f"layers() must yield torch.nn.Modules; number {number} is {described(module)}"
             raise _wrong(model, rule, "nn.Tanh()")
         require_same_everywhere(module, model, number)
     if not isinstance(sample := model.sample(0, 0), dict):
-        rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays"
+        rule = f"samples must be dicts of arrays by name; they are of type {type(sample).__name__}"
         raise _wrong(model, rule, '{"x": .., "y": ..}')
     if model.inputs not in sample:
         rule = (
-            f"takes the input {model.inputs!r}, which its samples lack: they have "
-            f"{', '.join(sample)}"
+            f"its input {model.inputs!r} is missing in the samples, which have {', '.join(sample)}"
         )
         raise _wrong(model, rule, f"inputs = {next(iter(sample), '')!r}")
     x: Any = torch.as_tensor(np.asarray(sample[model.inputs])).to("meta")[None]
@@ -329,8 +326,7 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
                     tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
                 )
                 rule = (
-                    f"has a module {number} ({type(module).__name__}) that makes of {what} no "
-                    "tensor: "
+                    f"module {number} ({type(module).__name__}) fails on {what}: "
                     f"{error}{raised_at(error)}"
                 )
                 raise _wrong(

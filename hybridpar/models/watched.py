@@ -46,18 +46,19 @@ def refused_draw(
         what: The operator, in brackets.
     """
     rule = (
-        f"draws from torch's global generator{what} in {where}, so another grid or a resumed run "
-        "draws other values"
+        f"{where} draws from torch's global generator{what}, so results would depend on the "
+        f"grid and could not be resumed"
     )
     if in_attention:
         works = (
-            "dropout_p=0.0, or nn.Dropout on the weights: drop((q @ k.mT * d**-0.5).softmax(-1)) @ "
+            "dropout_p=0.0, or nn.Dropout applied to the attention weights: drop((q @ k.mT * "
+            "d**-0.5).softmax(-1)) @ "
             "v"
         )
     elif model.max_tp > 1:
         works = "hybridpar.Dropout(p, build.name), called with the key"
     else:
-        works = "nn.Dropout, which draws by the key of the micro-batch here"
+        works = "nn.Dropout, which hybridpar seeds by micro-batch"
     return spec_error(model, rule, works)
 
 
@@ -140,12 +141,12 @@ class BlockWatch:
             if not self._has_changed(number, module._buffers.get(name)):
                 continue
             rule = (
-                f"changes the buffer {full!r} of {self._where} in its forward; its values would "
-                "depend on the "
-                "micro-batches and replicas of the grid, and checkpoints do not have them"
+                f"{self._where} changes its buffer {full!r} in its forward, which is not "
+                f"supported: the values would depend on the grid, and checkpoints do not save "
+                f"buffers"
             )
             works = (
-                f"values computed from the input at each call, or, if it is only a cache, "
+                f"computing the values from the input at each call or, if it is only a cache, "
                 f"register_buffer({name!r}, .., persistent=False)"
             )
             raise spec_error(self._model, rule, works)

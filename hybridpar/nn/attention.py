@@ -63,7 +63,7 @@ class HeadLayout:
             raise config_error(
                 "parallel.tp",
                 self.num_ranks,
-                f"every rank needs a head, and num_heads is {self.num_heads}",
+                f"must be at most num_heads = {self.num_heads}: every rank needs at least one head",
                 str(self.num_heads),
             )
 
@@ -138,9 +138,8 @@ def rotary_features(head_dim: int, fraction: float) -> int:
     if features % 2 or not features:
         even = features // 2 * 2 or 2
         rule = (
-            f"rotary positions turn pairs, and of a head's {head_dim} features (hidden_size / "
-            "num_heads) these are "
-            f"{features}"
+            f"rotary embeddings need an even number of features; of a head's {head_dim} "
+            f"(hidden_size / num_heads) this takes {features}"
         )
         works = f"{min(1, (even + 0.5) / head_dim):.3g}" if head_dim > 1 else "a larger hidden_size"
         raise config_error("model.rotary_fraction", fraction, rule, works)

@@ -136,7 +136,7 @@ def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing:
             raise config_error(
                 "valid_vocab",
                 None,
-                "must be given where the vocabulary is split over ranks",
+                "must be given if the vocabulary is split over ranks",
                 "the model's vocabulary size",
             )
         valid_vocab = v_local

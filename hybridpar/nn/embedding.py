@@ -105,7 +105,7 @@ class LearnedPositionEmbedding(ParallelModule):
             raise config_error(
                 "model.max_positions",
                 longest,
-                f"the input reaches position {start + length}",
+                f"must be at least {start + length}, the length of the input",
                 str(start + length),
             )
         return self.weight if length == longest else self.weight[start : start + length]
@@ -130,9 +130,8 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
         raise DataError(
-            f"{what} {ids[where].item()} at {list(where)} is not within 0 to {stop - 1}: was the "
-            "data "
-            "made with another tokenizer?"
+            f"{what} {ids[where].item()} at {list(where)} is out of range: 0 to {stop - 1}. Was "
+            f"the data tokenized with another tokenizer?"
         )
 
 

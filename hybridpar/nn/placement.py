@@ -234,7 +234,10 @@ class ParallelModule(nn.Module):
         super().__init__()
         if not isinstance(axis, Axis):
             raise config_error(
-                "axis", axis, "must be a hybridpar.Axis, a line of a grid", "build.axis, or grid.tp"
+                "axis",
+                axis,
+                "must be a hybridpar.Axis, an axis of the grid",
+                "build.axis, or grid.tp",
             )
         self.axis = axis
         self._partial = (axis.name,) if sequence else ()

@@ -60,7 +60,9 @@ def attention(
         return q
     if kv_index is None:
         if n_kv == 0 or n % n_kv:
-            raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
+            raise ValueError(
+                f"{n} query heads must be a multiple of {n_kv} key heads, unless kv_index is given"
+            )
         kv_index = _neighbours(n, n_kv)
     elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
         raise ValueError(
@@ -197,7 +199,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None
         )
     if q.shape[0] != k.shape[0] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            "q and k must agree in samples and head dimension, and q have no more positions, got "
+            "q and k must have the same samples and head dimension, and q at most as many "
+            "positions as k, got "
             f"{_shapes(q, k, v)}"
         )
     if padding_mask is not None and (

@@ -67,7 +67,7 @@ def add_norm(
     check_vectors(x, weight=weight, bias=bias, bias_of_x=bias_of_x)
     _check_residual(x, residual)
     if (bias is None) == centre:
-        raise ValueError("a layer norm has a bias, an RMS norm has none")
+        raise ValueError("a layer norm requires a bias, and an RMS norm takes none")
     mask = make_mask(x.shape, x.device, p, key, site, first_row=first_row)
     return resolve("add_norm", backend, x)(x, bias_of_x, residual, weight, bias, eps, centre, mask)
 
@@ -135,7 +135,7 @@ def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
     for name, vector in vectors.items():
         if vector is not None and (x.dim() < 1 or vector.shape != x.shape[-1:]):
             raise ValueError(
-                f"x {tuple(x.shape)} needs {name} of its last size, got {tuple(vector.shape)}"
+                f"{name} must have the last size of x {tuple(x.shape)}, got {tuple(vector.shape)}"
             )
 
 

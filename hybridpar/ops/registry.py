@@ -237,7 +237,7 @@ def select(
     """
     rows = backends(op)
     if not rows:
-        raise config_error("kernels", op, "is not an operation", ", ".join(ops()))
+        raise config_error("kernels", op, "unknown operation", ", ".join(ops()))
     if choice == "auto":
         return _automatic(op, device_type, dtype, shape)[0]
     row = next((row for row in rows if row.name == choice), None)
@@ -245,7 +245,7 @@ def select(
     if row is None:
         names = ", ".join(row.name for row in rows)
         near = get_close_matches(choice, works, 1)
-        rule = f"is not a backend of {op}, which has {names}"
+        rule = f"unknown backend of {op}. Backends: {names}"
         raise config_error(f"kernels.{op}", choice, rule, near[0] if near else "auto")
     if reason := row.unsupported(device_type, dtype):
         raise config_error(

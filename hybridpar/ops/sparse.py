@@ -75,7 +75,7 @@ class Passes:
         count = len(values)
         where = (_sizes(x) >= _sizes(threshold)).nonzero().view(-1)[:count]
         if len(where) < count:
-            raise RuntimeError("there are fewer such elements than are to be packed")
+            raise RuntimeError("there are fewer elements above the threshold than are to be packed")
         values.copy_(flat[where])
         flat[where] -= values
         if count == len(flat):

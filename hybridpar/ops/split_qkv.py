@@ -137,8 +137,8 @@ def _turned(x: Tensor, turn: RotarySettings, positions: Tensor | None) -> Tensor
 def _check(qkv: Tensor, groups: Sequence[int], bias: Tensor | None) -> None:
     if not groups or min(groups) < 1 or any(m != max(groups) for m in groups[1:-1]):
         raise ValueError(
-            "groups must have a query head each, and those between the first and the last the "
-            "most, got "
+            "each group must have at least one query head, and every group between the first "
+            "and the last as many as the largest, got "
             f"{list(groups)}"
         )
     if qkv.dim() != 3 or qkv.shape[-1] % (heads := sum(groups) + 2 * len(groups)):

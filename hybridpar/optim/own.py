@@ -74,7 +74,7 @@ def _made(kind: Callable[[OptimConfig], UpdateRule], settings: OptimConfig) -> U
     except TypeError as error:
         raise _refused(
             settings,
-            f"cannot be made from the settings alone ({error})",
+            f"its constructor must work with the settings alone ({error})",
             "def __init__(self, settings): super().__init__(settings)",
         ) from None
     with _disable_current_modes(), torch.no_grad():  # memory is predicted on tensors without values
@@ -89,24 +89,25 @@ def _try_out(rule: UpdateRule, settings: OptimConfig) -> None:
     if kept := [name for name, value in vars(rule).items() if before.get(name, ...) is not value]:
         raise _refused(
             settings,
-            f"keeps {kept[0]} on itself from one update to the next, which no checkpoint saves",
+            f"must not keep state in attributes ({kept[0]}), which checkpoints do not save",
             f"state_names = ({kept[0]!r},), and state[{kept[0]!r}] in update",
         )
     if not bool((whole[0] != _numbers(0)).all()):
         raise _refused(
             settings,
-            "leaves weights as they are: update changes them in place",
+            "must change the weights in place; update leaves them unchanged",
             "weight.sub_(lr * step)",
         )
     if any(not torch.equal(a, b) for a, b in zip(whole, again, strict=True)):
         raise _refused(
-            settings, "gives another result each time", "an update without random numbers"
+            settings,
+            "must give the same result each time it is called with the same arguments",
+            "an update without random numbers",
         )
     if any(not torch.allclose(a, b, rtol=1e-9, atol=0) for a, b in zip(whole, pieces, strict=True)):
         raise _refused(
             settings,
-            "gives another result where a weight comes in two pieces, as other grids and ZeRO-1 "
-            "have it",
+            "must give the same result for a weight in two pieces, as other grids and ZeRO have it",
             "an update of each element by itself, without norms or means",
         )
 
@@ -128,7 +129,7 @@ def _tried(rule: UpdateRule, settings: OptimConfig, cut: list[int]) -> list[Tens
             if {name: x.data_ptr() for name, x in state.items()} != given:
                 raise _refused(
                     settings,
-                    "puts other tensors into its state, which are lost",
+                    "must change its state in place; a tensor put into the dict is lost",
                     "state[name].copy_(new)",
                 )
     return [weight, *states.values()]
@@ -141,7 +142,9 @@ def _call(rule: UpdateRule, settings: OptimConfig, tensors: tuple[Any, ...], ste
         raise _refused(settings, "must define update", _SIGNATURE) from None
     except KeyError as error:
         raise _refused(
-            settings, f"uses a state {error} that it does not name", f"state_names = ({error},)"
+            settings,
+            f"uses the state {error}, which state_names does not have",
+            f"state_names = ({error},)",
         ) from None
     except TypeError as error:
         raise _refused(settings, f"cannot be called ({error})", _SIGNATURE) from None

@@ -147,14 +147,14 @@ def _checked(schedule: Callable[[int], float], step: int) -> float:
         number = -1.0
     if not (isfinite(number) and number >= 0):
         rule = (
-            f"must return a finite number that is not negative; it returns {rate!r} for step {step}"
+            f"must return a finite number that is not negative; for step {step} it returned "
+            f"{rate!r}"
         )
         raise config_error("lr_schedule", schedule, rule, "lambda step: 1e-3 * 0.99**step")
     if again != rate:
         rule = (
-            "must return the same number whenever it is called with the same step; for step "
-            f"{step} it returns "
-            f"{rate!r} and then {again!r}"
+            f"must return the same number each time for the same step; for step {step} it "
+            f"returned {rate!r}, then {again!r}"
         )
         raise config_error("lr_schedule", schedule, rule, "lambda step: 1e-3 * 0.99**step")
     return number

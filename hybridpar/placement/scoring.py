@@ -72,7 +72,7 @@ def problems(workload: Workload, devices: Ints) -> list[Problem]:
             Problem(
                 "device",
                 int(devices[v]),
-                f"of node {w.ids[v]} is not there",
+                f"of node {w.ids[v]} does not exist",
                 f"0 to {k + w.num_cpus - 1}",
             )
         ]
@@ -102,8 +102,8 @@ def problems(workload: Workload, devices: Ints) -> list[Problem]:
                 Problem(
                     "device",
                     int(devices[v]),
-                    f"of node {w.ids[v]} is not that of node {w.ids[u]}, which "
-                    f"has the same colour class {colour}",
+                    f"of node {w.ids[v]} must match the device of node {w.ids[u]}, which has "
+                    f"the same colour class {colour}",
                     str(int(devices[u])),
                 )
             )

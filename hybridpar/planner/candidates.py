@@ -162,7 +162,7 @@ def batch_size(config: Config, request: Request) -> int:
         raise config_error(
             "batch_size",
             request.batch_size,
-            "must be positive, or 0 for the configuration's",
+            "must be positive, or 0 to keep the configuration's batch size",
             str(own),
         )
     return request.batch_size or own

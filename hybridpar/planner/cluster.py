@@ -137,7 +137,7 @@ def read_cluster(path: Path) -> Cluster:
         and all(isinstance(table, dict) for table in document.values())
         and not set(document) & set(_KEYS)
     ):
-        rule = f"is no description of a cluster: it has none of the keys {', '.join(_KEYS)}"
+        rule = f"not a description of a cluster: it has none of the keys {', '.join(_KEYS)}"
         raise config_error("cluster", str(path), rule, "the example in docs/clusters.md")
     try:
         return _cluster(document)
@@ -205,11 +205,11 @@ def _wrong_count(
     per = document["devices_per_server"]
     if number > 1 and "outer" not in document:
         yield Problem(
-            "outer", None, f"joins the {number} servers, so there must be one", _USUAL["outer"]
+            "outer", None, f"missing: names the link between the {number} servers", _USUAL["outer"]
         )
     if number * per <= _MOST_DEVICES:
         return
-    rule = f"are {number * per} devices; there may be {_MOST_DEVICES}"
+    rule = f"must give at most {_MOST_DEVICES} devices in all; this gives {number * per}"
     if number <= _MOST_DEVICES:
         yield Problem("devices_per_server", per, rule, str(_MOST_DEVICES // number))
     else:
@@ -223,7 +223,7 @@ def _tables(
     """Yield what is wrong with the tables of an array."""
     for i, table in enumerate(tables):
         if not isinstance(table, dict):
-            yield Problem(f"{name}[{i}]", table, "is no table", _USUAL[name].strip("[]"))
+            yield Problem(f"{name}[{i}]", table, "must be a table", _USUAL[name].strip("[]"))
             continue
         where = f"{name}[{i}]."
         found = [*_problems(where, table, known, needed)]
@@ -260,14 +260,14 @@ def _problems(
             yield Problem(
                 f"{where}{key}",
                 value,
-                f"is not known here; there are {', '.join(known)}",
+                f"unknown key. Keys: {', '.join(known)}",
                 near or "without it",
                 is_guess=bool(near),
             )
             continue
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
-            yield Problem(f"{where}{key}", value, "is of the wrong type", _USUAL[key])
+            yield Problem(f"{where}{key}", value, "has the wrong type", _USUAL[key])
         elif kinds is bool:
             continue
         elif (
@@ -279,7 +279,7 @@ def _problems(
         elif key == "latency_us" and not 0 <= value <= _MOST:
             yield Problem(f"{where}{key}", value, "must not be negative, or too large", _USUAL[key])
         elif key in ("share", "matmul_share", "stragglers") and value > 1:
-            yield Problem(f"{where}{key}", value, "is a share, so at most 1", _USUAL[key])
+            yield Problem(f"{where}{key}", value, "must be at most 1", _USUAL[key])
     misspelled = {_meant(key, table, known) for key in table if key not in known}
     for key in needed:
         if key not in table and key not in misspelled:
@@ -306,9 +306,7 @@ def _device(given: str | Mapping[str, Any], where: str) -> Device:
     ]:
         raise ConfigError(*found)
     if GIB * given["memory_gib"] <= RESERVED:
-        rule = (
-            f"must be above {RESERVED / GIB}, which an accelerator's context and communicators take"
-        )
+        rule = f"must be above {RESERVED / GIB}, which a GPU's context and communicators take"
         raise config_error(f"{where}.memory_gib", given["memory_gib"], rule, _USUAL["memory_gib"])
     return Device(
         given.get("name", "own device"),
@@ -368,7 +366,10 @@ def machine_of(
     """
     if num_devices > cluster.num_devices:
         raise config_error(
-            "ranks", num_devices, f"the cluster has {cluster.num_devices}", str(cluster.num_devices)
+            "ranks",
+            num_devices,
+            f"must be at most {cluster.num_devices}, the number of devices in the cluster",
+            str(cluster.num_devices),
         )
     assert len(others) == len(cluster.others), "a profile for each kind of device"
     counts = [servers * cluster.devices_per_server for servers, _ in cluster.others]
@@ -404,7 +405,11 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
     number = num_devices or most
     if number > most and hardware.cores == 0:
         raise config_error(
-            "ranks", number, f"the profile is of {most}; give a --cluster", str(most)
+            "ranks",
+            number,
+            f"must be at most {most}, the number of ranks in the profile, unless a --cluster is "
+            f"given",
+            str(most),
         )
     per = (
         hardware.devices_per_host if hardware.hosts > 1 else max(hardware.devices_per_host, number)
@@ -417,12 +422,15 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
         raise config_error(
             "profile",
             "no links",
-            f"was made with one rank, so it cannot plan for {number}",
-            "profile with as many ranks, or give a --cluster",
+            f"was measured with one rank, so it has no links to plan {number} ranks with",
+            f"hybridpar profile with {number} ranks, or a --cluster",
         )
     if number > per and outer is None:
         raise config_error(
-            "ranks", number, f"nothing is known of links beyond {per} devices", str(per)
+            "ranks",
+            number,
+            f"must be at most {per}, as the profile has no links between more devices",
+            str(per),
         )
     memory = hardware.memory * hardware.devices_per_host / per
     return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
@@ -440,7 +448,7 @@ def estimate(
         raise config_error(
             "train.dtype",
             config.train.dtype,
-            "estimates are of bf16 and fp16 only; measured profiles of all",
+            "estimated profiles support bf16 and fp16 only; measured profiles support every dtype",
             "bf16",
         )
     device = cluster.device

@@ -224,14 +224,14 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
             yield Problem(
                 field,
                 values[field][0],
-                f"has known costs on CPUs alone, and this is {machine.device.type}",
+                f"has known costs on CPUs only; this machine has {machine.device.type}",
                 values[field][1],
             )
     if memory.host_optimizer and config.optim.name not in HOSTED:
         yield Problem(
             "optim.name",
             config.optim.name,
-            f"has no estimated costs with memory.host_optimizer, of which {', '.join(HOSTED)} have",
+            f"has no estimated costs with memory.host_optimizer; {', '.join(HOSTED)} have",
             HOSTED[0],
         )
     if memory.host_optimizer and not (speeds.updated and speeds.copied):

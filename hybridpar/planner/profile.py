@@ -176,13 +176,16 @@ class Profile:
         """
         if not (sizes := self.micro_batches(tp)):
             known = ", ".join(map(str, self.tp_degrees))
-            raise config_error("parallel.tp", tp, f"the profile has tp degrees {known} only", known)
+            raise config_error(
+                "parallel.tp", tp, f"the profile has only the tp degrees {known}", known
+            )
         if (kind, tp, sizes[0]) not in self.blocks:
             raise config_error(
                 "profile",
                 kind,
-                "is a kind of block that it does not have: the model has changed since",
-                "hybridpar profile, once more",
+                "the profile does not have this kind of block: the model has changed since it "
+                "was made",
+                "running hybridpar profile again",
             )
         if b in sizes:
             return self.blocks[kind, tp, b]
@@ -249,7 +252,7 @@ def check_settings(profile: Profile, config: Config) -> None:
                 "sequence",
                 False,
             ):  # of which the rest follows: sequence.py
-                rule = f"the profile was made with {before!r}"
+                rule = f"does not match the profile, which was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
     if problems:
         raise ConfigError(*problems)

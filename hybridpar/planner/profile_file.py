@@ -154,7 +154,7 @@ class _Document:
 def _profile(document: Any) -> Profile:
     """Raises: ValueError, TypeError or AssertionError where the document is no profile."""
     if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
-        raise ValueError(f"format is {shown(found)}, not {FORMAT!r}: profile the machine again")
+        raise ValueError(f"format is {shown(found)}, not {FORMAT!r}; run hybridpar profile again")
     read: _Document = from_plain(_Document, document, "profile")
     blocks: dict[Key, BlockCost] = {}
     for i, (row, given) in enumerate(zip(read.blocks, document["blocks"], strict=True)):
@@ -178,8 +178,8 @@ def _profile(document: Any) -> Profile:
     }
     if len(calls) > len({key[:2] for key in calls}):
         raise ValueError(
-            "blocks of one kind and tp degree must have equally many messages at every micro-batch "
-            "size"
+            "blocks of one kind and tp degree must have the same number of messages at every "
+            "micro-batch size"
         )
     return Profile(
         read.hardware,

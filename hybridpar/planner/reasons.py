@@ -50,7 +50,10 @@ def nothing_to_try(config: Config, machine: Machine, request: Request) -> Config
     kept = " ".join(f"{axis}={size}" for axis, size in keep.items()) or "any grid"
     if keep.get("pp", 1) > (blocks := config.model.num_blocks):
         return config_error(
-            "parallel.pp", keep["pp"], f"the model has only {blocks} blocks", str(blocks)
+            "parallel.pp",
+            keep["pp"],
+            f"must be at most {blocks}, the number of the model's blocks",
+            str(blocks),
         )
     if keep.get("tp", 1) > (heads := config.model.max_tp):
         return config_error(
@@ -61,15 +64,15 @@ def nothing_to_try(config: Config, machine: Machine, request: Request) -> Config
         return config_error(
             "batch_size",
             batch,
-            f"no grid of {number} devices with {kept} divides it into micro-batches of the "
-            f"profiled sizes {profile.micro_batches(profile.tp_degrees[0])} that the schedule can "
-            "run",
+            f"no grid of {number} devices with {kept} divides this batch into micro-batches of "
+            f"the profiled sizes {profile.micro_batches(profile.tp_degrees[0])} in a number "
+            f"that the schedule can run",
             str(max(batch, number) * 2),
         )
     fixed = math.prod(keep.values())
     return config_error(
         "ranks",
         number,
-        f"no grid with {kept} has so many (tp degrees: {profile.tp_degrees})",
+        f"no grid with {kept} has this many ranks (tp degrees: {profile.tp_degrees})",
         str(max(number // fixed, 1) * fixed),
     )

@@ -88,7 +88,8 @@ def check_size(config: Config) -> None:
             raise config_error(
                 field,
                 number,
-                f"there are {number} {what}, and memory is predicted for at most {most}",
+                f"too large for a prediction: there are {number} {what}, and at most {most} are "
+                f"supported",
                 str(most),
             )
 

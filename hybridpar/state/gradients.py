@@ -276,9 +276,8 @@ class _Report:
     def _store(self, gradient: Tensor) -> None:
         if not gradient.is_sparse and self.name in self.owner.factored:
             rule = (
-                f"requires the gradient of {self.name} as factors, and a block computes with this "
-                "weight outside "
-                "its layer's forward"
+                f"requires the gradient of {self.name} as factors, but a block uses this "
+                f"weight outside its layer's forward"
             )
             other = other_gradients(lambda row: not row.takes_factors)
             raise config_error("compression.gradients", self.owner.method, rule, other)

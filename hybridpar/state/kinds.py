@@ -377,7 +377,7 @@ def saved_kind(name: str) -> type[StateKind]:
     for kind in KINDS:
         if kind.saved and kind.name == name:
             return kind
-    raise ValueError(f"{name!r} is no kind of state")
+    raise ValueError(f"{name!r} is not a kind of state")
 
 
 def parse_key(key: str) -> tuple[type[StateKind], str, str]:
@@ -388,4 +388,4 @@ def parse_key(key: str) -> tuple[type[StateKind], str, str]:
         kind = saved_kind(name)
         return kind, *kind.parse(rest)
     except ValueError:
-        raise ValueError(f"{key!r} is no tensor of a checkpoint") from None
+        raise ValueError(f"{key!r} is not the name of a checkpoint's tensor") from None

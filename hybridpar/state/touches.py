@@ -104,7 +104,7 @@ class Touches:
     def require(self, budget: int) -> None:
         """Raises: ConfigError if a budget is too small for any plan."""
         if (least := self.least_budget()) > budget:
-            rule = f"must hold what one part of this rank needs at a time: {least} bytes"
+            rule = f"too small: one segment of this rank needs {least} bytes at a time"
             raise config_error("memory.budget", budget, rule, str(least))
 
     def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:

@@ -98,18 +98,18 @@ def _parse(document: dict[str, Any]) -> Bundle:
     start = read("start", Annotated[int, Within(0, step - 1)])
     checkpoint = read("checkpoint", Annotated[int | None, Within(0, start)])
     if checkpoint is None and start:
-        raise ValueError("it starts with no checkpoint behind the first step")
+        raise ValueError("it starts after the first step without a checkpoint")
     losses = read("losses", Annotated[dict[str, float | None], FINITE])
     if set(losses) != set(config.model.losses):
         raise ValueError(f"its losses are not {', '.join(config.model.losses)}")
     samples = span(document.get("samples"), "samples", _MOST_SAMPLES)
     if samples[1] - samples[0] != config.global_batch_size:
-        raise ValueError(f"its samples are not a batch of {config.global_batch_size}")
+        raise ValueError(f"its samples are not one batch of {config.global_batch_size}")
     versions = read("versions", Annotated[tuple[tuple[int, ...], ...], Within(0, step)])
     norms = read("stage_norms", Annotated[tuple[float | None, ...], FINITE])
     stages = parallel.pp * config.pipeline.num_virtual_stages
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
-        raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
+        raise ValueError(f"it does not have {stages} stages on {parallel.pp} ranks")
     numbers: dict[str, Any] = {
         name: _number(read(name, Annotated[float | None, FINITE]))
         for name in ("grad_norm", "lr", "loss_scale")

@@ -115,8 +115,8 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
         raise config_error(
             "step",
             step,
-            f"settings changed after step {change} ({run_folder.CHANGES}), whose "
-            "checkpoint is not there any more",
+            f"settings changed after step {change} ({run_folder.CHANGES}), whose checkpoint has "
+            f"been removed",
             "a larger checkpoint.keep next time",
         )
     root = folder / run_folder.CHECKPOINTS
@@ -129,8 +129,8 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
         raise config_error(
             "step",
             step,
-            f"settings changed after step {later} ({run_folder.CHANGES}), and no "
-            "checkpoint between has those of before",
+            f"settings changed after step {later} ({run_folder.CHANGES}), and no checkpoint "
+            f"between the two is left",
             "a larger checkpoint.keep next time",
         )
     row = rows.get(start, {"settings": {}, "corpus": ["", ""]})

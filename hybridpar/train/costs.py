@@ -141,7 +141,7 @@ def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
     if not os.path.lexists(path):
         if path.parent.is_dir():
             raise config_error(
-                "run", str(path.parent), f"has no {path.name}: that is measured as a run trains"
+                "run", str(path.parent), f"has no {path.name}, which a run measures while it trains"
             )
         raise config_error(
             "run", str(path.parent), "does not exist", runs_near(path.parent) or "runs/NAME"
@@ -176,7 +176,8 @@ def _run_costs(document: Any) -> RunCosts:
     """Raises: ValueError, ConfigError."""
     if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
         raise ValueError(
-            f"format is {shown(found)}, not {FORMAT!r}: a run writes the file anew as it trains on"
+            f"format is {shown(found)}, not {FORMAT!r}; a run rewrites the file when it "
+            f"continues to train"
         )
     read: _Document = from_plain(_Document, document, "it")
     sizes = read.sizes
@@ -237,7 +238,7 @@ def _check_row(place: str, cost: float | Sequence[float], size: int | None = Non
     if not isinstance(cost, float) and size not in (None, len(cost)):
         raise ValueError(f"{place} has {len(cost)} numbers, not {size}")
     if wrong := [value for value in values if not _TIME.allows(value)]:
-        raise ValueError(f"{place} has {shown(wrong[0])}, which is no length of time")
+        raise ValueError(f"{place} has {shown(wrong[0])}, which is not a duration")
 
 
 # -- what it says

@@ -58,7 +58,8 @@ def require_equal_settings(config: Config, job: Job) -> None:
         ]
         if apart:
             raise HybridparError(
-                f"{', '.join(apart)}; all ranks need the same version, file and flags"
+                f"{', '.join(apart)}; all ranks must run the same version with the same file "
+                f"and flags"
             )
 
     job.together(compare)
@@ -81,8 +82,8 @@ def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
     def compare() -> None:
         if mine != first:
             rule = (
-                "have other weights or buffers than those of rank 0, and all ranks must start from "
-                "the same"
+                "the weights or buffers differ from those on rank 0; all ranks must start "
+                "from equal weights"
             )
             raise config_error(
                 "modules", "..", rule, "torch.manual_seed(0) before the modules are made"
@@ -102,17 +103,15 @@ def require_equal_data(data: Data, job: Job) -> None:
     def compare() -> None:
         if list(mine) != list(first):
             raise DataError(
-                f"the data are {', '.join(mine)} here and {', '.join(first)} on rank 0: all ranks "
-                "need the "
-                "same validation sets, in the same order"
+                f"the data sets are {', '.join(mine)} here and {', '.join(first)} on rank 0: "
+                f"all ranks must have the same validation sets, in the same order"
             )
         for part, fingerprint in mine.items():
             if fingerprint != first[part]:
                 raise DataError(
-                    f"the samples of {part} differ from those of rank 0 (fingerprint "
-                    f"{fingerprint}, there "
-                    f"{first[part]}): data.corpus must hold the same, and be cut alike, on all "
-                    "machines"
+                    f"the samples of {part} do not match rank 0's (fingerprint {fingerprint}, "
+                    f"on rank 0 {first[part]}): data.corpus and data.split must be the same on "
+                    f"all machines"
                 )
 
     job.together(compare)
@@ -134,10 +133,9 @@ def require_equal_plans(engine: Engine) -> None:
         other, its_digest = first.setdefault(where, (rank, digest))
         if digest != its_digest:
             raise SetupError(
-                f"ranks {other} and {rank} are replicas of each other and have different plans, so "
-                "their collectives "
-                "would not meet: their memory.budget must be equal, and they must have the same "
-                "code"
+                f"ranks {other} and {rank} are replicas of each other but have different plans, "
+                f"so their collectives would not match: they must have the same memory.budget "
+                f"and run the same code"
             )
 
 

@@ -87,13 +87,12 @@ def describe_failure(
             "less"
         )
         return RankError(
-            f"{who} is out of memory{situation}: {said}; {less}, and `hybridpar check` says how "
-            "much"
+            f"{who} is out of memory{situation}: {said}; {less}. `hybridpar check` predicts how "
+            f"much a run needs"
         )
     if lacks_threads(error):
         return RankError(
-            f"{who} cannot start a thread{situation}: it is out of memory, or may have no more "
-            "threads "
-            "(ulimit -u, pids.max)"
+            f"{who} cannot start a thread{situation}: it is out of memory, or has reached its "
+            f"limit of threads (ulimit -u, pids.max)"
         )
     return RankError(f"{who} failed{situation}:\n{trace_from_users_code(error)}")

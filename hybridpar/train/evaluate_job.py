@@ -103,7 +103,7 @@ def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, Any]:
         raise config_error(
             "datasets",
             "valid",
-            "is missing: there are no samples to evaluate on",
+            "missing: evaluation needs samples",
             'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}',
         )
     flight.phase("evaluating", engine.config.faults.start_timeout_s)

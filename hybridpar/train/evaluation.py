@@ -69,9 +69,10 @@ def require_best_set(config: Config, sets: Mapping[str, Any]) -> None:
     if best and best not in sets:
         named = [f'"{name}"' for name in sets if name]
         rule = (
-            f"must be the name of a validation set, and these are {', '.join(named)}"
+            f"must be the name of a validation set: {', '.join(named)}"
             if named
-            else "must be the name of a validation set, and no set has one (data.valid_sets)"
+            else "must be the name of a validation set, and this run's only set has no name "
+            "(data.valid_sets gives names)"
         )
         raise config_error("checkpoint.best_by", best, rule, named[0] if named else '""')
 

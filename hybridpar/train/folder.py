@@ -146,9 +146,8 @@ def with_kept_batch(config: Config) -> Config:
     kept = replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
     if found := problems(kept, config.parallel.num_ranks):
         rule = (
-            f"the run in {folder} has batches of {samples} samples, so the number of micro-batches "
-            f"is {number} "
-            f"here, not {config.pipeline.num_microbatches}; "
+            f"the run in {folder} has batches of {samples} samples, which takes {number} "
+            f"micro-batches here; "
         )
         raise ConfigError(
             *(replace(one, rule=rule + one.rule, suggestion=_other_batch(config)) for one in found)
@@ -159,9 +158,8 @@ def with_kept_batch(config: Config) -> Config:
 def _other_batch(config: Config) -> str:
     """The setting that lets a run go on with another batch."""
     return (
-        'train.continue_with = ["pipeline.num_microbatches"] for batches of '
-        f"{config.global_batch_size} samples "
-        "from here on, or the grid and schedule that the run had"
+        f'train.continue_with = ["pipeline.num_microbatches"] to continue with batches of '
+        f"{config.global_batch_size} samples, or the grid and schedule that the run had"
     )
 
 
@@ -201,7 +199,7 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         if not has_begun:
             return 0, []
         raise CheckpointError(
-            f"{path} cannot be understood ({error}); choose another run.name"
+            f"{path} not a valid configuration ({error}); choose another run.name"
         ) from None
     if has_begun:
         check_compatible(before, config, folder)
@@ -478,9 +476,9 @@ def _find(mark: Path) -> None:
     while not os.path.exists(mark):
         if time.monotonic() > end:
             rule = (
-                "is no folder that this machine shares with rank 0, which has "
-                f"{mark.parent.name}/{mark.name} in "
-                "it: all machines write their parts of a checkpoint there"
+                f"must be a folder that this machine shares with rank 0 (rank 0's has "
+                f"{mark.parent.name}/{mark.name} in it): all machines write their part of a "
+                f"checkpoint there"
             )
             raise config_error(
                 "run.dir", str(mark.parent.parent), rule, "a folder on a shared file system"

@@ -35,9 +35,9 @@ def run_forked(config: Config, action: Action) -> Any:
     """
     if config.train.device != "cpu" and torch.cuda.is_initialized():
         rule = (
-            "needs GPUs in the processes that are started for the grid, which are forks of this "
-            "one, and this one "
-            "uses a GPU already. Start the program with torchrun, or let it use no GPU before"
+            "not supported here: this program uses a GPU already, and the ranks are forks of "
+            "it, which cannot use CUDA then. Start the program with torchrun, or use no GPU "
+            "before training"
         )
         raise config_error("train.device", config.train.device, rule, "cpu")
     with scratch_folder() as folder:

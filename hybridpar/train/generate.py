@@ -98,7 +98,8 @@ class Generator:
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not os.path.lexists(tokenizer):
             raise CheckpointError(
-                f"{tokenizer}: is missing; the corpus came without one, so put it there"
+                f"{tokenizer}: missing, as the corpus came without a tokenizer; put the "
+                f"tokenizer.json there"
             )
         loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
@@ -168,9 +169,7 @@ class Generator:
             chosen, world, world.size - self.decoder.grid.tp.size
         ).tolist()
         if min(tokens) < 0:
-            raise CheckpointError(
-                "the model's logits are not finite: nothing can be sampled from them"
-            )
+            raise CheckpointError("the model's logits are not finite, so no token can be sampled")
         return tokens
 
 

@@ -91,9 +91,8 @@ class Host:
         )
         if self.number == 0:
             return (
-                f"{line}: start the same line there with NODE_RANK=1 to {self.count - 1}; this "
-                "address and port "
-                "must lead here from there"
+                f"{line}: start the same command on each of them, with NODE_RANK=1 to "
+                f"{self.count - 1}; from there, this address and port must reach this host"
             )
         return f"{line}: {self._probe()}"
 
@@ -102,15 +101,18 @@ class Host:
         try:
             socket.create_connection((self.address, self.port), _PROBE_S).close()
         except socket.gaierror as error:
-            return f"MASTER_ADDR names no host that this one knows ({error.strerror})"
+            return (
+                f"MASTER_ADDR is not the name of a host that this one can resolve "
+                f"({error.strerror})"
+            )
         except OSError as error:
             why = error.strerror or str(error)
             return (
-                f"it cannot be reached ({why}): is its line started, with NODE_RANK=0, are "
-                "MASTER_ADDR and "
-                "MASTER_PORT right, and do firewalls let all TCP ports through?"
+                f"it cannot be reached ({why}). Check that its command runs, with "
+                f"NODE_RANK=0, that MASTER_ADDR and MASTER_PORT are right, and that firewalls "
+                f"allow all TCP ports"
             )
-        return "it is there, and waits for other hosts, too"
+        return "it is up, and waits for other hosts too"
 
 
 class HostAgent(RankAgent):

@@ -292,9 +292,9 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         return {}, ""
     except (OSError, ValueError) as error:
         return {}, (
-            f"{path} cannot be read ({error}): kernels are timed again, and may compute other bits "
-            "than "
-            "before. To keep the bits, put a copy of the earlier file there and start again"
+            f"{path} cannot be read ({error}): kernels are timed again, so results may differ "
+            f"in rounding from the run's earlier steps. To keep them equal to the bit, restore "
+            f"the earlier file and start again"
         )
     return {kind: _as_json(entries) for kind, entries in known.items()}, ""
 

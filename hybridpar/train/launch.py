@@ -98,7 +98,7 @@ class Job:
             raise config_error(
                 "RANK",
                 "",
-                f"must be set in the environment, as WORLD_SIZE is {launch.world_size}",
+                f"this environment variable must be set with WORLD_SIZE = {launch.world_size}",
                 "0",
             )
         where = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
@@ -119,9 +119,9 @@ class Job:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
             raise RankError(
-                f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT "
-                "must be "
-                "set as torchrun does, to a host of the job and a port that is free there"
+                f"rank {launch.rank} cannot reach the other ranks: {error}; MASTER_ADDR and "
+                f"MASTER_PORT must be set, as torchrun sets them, to a host of the job and a "
+                f"free port on it"
             ) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
@@ -214,7 +214,8 @@ class Job:
         _raise_if_ended(lobby)
         if store.check([_HELLOS]) and lobby.add(_HELLOS, 0) > int(store.get(_HELLOS)):
             raise LostContactError(
-                f"rank {self.launch.rank} lost contact with ranks that have been started again"
+                f"rank {self.launch.rank} lost contact with the other ranks, which have been "
+                f"restarted"
             )
 
     def require_addresses(self, backend: str) -> None:
@@ -410,8 +411,8 @@ def _value(store: dist.Store, key: str) -> Any:
         return parse_json(store.get(key))
     except ValueError:
         raise HybridparError(
-            f"the launcher's store holds no JSON under {key}: another program has written into it. "
-            "Start the job again, on a machine whose users you trust"
+            f"the launcher's store has no valid JSON under {key}: another program has written "
+            f"into it. Start the job again on a machine whose users you trust"
         ) from None
 
 
@@ -432,14 +433,13 @@ def _require_address(interface: str, several_hosts: bool) -> None:
     for name in interface.split(",") if interface else ():
         if name.partition(":")[0] not in (*there, "lo"):  # eth0:1 is a second address of eth0
             raise config_error(
-                "GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1]
+                "GLOO_SOCKET_IFNAME", interface, f"unknown network interface; {found}", *there[:1]
             )
     address = sockets.own_address() if several_hosts and not interface else ""
     if address and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         rule = (
-            "must name the interface that leads to the other hosts, as the host's name leads to "
-            f"{address}, "
-            f"where they do not find it; {found}"
+            f"must name the network interface that leads to the other hosts: this host's own "
+            f"name resolves to {address}, which other hosts cannot reach; {found}"
         )
         raise config_error("GLOO_SOCKET_IFNAME", "", rule, *there[:1])
 
@@ -465,7 +465,10 @@ def choose_device(
         torch.cuda.set_device(device)
         return device
     if config.device == "cuda":
-        rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
+        rule = (
+            f"requires one GPU per process; this machine has {gpus} GPUs for "
+            f"{launch.local_world_size} processes"
+        )
         raise config_error(
             "train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu"
         )

@@ -208,7 +208,7 @@ def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data
         raise config_error(
             "train.eval_interval",
             config.train.eval_interval,
-            f"needs samples that are held out, and {config.model.kind} has none",
+            f"requires validation samples, and {config.model.kind} has none",
             "0",
         )
     require_best_set(config, data.valid)

@@ -142,9 +142,8 @@ class OffloadRoom:
                     Problem(
                         "memory.offload_activations",
                         list(numbers) if isinstance(numbers, tuple) else numbers,
-                        "activations that leave a GPU wait in pinned memory of its host, and a "
-                        "host of this run has too little "
-                        "left",
+                        "a host of this run has too little memory: activations offloaded from a "
+                        "GPU wait in the host's pinned memory",
                         str(most if any(most) else 0),
                     )
                 )

@@ -157,7 +157,7 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
     for section, keys in _MATTERS.items():
         for key in keys or now[section]:
             if (value := now[section][key]) != (measured := before[section].get(key)):
-                rule = f"what {folder} has measured is with {measured!r}"
+                rule = f"does not match {folder}, which was measured with {measured!r}"
                 raise config_error(f"{section}.{key}", value, rule, str(measured))
     return run
 

@@ -113,6 +113,8 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
         "mfu": f"MFU {100 * row['mfu']:.1f} %",
         "memory": f"{row['memory_mib']:,.0f} MiB",
     }
+    if parts["mfu"] == "MFU 0.0 %":  # a tiny model on a fast machine
+        del parts["mfu"]
     if "sent_gb_a_day" in row:
         parts["data"] = a_day(1e9 * row["sent_gb_a_day"], 1e9 * row["received_gb_a_day"])
     if row.get("skipped"):

@@ -188,8 +188,8 @@ class AnomalyHandler:
         )
         if back not in saved:
             raise CheckpointError(
-                f"step {step}: {anomaly.what}; {self._checkpoints} has no checkpoint to roll back "
-                "to"
+                f"step {step}: {anomaly.what}; {self._checkpoints} has no checkpoint to roll "
+                f"back to"
             )
         self._last_rollback = back, self._engine.batches_done
         self._skipped = [s for s in self._skipped if s > self._engine.batches_done]

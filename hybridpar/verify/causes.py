@@ -1,8 +1,8 @@
-"""Likely reasons why a grid is not the same training as one process: what differs first, and what
-each block does.
+"""Likely reasons why a grid does not train like one process, from what differs first and from each
+block's behaviour.
 
-The blocks of a custom model are run in this process, on two samples: twice, together, and one
-sample at a time.
+The blocks of a custom model are run in this process on two samples: twice, together, and one sample
+at a time.
 """
 
 from __future__ import annotations
@@ -23,33 +23,29 @@ from hybridpar.nn.placement import named_placements
 from hybridpar.random import RandomKey
 
 _KINDS = {
-    "replicas": "ranks that hold the same parameter have other values of it: they got other "
-    "gradients. Something "
-    "depends on the rank, or a layer over tp lacks a collective",
-    "init": "it starts from other values: its constructor draws from another generator than "
-    "torch's default one "
-    "(numpy, random), or depends on the rank or the time",
-    "loss": "the forward differs: it draws random numbers of its own, keeps something from call to "
-    "call, depends on "
-    "the rank, or its loss is not a sum over samples divided by the whole batch",
-    "grad_norm": "the losses agree and gradients do not: a backward of your own, or a layer over "
-    "tp that lacks a "
+    "replicas": "ranks that hold the same parameter have different values of it, because they "
+    "got different gradients. Something depends on the rank, or a tensor-parallel layer lacks a "
     "collective",
-    "gradient": "the losses agree and this gradient does not: a backward of your own, a layer over "
-    "tp that lacks a "
-    "collective, or a parameter whose gradient is a partial sum and is not declared so "
-    "(Placement.partial)",
-    "weight": "the gradients agree and the update does not: an update rule that depends on which "
-    "part of a parameter a "
-    "rank has, or on state of its own",
+    "init": "it starts from different values: its constructor draws from a generator other than "
+    "torch's default one (numpy, random), or depends on the rank or the time",
+    "loss": "the forward differs: it draws its own random numbers, keeps state between calls, "
+    "depends on the rank, or its loss is not a sum over samples divided by the size of the "
+    "global batch",
+    "grad_norm": "the losses agree but the gradients do not: check custom backward functions, "
+    "and tensor-parallel layers for a missing collective",
+    "gradient": "the losses agree but this gradient does not: check custom backward functions, "
+    "tensor-parallel layers for a missing collective, and parameters whose gradient is a "
+    "partial sum but is not declared as one (Placement.partial)",
+    "weight": "the gradients agree but the update does not: an update rule depends on which "
+    "shard of a parameter a rank has, or keeps state outside of state_names",
 }
-"""The reason that each kind of first difference speaks for."""
+"""The likely reason for each kind of first difference."""
 _EQUAL = 1e-9
 
 
 def likely_causes(config: Config, what: str) -> list[str]:
-    """Return the reasons that speak for a first difference of kind `what`: of blocks if one is at
-    fault, else of the kind."""
+    """Return likely reasons for a first difference of kind `what`: from the blocks if one is at
+    fault, else from the kind."""
     found = []
     if config.model.spec:  # blocks of the user's
         try:
@@ -88,9 +84,8 @@ def _at_fault(model: ModelSpec, seed: int) -> Iterator[str]:
         alone = [block(_sample(x, i), _sample(batch, i), key) for i, key in enumerate(keys)]
         if not _is_equal(out, block(x, batch, keys[0])):
             yield (
-                f"{name} returns other values when it is called again with the same input: it "
-                "draws random numbers "
-                "(numpy, random), or keeps something from call to call"
+                f"{name} returns different values when it is called again with the same input: "
+                f"it draws random numbers (numpy, random), or keeps state between calls"
             )
         elif number == model.num_blocks - 1:
             if not _is_equal(out, {loss: alone[0][loss] + alone[1][loss] for loss in out}):
@@ -101,15 +96,14 @@ def _at_fault(model: ModelSpec, seed: int) -> Iterator[str]:
                 )
         elif not _is_equal(out, _joined(alone)):
             yield (
-                f"{name} returns other values for a sample if other samples are in the "
-                "micro-batch: it mixes "
-                "samples, so the size of micro-batches matters"
+                f"{name} returns different values for a sample if the micro-batch has other "
+                f"samples: it mixes samples, so results depend on the micro-batch size"
             )
         x = out
 
 
 def _sample(value: Any, number: int) -> Any:
-    """Sample `number` of tensors whose first dimension is samples."""
+    """Return sample `number` of tensors whose first dimension is samples."""
     if isinstance(value, dict):
         return {name: _sample(one, number) for name, one in value.items()}
     return value[number : number + 1] if isinstance(value, Tensor) and value.dim() else value

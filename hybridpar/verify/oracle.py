@@ -1,9 +1,9 @@
-"""The training that a grid is compared with: one process, float64, plain autograd, no engine, no
-flat buffers.
+"""The reference training that a grid is compared with: one process, float64, plain autograd, no
+engine, no flat buffers.
 
 It keeps every version of the weights; each micro-batch runs on the version that the schedule's rule
 gives it, stage by stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient
-oracle. The update rules are in rules.py, what messages between stages lose in boundaries.py.
+oracle. The update rules are in rules.py, losses of compressed links in boundaries.py.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.rules import Tensors, build_rule
 
 GRADIENT_FLOOR = 1e-3
-"""A gradient is compared relative to its largest element, or to this share of the norm of all if
+"""A gradient is compared relative to its largest element, or to this share of the global norm if
 that is larger."""
 TOLERANCE = 1e-9
-"""Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term
-by 1e-5 or more."""
+"""Largest relative difference in float64: sums in another order differ by about 1e-13, a wrong
+term by 1e-5 or more."""
 NOISE = TOLERANCE * GRADIENT_FLOOR
-"""Share of the norm of all gradients up to which an element of a gradient cannot be told from
+"""Share of the global gradient norm up to which an element of a gradient cannot be told from
 zero."""
 
 
 @dataclass
 class OracleStep:
-    """One batch: summed loss, metrics, global gradient norm before clipping, unclipped gradients of
-    what is trained, and all weights after the update."""
+    """One batch: summed loss, metrics, global gradient norm before clipping, unclipped gradients
+    of trained parameters, and all weights after the update."""
 
     loss: float
     metrics: dict[str, float]
@@ -54,13 +54,17 @@ class OracleStep:
 
 @dataclass
 class Oracle:
-    """`version(block, batch, index)`: which weights block number `block` uses for that micro-batch
-    of each replica.
+    """A reference training run.
 
-    `delay(batch)`: how many updates old its gradients are taken to be, for the learning rate.
-    `poisoned`: batches whose gradients become NaN. A batch whose gradient norm is not finite
-    changes nothing: W(t+1) = W(t), and the learning rate of the next update is what its own would
-    have been.
+    Args:
+        version: `version(block, batch, index)` returns the weight version that a block uses for
+            that micro-batch of each replica.
+        delay: `delay(batch)` returns how many updates old its gradients count as, for the learning
+            rate.
+        poisoned: Batches whose gradients become NaN.
+
+    A batch whose gradient norm is not finite changes nothing: W(t+1) = W(t), and the next update
+    has the learning rate that this one would have had.
     """
 
     job: JobPlan
@@ -78,7 +82,7 @@ class Oracle:
     def __post_init__(self) -> None:
         model = self.config.model
         axis = Axis("tp")
-        # blocks are built apart: a tied weight is then several tensors that start equal and must
+        # blocks are built separately: a tied weight is then several tensors that start equal and must
         # stay so
         self.blocks: dict[int, nn.Module] = {}
         for number in range(model.num_blocks):
@@ -120,11 +124,12 @@ class Oracle:
     def step(
         self, batch: int, loader: Loader, replicas: int, measured: Tensors | None = None
     ) -> OracleStep:
-        """Trains on one whole batch; `loader` covers it with num_microbatches * replicas
+        """Train on one global batch, which `loader` covers with num_microbatches * replicas
         micro-batches.
 
-        `measured`: the gradients that a grid computed. The update takes from them the elements that
-        are rounding errors alone, here and there; see `_with_noise_of`.
+        Args:
+            measured: Gradients that a grid computed. The update takes elements from them that are
+                rounding errors in both; see `_with_noise_of`.
         """
         gradients = {
             n: torch.zeros_like(w)
@@ -177,8 +182,8 @@ class Oracle:
         )
 
     def _weight(self, name: str, version: int) -> Tensor:
-        """The weight that micro-batches of this version run on: with prediction, the last update
-        once more on top."""
+        """Return the weight that micro-batches of this version run on. With prediction:
+        extrapolated by the last update."""
         weight = self.history[version][name]
         if (
             self.config.optim.staleness != "prediction"
@@ -216,15 +221,14 @@ class Oracle:
 
 
 def _with_noise_of(measured: Tensors, gradients: Tensors, norm: float) -> Tensors:
-    """Return the gradients with those elements replaced by `measured` that are too small to be told
-    from zero.
+    """Return the gradients, with elements that cannot be told from zero replaced by `measured`.
 
-    A gradient that is zero in exact arithmetic, such as that of a key's bias, is a rounding error,
-    which depends on the order of sums. Adam divides it by its own size or by eps = 1e-8, so a
-    weight that starts at zero consists of amplified rounding errors, and no tolerance relative to
+    A gradient that is zero in exact arithmetic, such as the gradient of a key's bias, is a rounding
+    error, which depends on the order of sums. Adam divides it by its own size or by eps = 1e-8, so
+    a weight that starts at zero consists of amplified rounding errors, and no tolerance relative to
     its size or to the learning rate can hold for every rule. With equal gradients the updated
-    weights must agree to the tolerance as all others do. An element is noise if it is at most NOISE
-    * `norm` in both gradients: such a difference passes in the comparison of gradients, too.
+    weights must agree to the usual tolerance. An element is noise if it is at most NOISE * `norm`
+    in both gradients; such a difference also passes the comparison of gradients.
     """
     limit = NOISE * norm
     return {

@@ -1,12 +1,12 @@
-"""`hybridpar replay`: one step of a run again, in one CPU process, and where its numbers stop being
-finite.
+"""`hybridpar replay`: repeat one step of a run in one CPU process, and find where its numbers stop
+being finite.
 
-The checkpoint before the step is loaded and the steps between are trained again, all stages and
-replicas in one: the micro-batches of the replicas become one larger one each, so every schedule
-gives each micro-batch the weights that it had (in pipedream those of another version for each
-stage: staged.py). Numbers agree with the recorded ones up to the order of summation, if what was
-recorded came from the weights and the data. If not, a fault of the machine, or of another rank's
-memory, is the likelier cause.
+The checkpoint before the step is loaded and the steps up to it are trained again, with all stages
+and replicas in one process. The micro-batches of the replicas become one larger micro-batch each,
+so every schedule gives each micro-batch the weights that it had (in pipedream a different version
+for each stage: staged.py). If the weights and the data produced the recorded numbers, the repeated
+ones agree up to the order of summation. If not, a fault of the machine, or of another rank's
+memory, is the more likely cause.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.staged import StagedPolicy, staged_engine
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference of loss and gradient norm: rounding, in another order, over the steps
-since the checkpoint (fp32: some 1e-7 a step, which training makes larger)."""
+"""Largest relative difference of loss and gradient norm: rounding, in another order, over the
+steps since the checkpoint (fp32: about 1e-7 a step, which training amplifies)."""
 _SHOWN = 3
 
 Say = Callable[[str], None]
@@ -58,12 +58,12 @@ Say = Callable[[str], None]
 
 @dataclass
 class Report:
-    """Outcome of a step that was run again; `recorded`: the outcome then.
+    """Outcome of a repeated step. `recorded`: the outcome in the run.
 
-    `weights`: the first that is not finite (empty: all are). `activation`, `gradient`: the first
-    block output of a micro-batch, and the first parameter's gradient in the order of the backward
-    pass, that are not finite. `largest`: the blocks and parameters with the largest outputs (root
-    mean square) and gradient norms.
+    `weights`: the first weight that is not finite ("" if all are). `activation`, `gradient`: the
+    first block output of a micro-batch, and the first parameter gradient in the order of the
+    backward pass, that are not finite. `largest`: the blocks and parameters with the largest
+    outputs (root mean square) and gradient norms.
     """
 
     bundle: Bundle
@@ -80,8 +80,8 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether loss and norm are what was recorded; what is not finite agrees with what is
-        not."""
+        """Return whether loss and norm match the record; a value that is not finite matches one
+        that is not."""
         pairs = (
             (self.bundle.loss, self.result.loss),
             (self.bundle.grad_norm, self.result.grad_norm),
@@ -89,7 +89,7 @@ class Report:
         return all(_close(recorded, replayed, self.tolerance) for recorded, replayed in pairs)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         bundle = self.bundle
         result = self.result
         return {
@@ -110,7 +110,7 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for the user."""
         bundle = self.bundle
         result = self.result
         rows: list[tuple[str, float | None, float]] = [
@@ -130,7 +130,7 @@ class Report:
         ]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
         lines = [f"step {bundle.step}{why}", f"{'':<16}{'recorded':>16}{'replayed':>16}"]
-        for name, recorded, replayed in rows:  # metrics have no norms of stages
+        for name, recorded, replayed in rows:  # metrics do not have norms by stage
             lines.append(
                 f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}"
             )
@@ -163,17 +163,21 @@ def _close(a: float, b: float, tolerance: float) -> bool:
 
 
 def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
-    """Runs a step again: that of a bundle, or step `step` of a run folder.
+    """Repeat a step: the step of a bundle, or step `step` of a run folder.
 
     A custom model's code is imported from the working folder or from installed packages, never from
-    the run folder. trust: also from the folders that the run has noted.
+    the run folder.
 
-    Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data
-        than there were;
-    CheckpointError where there is no checkpoint to start from.
+    Args:
+        trust: Also import code from the folders that the run has noted.
+
+    Raises:
+        ConfigError: This run cannot be replayed.
+        DataError: The bundle is damaged, or the data has changed.
+        CheckpointError: There is no checkpoint to start from.
     """
     folder = path if path.is_dir() else path.parent.parent
-    with suppress(FileNotFoundError):  # then the bundle says that its model is not known
+    with suppress(FileNotFoundError):  # reading the bundle reports the unknown model
         import_beside_user(read_run_config(folder / run_folder.CONFIG, trust=trust), folder)
     for tries_left in reversed(range(MOST_TRIES)):
         bundle = bundle_of_step(path, step) if path.is_dir() else read_bundle(path)
@@ -196,19 +200,19 @@ def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
 
 
 class _Held:
-    """A block in which a job that saves in the run folder does not remove the checkpoint that a
-    bundle needs."""
+    """A context in which a job that saves in the run folder does not remove the checkpoint that
+    a bundle needs."""
 
     def __init__(self, folder: Path, bundle: Bundle):
         self._hold: Hold | None = None
         if bundle.checkpoint is not None:
-            with suppress(OSError, HeldError):  # it is not there; loading says so
+            with suppress(OSError, HeldError):  # it does not exist; loading reports that
                 self._hold = Hold(folder_of(folder / run_folder.CHECKPOINTS, bundle.checkpoint))
         self.is_needed = bundle.checkpoint is not None
 
     @property
     def is_there(self) -> bool:
-        """Whether nothing that the bundle needs was removed."""
+        """Return whether everything that the bundle needs still exists."""
         return not self.is_needed or (self._hold is not None and self._hold.is_there)
 
     def __enter__(self) -> _Held:
@@ -223,7 +227,8 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
     """Return an engine with the state before the bundle's step, or some steps before that, and its
     data.
 
-    Raises: as `replay`.
+    Raises:
+        HybridparError: As for `replay`.
     """
     if (error := unloaded_code(bundle.config)) is not None:
         raise error
@@ -231,7 +236,8 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
         raise config_error(
             "compression.gradients",
             bundle.config.compression.gradients,
-            "keeps a part of every replica's gradients, and one process is one replica",
+            "not supported by replay: every replica keeps an unsent part of its gradients, and "
+            "replay runs one process",
             "none",
         )
     config = alone(bundle.config)
@@ -267,19 +273,18 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
 
 
 def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:
-    """Raises: DataError where the pipeline cannot have drained when the configuration says."""
+    """Raise a DataError if the pipeline cannot have drained when the configuration says."""
     if bundle.versions not in ((), versions):
         raise DataError(
-            f"step {bundle.step} ran on versions {bundle.versions} of the weights (by stage and "
-            "micro-batch), and "
-            f"would on {versions} here: the pipeline was drained at other steps than by "
-            "train.eval_interval, "
-            "train.save_interval and anomalies.audit_interval, as where a signal stopped the run"
+            f"step {bundle.step} ran on weight versions {bundle.versions} (by stage and "
+            f"micro-batch), but would run on {versions} here: the pipeline drained at steps "
+            f"that do not follow from train.eval_interval, train.save_interval and "
+            f"anomalies.audit_interval, for example when a signal stopped the run"
         )
 
 
 def alone(config: Config) -> Config:
-    """The same training on one CPU process."""
+    """Return the configuration of the same training on one CPU process."""
     parallel = config.parallel
     pipeline = config.pipeline
     train = config.train
@@ -287,7 +292,7 @@ def alone(config: Config) -> Config:
         raise config_error(
             "parallel.sites",
             parallel.sites,
-            "has no replay: a site's step has weights that it has trained apart",
+            "not supported by replay: each site trains its own weights between exchanges",
             "a run with parallel.sites = 1",
         )
     early = pipeline.early_switch
@@ -318,7 +323,7 @@ def alone(config: Config) -> Config:
 
 
 def bundle_of_step(folder: Path, step: int) -> Bundle:
-    """A bundle for any step that a run's metrics have. Raises: ConfigError, DataError."""
+    """Return a bundle for any step in a run's metrics. Raises: ConfigError, DataError."""
     saved = next(
         (s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None
     )
@@ -328,7 +333,7 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
     unused = list[int]()
     for one in stream_metrics(
         folder / run_folder.METRICS
-    ):  # a long run has more of them than fit into memory
+    ):  # a long run has more rows than fit into memory
         at = one["step"]
         if "loss" in one:
             known = range(known.start if known else at, at + 1)
@@ -338,7 +343,7 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
         if (saved or 0) <= at < step:
             rolled_back_to = one.get("rolled_back_to")
             if isinstance(rolled_back_to, int) and one.get("anomaly") != DIVERGENCE:
-                back[at] = rolled_back_to  # the last one says from where it went on
+                back[at] = rolled_back_to  # the last one says where training resumed
             if one.get("skipped") is True:
                 unused.append(at)
     if row is None:
@@ -353,8 +358,8 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
         raise config_error(
             "step",
             step,
-            f"comes after a roll back to the checkpoint of step {back[start]}, which is "
-            "not there any more",
+            f"comes after a roll back to the checkpoint of step {back[start]}, which has been "
+            f"removed",
             "a larger checkpoint.keep next time",
         )
     skipped = tuple(at for at in unused if at > start)
@@ -380,7 +385,7 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
 def _number(value: Any) -> float:
     try:
         return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number of very many digits
+    except OverflowError:  # an integer with too many digits
         return math.nan
 
 
@@ -389,19 +394,19 @@ def _check_data(bundle: Bundle, data: Data) -> None:
     found = data.train.fingerprint
     if corpus and corpus != found:
         raise DataError(
-            f"data.corpus = {list(bundle.config.data.corpus)} holds other data than then "
-            "(fingerprint "
-            f"{corpus}, now {found}), or another version of hybridpar computes it in another way"
+            f"data.corpus = {list(bundle.config.data.corpus)} has changed since the run "
+            f"(fingerprint then {corpus}, now {found}), or this version of hybridpar computes "
+            f"fingerprints differently"
         )
     if bundle.tokens and bundle.tokens != content_hash(data.train, bundle.samples):
         raise DataError(
-            f"samples {bundle.samples.start} to {bundle.samples.stop - 1} are not what they were "
-            "then"
+            f"samples {bundle.samples.start} to {bundle.samples.stop - 1} have changed since "
+            f"the run"
         )
 
 
 def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) -> None:
-    """Raises: CheckpointError."""
+    """Load the bundle's checkpoint. Raises: CheckpointError."""
     root = folder / run_folder.CHECKPOINTS
     if bundle.checkpoint is not None:
         back = checkpoint.resume(
@@ -414,8 +419,8 @@ def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) ->
         )
         if engine.batches_done != bundle.start and (bundle.start > bundle.checkpoint or back == 0):
             raise CheckpointError(
-                f"{root}: the checkpoint of step {bundle.checkpoint} is not there any more; only "
-                "checkpoint.keep of them stay"
+                f"{root}: the checkpoint of step {bundle.checkpoint} has been removed; a run "
+                f"keeps the newest checkpoint.keep checkpoints"
             )
     elif start := bundle.config.train.start_from:
         with checkpoint.hold_start(start, bundle.config.model) as hold:
@@ -423,7 +428,7 @@ def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) ->
 
 
 class _Outputs:
-    """Looks at the outputs of blocks: the first that is not finite, and how large they are."""
+    """Observes the outputs of blocks: the first one that is not finite, and how large they are."""
 
     def __init__(self, blocks: Mapping[str, nn.Module]):
         self.first = ""
@@ -451,7 +456,7 @@ class _Outputs:
 
 
 def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
-    """Trains the step under observation."""
+    """Train the step under observation."""
     store = engine.state.weights
     weights = next(
         (

@@ -1,4 +1,4 @@
-"""The update rules written out for whole float64 tensors; nothing is shared with hybridpar.optim.
+"""The update rules, written out for full float64 tensors; they share no code with hybridpar.optim.
 
 A rule maps weights and gradients, by name, to the next weights, and keeps its state.
 """
@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 
 
 class Rule:
-    """Base of the rules: the count of updates, running averages, which parameters decay."""
+    """Base class of the rules: the number of updates, running averages, which parameters decay."""
 
     def __init__(self, optim: OptimConfig, placements: Mapping[str, Placement]):
         self.optim = optim
@@ -28,7 +28,7 @@ class Rule:
         self.state: dict[tuple[str, str], Tensor] = {}
 
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
-        """The weights after one more update."""
+        """Return the weights after one more update."""
         self.steps += 1
         return {
             n: self.one(n, w, gradients[n], lr * self.placements[n].lr) for n, w in weights.items()
@@ -106,7 +106,7 @@ class MuonRule(AdamWRule):
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Muon's polynomial, five times over, on the singular values of x / |x|."""
+    """Apply Muon's polynomial five times to the singular values of x / |x|."""
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     s = s / max(float(s.norm()), 1e-7)
     for _ in range(5):
@@ -115,7 +115,7 @@ def orthogonalized(x: Tensor) -> Tensor:
 
 
 class Extrapolated:
-    """Each update of a rule once more, less the one before."""
+    """A rule whose updates are applied once more, less the previous update."""
 
     def __init__(self, rule: Rule):
         self.rule = rule
@@ -132,7 +132,7 @@ class Extrapolated:
 
 
 class OwnRule(Rule):
-    """The user's own, on whole parameters."""
+    """The user's custom rule, on full parameters."""
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         rule = import_rule(self.optim.spec)(self.optim)
@@ -154,7 +154,7 @@ RULES: dict[str, type[Rule]] = {
 
 
 def build_rule(optim: OptimConfig, placements: Mapping[str, Placement]) -> Rule | Extrapolated:
-    """The rule that `optim` names."""
+    """Return the rule that `optim` names."""
     if optim.name == "adamw" and optim.staleness == "nesterov":
         return NAdamWRule(optim, placements)
     rule = RULES[optim.name](optim, placements)

@@ -1,10 +1,10 @@
-"""`hybridpar verify`: the same few batches on a process grid and in one process, in float64, tensor
-by tensor.
+"""`hybridpar verify`: train a few batches on a process grid and in one process, in float64, and
+compare tensor by tensor.
 
-Of several sites each is compared, with the outer step (verify/sites.py).
+With several sites each is compared, including the outer step (verify/sites.py).
 
-Compared for every batch: loss, global gradient norm, every gradient (summed over micro-batches and
-replicas, before clipping), every updated weight; and before the first: that all weights start from
+Compared for every batch: loss, global gradient norm, every gradient (reduced over micro-batches and
+replicas, before clipping), every updated weight. Before the first batch all weights must start from
 the same bits.
 """
 
@@ -40,7 +40,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is off, relative to the largest element of the expected one."""
+    """Error of one tensor, relative to the largest element of the expected one."""
 
     batch: int
     what: str
@@ -50,10 +50,10 @@ class Difference:
 
 @dataclass
 class Report:
-    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance
-    (None: they agree).
+    """The worst difference of each kind, and the first tensor beyond the tolerance (None if all
+    agree).
 
-    causes: what may have made it differ. As text it is what differs first, with the causes.
+    `causes`: likely reasons. As text it is what differs first, with the causes.
     """
 
     grid: dict[str, int]
@@ -83,7 +83,7 @@ class Report:
     def add(
         self, batch: int, what: str, name: str, error: float, tolerance: float = TOLERANCE
     ) -> None:
-        """Notes one comparison."""
+        """Record one comparison."""
         self.tensors_compared += 1
         difference = Difference(batch, what, name, error)
         if what not in self.worst or not error <= self.worst[what].error:
@@ -92,7 +92,7 @@ class Report:
             self.first_divergence = difference
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         first = self.first_divergence
         return {
             "ok": self.ok,
@@ -108,7 +108,7 @@ class Report:
 
 @dataclass
 class GridRun:
-    """The results of a grid: one entry a batch, tensors assembled from their shards."""
+    """The results of a grid: one entry per batch, tensors assembled from their shards."""
 
     initial: Tensors
     losses: list[float]
@@ -117,7 +117,7 @@ class GridRun:
     gradients: list[Tensors]
     weights: list[Tensors]
     disagreements: list[str]
-    """Replicas (over dp, tp or of tied weights) that are not equal bit for bit, by name."""
+    """Names of replicas (over dp, tp or of tied weights) that are not equal bit for bit."""
     other_sites: list[GridRun] = field(default_factory=list)
 
 
@@ -138,9 +138,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Events in the grid's training: the gradient of the batches `nan_batches` becomes NaN on one
-    replica of the last stage, so that all ranks must skip the update; after `resume_at` batches (0:
-    never) everything is saved, thrown away and loaded."""
+    """Events in the grid's training.
+
+    The gradient of the batches `nan_batches` becomes NaN on one replica of the last stage, so all
+    ranks must skip the update. After `resume_at` batches (0: never) everything is saved, thrown
+    away and loaded.
+    """
 
     nan_batches: frozenset[int] = frozenset()
     resume_at: int = 0
@@ -152,21 +155,25 @@ CALM = Disturbance()
 def verify(
     config: Config, grid: Mapping[str, int], num_batches: int = 4, disturbance: Disturbance = CALM
 ) -> Report:
-    """Trains `num_batches` batches on `grid` ({'tp': 2, 'pp': 2, 'dp': 2}) in as many local
-    processes, and compares.
+    """Train `num_batches` batches on `grid` ({'tp': 2, 'pp': 2, 'dp': 2}) in as many local
+    processes as it has ranks, and compare.
 
-    The model, schedule, optimizer and micro-batches are those of `config`, the precision is
-    float64, the data random (with padding that differs from sample to sample).
-    Raises: ConfigError; HybridparError with the traceback of a rank that failed.
+    Model, schedule, optimizer and micro-batches come from `config`; the precision is float64, and
+    the data is random (with padding that differs between samples).
+
+    Raises:
+        ConfigError: The configuration or the grid cannot work.
+        HybridparError: A rank failed; has its traceback.
     """
     if not isinstance(num_batches, int) or num_batches < 1:
-        raise config_error("num_batches", num_batches, "must be at least 1, and whole", "4")
+        raise config_error("num_batches", num_batches, "must be a whole number of at least 1", "4")
     config = on_grid(config, grid)
     if config.feeds_back:
         raise config_error(
             "compression.gradients",
             config.compression.gradients,
-            "sends a part of the gradients, and the oracle has all of them",
+            "not supported by verify: replicas send only a part of their gradients, and the "
+            "one-process run uses all of them",
             "none",
         )
     train = replace(config.train, dtype="fp64", fp8=False, device="cpu")
@@ -179,16 +186,16 @@ def verify(
 
 
 def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
-    """`config` on a grid, whose axes that are left out are 1. Raises: ConfigError."""
+    """Return `config` on a grid; axes that are left out have size 1. Raises: ConfigError."""
     if not isinstance(grid, Mapping):
-        raise config_error("grid", grid, "must be sizes of axes", '{"pp": 2}')
+        raise config_error("grid", grid, "must map names of axes to their sizes", '{"pp": 2}')
     sizes = {axis: grid.get(axis, 1) for axis in ("tp", "pp", "dp")}
     wrong = [
-        Problem("grid", axis, "is not an axis", "tp, pp or dp")
+        Problem("grid", axis, "unknown axis", "tp, pp or dp")
         for axis in sorted(set(grid) - set(sizes))
     ]
     wrong += [
-        Problem(f"grid {axis}", size, "must be at least 1, and whole", "1")
+        Problem(f"grid {axis}", size, "must be a whole number of at least 1", "1")
         for axis, size in sizes.items()
         if not isinstance(size, int) or size < 1
     ]
@@ -200,7 +207,7 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
 
 
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:
-    """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a
+    """Run the engine on config.parallel in new local Gloo processes. Raises: HybridparError if a
     rank failed."""
     with scratch_folder() as folder:
         parts = run_on_ranks(
@@ -303,7 +310,8 @@ def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
 def _assemble(
     parts: list[_Part], locals_of: tuple[Tensors, ...], disagreements: list[str]
 ) -> Tensors:
-    """The global tensors from the local ones of all ranks; notes replicas that differ by a bit."""
+    """Return the global tensors from all ranks' local ones; record replicas that are not equal
+    to the bit."""
     shards: dict[str, dict[int, Tensor]] = {}
     placements: dict[str, Placement] = {}
     for part, tensors in zip(parts, locals_of, strict=True):
@@ -326,14 +334,14 @@ def _assemble(
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, NaN to NaN."""
+    """Return whether two tensors are equal to the bit, with NaN equal to NaN."""
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def compare(
     config: Config, run: GridRun, num_batches: int, disturbance: Disturbance = CALM
 ) -> Report:
-    """Trains the oracle on the same batches and compares everything with what the grid computed."""
+    """Train the oracle on the same batches and compare everything with the grid's results."""
     parallel = config.parallel
     job = JobPlan(config)
     sizes = job.shape
@@ -411,8 +419,8 @@ def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> Non
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest expected element (or `floor`); inf for another shape or
-    NaN."""
+    """Return the largest difference over the largest expected element (or `floor`); inf if
+    shapes differ or there is NaN."""
     if actual.shape != expected.shape or torch.isnan(actual).any():
         return float("inf")
     if torch.equal(actual, expected):

@@ -1,7 +1,7 @@
-"""The training that several sites are compared with: an oracle for each, and the outer step written
-out; one process.
+"""The reference training for several sites: an oracle for each, and the outer step written out; in
+one process.
 
-Nothing is shared with hybridpar.state.outer or its timeline.
+It shares no code with hybridpar.state.outer or its timeline.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from hybridpar.verify.rules import Tensors
 
 @dataclass(frozen=True)
 class OfSite:
-    """The part of a batch that a site trains on, as a loader of all its replicas. `loader`: of the
-    replicas of all."""
+    """One site's share of the batches of `loader`, which covers the replicas of all sites."""
 
     loader: Loader
     site: int
@@ -40,13 +39,13 @@ class OfSite:
         return self.loader.first_sample(self._index(index))
 
     def num_targets(self, batch: int) -> Any:
-        """Mean over sites of their numbers of labels that count."""
+        """Return the mean over sites of their numbers of labels that count."""
         return self.loader.num_targets(batch) / self.sites
 
 
 @dataclass
 class SiteOracles:
-    """Inner trainings of all sites, and what brings them together. `make`: an oracle of a site."""
+    """Inner trainings of all sites, and the outer step. `make`: returns a site's oracle."""
 
     config: Config
     make: Callable[[], Oracle]
@@ -64,9 +63,10 @@ class SiteOracles:
         self._momentum = {name: torch.zeros_like(w) for name, w in self._anchor.items()}
 
     def step(self, batch: int, loader: Loader, measured: Sequence[Tensors]) -> list[OracleStep]:
-        """Train all sites on one batch, and make the outer step that goes with it.
+        """Train all sites on one batch, and make the outer step if it is due.
 
-        `measured`: each site's gradients on the grid, as in `Oracle.step`.
+        Args:
+            measured: Each site's gradients on the grid, as in `Oracle.step`.
         """
         parallel = self.config.parallel
         steps = [
@@ -93,7 +93,7 @@ class SiteOracles:
             self._take(fragment)
 
     def _leaving(self, done: int) -> list[int]:
-        """The fragments that leave after so many steps."""
+        """Return the fragments whose exchange starts after `done` steps."""
         outer = self.config.outer
         return [
             f

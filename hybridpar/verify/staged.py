@@ -1,5 +1,5 @@
-"""pipedream's stages in one process: every block runs on the version of the weights that its stage
-would have.
+"""pipedream's stages in one process: every block runs on the weight version that its stage would
+have.
 
     batch t, three stages, m = 2     micro-batch     2t      2t+1
                                      stage 0      W(t-1)    W(t-1)
@@ -7,8 +7,8 @@ would have.
                                      stage 2       W(t)      W(t)
 
 Versions are a function of the micro-batch's number and of the batch before which the pipeline was
-last drained. Both ends of a tied weight may be of different versions; their gradients meet in one
-buffer.
+last drained. Both ends of a tied weight may have different versions; their gradients accumulate in
+one buffer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StagedPolicy(BatchPolicy):
         return self.schedule.versions_of(self.sizes, batch, drained)
 
     def versions_by_stage(self, action: Action) -> list[int]:
-        """Weight version per stage of the micro-batch of an action."""
+        """Return the weight version on each stage of an action's micro-batch."""
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
         return [versions[index] for versions in self.versions_of(batch)]
 
@@ -61,7 +61,7 @@ def staged_engine(job: JobPlan, original: JobPlan, policy: StagedPolicy) -> Engi
     weights = engine.state.weights
 
     def binding(stage: int, places: list[tuple[dict[str, Any], str, str]]) -> Callable[..., None]:
-        """Points a block's modules at its stage's version."""
+        """Return a function that points a block's modules at its stage's version."""
 
         def bind(module: nn.Module, inputs: Any) -> None:
             assert engine.executor.current is not None

@@ -1,4 +1,5 @@
-"""What the page shows of a run, from its folder alone; all of it may be missing, or unfinished."""
+"""The data that the page shows of a run, from its folder alone; any of it may be missing or
+unfinished."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ from hybridpar.watch.tail import GREATEST, Curve, Tail
 T = TypeVar("T")
 
 CURVES = ("loss", "val_loss", "tokens_per_s", "step_ms", "grad_norm", "lr", "memory_mib", "mfu")
-"""Numbers of metrics.jsonl that are drawn over the steps, besides metrics and what belongs to a
-validation set."""
+"""Numbers of metrics.jsonl that are drawn over the steps, besides metrics and validation
+numbers."""
 PICTURES = ("executed.svg", "plan.svg")
-"""Pictures of the schedule, the best first."""
+"""Pictures of the schedule, best first."""
 _EVENTS = 50
-"""Failures, notes and changes that are kept, of each the newest."""
+"""Number of newest failures, notes and changes that are kept, of each."""
 _MOST_RANKS = 256
 _MOST_NAMES = 1 << 14
-"""Names of a folder that are looked at."""
+"""Most names in a folder that are read."""
 _MOST_EVENT_BYTES = 64 << 20
-"""Bytes of failures, notes and changes that one look reads, of each."""
+"""Most bytes of failures, notes and changes that one look reads, of each."""
 _MOST_COSTS = 8 << 20
 _MOST_PICTURE = 16 << 20
 _LONGEST = 2000
-"""Characters of a line of text."""
+"""Most characters in a line of text."""
 _STALE_S = 60.0
-"""A rank that has noted nothing for so long is not training."""
+"""Seconds after which a rank that has recorded nothing counts as not training."""
 _ENDED = (flight.FAILED, flight.LOST, flight.REFUSED, "finished")
 _KINDS = (
     "weights",
@@ -57,12 +58,14 @@ _KINDS = (
 
 
 class Board:
-    """The state of a run as plain data, read on at every look. A look takes time by what is new,
-    not by the run's length, and memory is bounded. It imports no code that the run folder names,
-    unless `trust` says so. A file that cannot be read, or holds something else, is a line under
-    `problems`; all else is shown.
+    """The state of a run as plain data, updated at every look.
 
-    Raises: ConfigError where there is no such folder.
+    A look takes time in proportion to what is new, not to the run's length, and memory is bounded.
+    Code that the run folder names is imported only with `trust`. A file that cannot be read, or has
+    unexpected contents, is a line under `problems`; everything else is shown.
+
+    Raises:
+        ConfigError: The folder does not exist.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False):
@@ -72,7 +75,7 @@ class Board:
             )
         if not (folder / CONFIG).exists() and runs_in(folder):
             raise config_error(
-                "run", str(folder), "holds runs, and is none itself", runs_near(folder)
+                "run", str(folder), "a folder of runs; name one run in it", runs_near(folder)
             )
         self.folder = folder
         self._trust = trust
@@ -95,10 +98,10 @@ class Board:
         self._latest = {}
 
     def look(self, most_bytes: int = 256 << 20) -> dict[str, Any]:
-        """Return all that the page shows, as JSON has it.
+        """Return all that the page shows, as JSON values.
 
         Args:
-            most_bytes: Bytes of metrics that are read now; the next look reads on.
+            most_bytes: Bytes of metrics to read now; the next look continues from there.
         """
         with self._lock:
             self._read_metrics(most_bytes)
@@ -133,19 +136,24 @@ class Board:
             }
 
     def picture(self, name: str) -> bytes:
-        """Return a picture of the schedule. Raises: OSError; ValueError if it is too large."""
+        """Return a picture of the schedule.
+
+        Raises:
+            OSError: There is none.
+            ValueError: It is too large.
+        """
         return read_limited(self.folder / name, _MOST_PICTURE, within=self.folder)
 
     def _has_picture(self, name: str) -> bool:
-        """Whether a picture can be shown."""
+        """Return whether a picture can be shown."""
         return self._kept(name, lambda: len(self.picture(name))) is not None
 
     def _newest(self, name: str) -> list[str]:
-        """The events of a file as lines, the newest first."""
+        """Return the events of a file as lines, newest first."""
         return list(reversed(self._events[name][1]))
 
     def _problems(self) -> list[str]:
-        """What is wrong with the files of the run, as lines."""
+        """Return the problems of the run's files, as lines."""
         tails = [self._metrics, *(tail for tail, _ in self._events.values())]
         lines = [tail.problem for tail in tails] + [
             problem for _, _, problem in self._read.values()
@@ -153,8 +161,8 @@ class Board:
         return [printable(line)[:_LONGEST] for line in [*lines, self._unpredicted] if line]
 
     def _kept(self, name: str, read: Callable[[], T]) -> T | None:
-        """What `read` makes of a file of the folder, read again once it has changed; None if it is
-        missing or damaged."""
+        """Return `read(path)` for a file of the folder, cached until the file changes; None if
+        it is missing or damaged."""
         path = self.folder / name
         try:
             state = os.stat(path)
@@ -200,14 +208,14 @@ class Board:
         return self._kept(CONFIG, self._read_config)
 
     def _read_config(self) -> Config:
-        """Raises: ConfigError, also for values out of range."""
+        """Read config.toml. Raises: ConfigError, also for values out of range."""
         config = read_run_config(self.folder / CONFIG, trust=self._trust)
         if wrong := list(value_problems(config)):
             raise ConfigError(*wrong)
         return config
 
     def _eta(self, config: Config | None) -> float | None:
-        """Seconds left, at the pace of the last step."""
+        """Return the seconds left, at the pace of the last step."""
         ms = self._latest.get("step_ms")
         step = self._latest.get("step")
         if config is None or not isinstance(ms, int | float) or not isinstance(step, int):
@@ -215,11 +223,11 @@ class Board:
         return max(config.train.num_steps - step, 0) * ms / 1e3
 
     def _ranks(self) -> list[dict[str, Any]]:
-        """What each rank is doing, by its flight record."""
+        """Return what each rank is doing, from its flight record."""
         names = names_in(self.folder / FLIGHT, _MOST_NAMES)
         ranks = [
             name for name in names if re.fullmatch("rank_[0-9]{5,7}", name)
-        ]  # others are of threads
+        ]  # the others belong to threads
         found = []
         for name in ranks[:_MOST_RANKS]:
             record = flight.read(self.folder / FLIGHT / name)
@@ -237,20 +245,21 @@ class Board:
         return found
 
     def _time_goes(self) -> list[dict[str, float]]:
-        """Seconds of a batch on each rank of a pipeline, as measured; empty before the run has."""
+        """Return the measured seconds of a batch on each pipeline rank; empty until the run has
+        measured them."""
         return self._kept(COSTS, self._read_time_goes) or []
 
     def _read_time_goes(self) -> list[dict[str, float]]:
-        """Raises: HybridparError."""
+        """Read the measured times. Raises: HybridparError."""
         measured = read_costs(self.folder / COSTS, _MOST_COSTS).measured
         return [
             asdict(parts) | {"step": measured.step_time} for parts in measured.parts[:_MOST_RANKS]
         ]
 
     def _memory_of(self, config: Config | None) -> list[dict[str, Any]]:
-        """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once.
+        """Return the predicted peak of each pipeline rank by kind, in MiB; predicted once.
 
-        Empty where that needs code of a custom model that is not imported.
+        Empty if the prediction needs code of a custom model that is not imported.
         """
         if self._memory is None and config is not None:
             stages: list[dict[str, Any]] = []
@@ -291,7 +300,7 @@ def _summary(config: Config) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """An event as a line of text."""
+    """Return an event as a line of text."""
     text = row.get("text")
     if not text or not isinstance(text, str):
         text = ", ".join(

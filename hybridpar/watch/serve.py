@@ -1,4 +1,4 @@
-"""The page as one file, and over HTTP on this machine alone."""
+"""The page as one file, or over HTTP on this machine only."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _POLICY = (
     "connect-src 'self'"
 )
 _PICTURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
-"""A picture of a run folder may hold a script, which does not run."""
+"""Policy that keeps scripts in a run folder's picture from running."""
 
 
 def page(board: Board | None = None) -> str:
-    """The page: of a board, with all it shows inside it; None: one that asks its server for
-    /data.json."""
+    """Return the page: with all of a board's data inside; or, for None, one that asks its server
+    for /data.json."""
     html = Path(__file__).with_name("page.html").read_text()
     if board is None:
         return html
@@ -38,15 +38,19 @@ def page(board: Board | None = None) -> str:
         try:
             picture = base64.b64encode(board.picture(data["picture"])).decode()
             data["picture"] = f"data:image/svg+xml;base64,{picture}"
-        except (OSError, ValueError):  # it was replaced meanwhile
+        except (OSError, ValueError):  # it was replaced in the meantime
             data["picture"] = ""
     return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def serve(board: Board, port: int = 0, ready: Callable[[str], None] = print) -> None:
-    """Serves the page on 127.0.0.1 until it is interrupted; `ready` is told its address.
+    """Serve the page on 127.0.0.1 until interrupted; `ready` is called with its address.
 
-    port: 0: a free one. Raises: ConfigError where the port is taken.
+    Args:
+        port: Port to listen on; 0 for a free one.
+
+    Raises:
+        ConfigError: The port is taken.
     """
     with server(board, port) as listening:
         ready(f"http://127.0.0.1:{listening.server_port}/")
@@ -54,15 +58,19 @@ def serve(board: Board, port: int = 0, ready: Callable[[str], None] = print) -> 
 
 
 def server(board: Board, port: int = 0) -> ThreadingHTTPServer:
-    """A server that listens, and is yet to be run. Raises: ConfigError where the port is taken."""
+    """Return a server that listens but does not run yet.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, board))
     except OSError as error:
-        raise config_error("port", port, f"cannot be listened on ({error.strerror})", "0") from None
+        raise config_error("port", port, f"not available ({error.strerror})", "0") from None
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET for the page, its data and its pictures; everything else is not there."""
+    """Answers GET for the page, its data and its pictures; everything else is not found."""
 
     def __init__(self, board: Board, *args: Any):
         self._board = board
@@ -71,18 +79,18 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         try:
             self._answer(self.path.partition("?")[0].lstrip("/"))
-        except ConnectionError:  # the page was closed meanwhile
+        except ConnectionError:  # the page was closed in the meantime
             self.close_connection = True
-        except Exception as error:  # the browser gets an answer, whatever is in the folder
+        except Exception as error:  # the browser gets an answer whatever the folder contains
             print(f"hybridpar watch: {type(error).__name__}: {error}", file=sys.stderr)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _answer(self, name: str) -> None:
-        """Answer for a path without its query. Raises: whatever reading the folder raises."""
+        """Answer a path without its query. Errors of reading the folder pass through."""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
             self.send_error(
                 HTTPStatus.FORBIDDEN
-            )  # a name that leads here: another site's page in this browser
+            )  # another host name: a page of another site in this browser (DNS rebinding)
         elif name == "":
             self._send("text/html; charset=utf-8", page().encode())
         elif name == "data.json":
@@ -115,4 +123,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""

@@ -1,5 +1,5 @@
-"""Files of JSON lines that grow, read on from where they were; and curves of them that do not grow
-without bound."""
+"""Growing files of JSON lines, read from where the last look ended, and curves of bounded
+length."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from hybridpar.reading import open_regular, parse_json, reason
 _CHUNK = 1 << 20
 """Bytes that are read at once; a longer line is left out."""
 _LEAST_LINE = 64
-"""Bytes that a line counts for at least: a file of very short lines takes more time."""
+"""Bytes that a line counts for at least, since very short lines take more time per byte."""
 GREATEST = 1e100
-"""The largest number that is drawn: sums of such numbers do not overflow."""
+"""The largest number that is drawn, so that sums do not overflow."""
 
 
 class Tail:
     """The lines of a file of a run folder since the last look.
 
-    A line counts once it is whole. Where the file was cut off, as by a run that goes on from a
-    checkpoint, or is another one, reading begins anew, and `begins` counts it.
+    A line counts once it is complete. If the file was cut off (by a run that resumed from a
+    checkpoint) or replaced, reading starts from the beginning, and `begins` counts it.
 
-    Attributes: problem: what is wrong with the file, as a line; empty if it is missing.
+    Attributes:
+        problem: What is wrong with the file, as a line; empty if it is missing.
     """
 
     def __init__(self, path: Path):
@@ -35,8 +36,8 @@ class Tail:
         self._last = b""
 
     def rows(self, most_bytes: int = 1 << 62) -> Iterator[dict[str, Any]]:
-        """Yield the new lines that are JSON objects, of the next `most_bytes` of the file; others
-        are skipped."""
+        """Yield the new lines that are JSON objects, from the next `most_bytes` of the file;
+        other lines are skipped."""
         self.problem = ""
         try:
             with open_regular(self._path, within=self._path.parent) as file:
@@ -51,7 +52,7 @@ class Tail:
                 ):
                     whole = chunk.rfind(b"\n") + 1
                     if not whole and len(chunk) < _CHUNK:
-                        break  # the line is not whole yet
+                        break  # the line is not complete yet
                     self._place += whole or len(chunk)
                     self._last = chunk[:whole][-64:]
                     most_bytes -= max(len(chunk), _LEAST_LINE * chunk.count(b"\n"))
@@ -67,7 +68,7 @@ class Tail:
             self.problem = f"{self._path.name}: cannot be read ({reason(error)})"
 
     def _is_where_it_was(self, file: Any, size: int) -> bool:
-        """Whether what was read last still stands there."""
+        """Return whether the file still has the content that was read last."""
         if size < self._place:
             return False
         file.seek(self._place - len(self._last))
@@ -87,8 +88,8 @@ def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
 
 
 class Curve:
-    """A row of values over steps, of which fewer than `most` points (an even number) are kept: each
-    the mean, least and greatest of its steps. Where there are more, two neighbours become one."""
+    """A row of values over steps, kept as at most `most` points (an even number), each with the
+    mean, minimum and maximum of its steps. When there are more, pairs of neighbours are merged."""
 
     def __init__(self, most: int = 1024):
         self.points: list[tuple[int, float, float, float]] = []
@@ -97,7 +98,7 @@ class Curve:
         self._open: list[tuple[int, float]] = []
 
     def add(self, step: int, value: float) -> None:
-        """Adds the next value; one that is not finite, or too large to be drawn, is left out."""
+        """Add the next value. A value that is not finite, or too large to be drawn, is left out."""
         if not abs(value) <= GREATEST:
             return
         self._open.append((step, value))
@@ -112,7 +113,7 @@ class Curve:
             self._width *= 2
 
     def shown(self) -> list[tuple[int, float, float, float]]:
-        """All points, and one of the values since the last."""
+        """Return all points, and one for the values since the last point."""
         return [*self.points, *([_mean(self._open)] if self._open else [])]
 
 

@@ -68,7 +68,7 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file", "says"),
     [
-        (cut, SHARD, "bytes, should have"),
+        (cut, SHARD, "bytes, but must have"),
         (flip, SHARD, "the checksum of its bytes 0 to"),
         (flip_in_the_header, SHARD, "the checksum of its header"),
         (Path.unlink, SHARD, "No such file"),
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert said[1] == said[0]
     if file == SHARD:
         damage(tmp_path / "step_00000002" / file)
-        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole"):
+        with pytest.raises(CheckpointError, match="none of the 2 checkpoints is complete"):
             checkpoint.resume(tmp_path, engine, "corpus", said.append)
 
 
@@ -113,11 +113,11 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Pa
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
     engine, _ = start(one_rank())
     assert checkpoint.resume(tmp_path / "none", engine, "corpus", print) == 0
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint$"):
         checkpoint.newest(tmp_path, print)
     (tmp_path / "step_00000004").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"no whole checkpoint; of the newest, .*step_00000004.*manifest"
+        CheckpointError, match=r"no complete checkpoint; of the newest, .*step_00000004.*manifest"
     ):
         checkpoint.newest(tmp_path, print)
 
@@ -184,7 +184,7 @@ def test_another_model_is_refused_whatever_is_named() -> None:
         {"model": {"num_layers": 3}, "train": {"continue_with": CONTINUABLE}}, config
     )
     with pytest.raises(
-        CheckpointError, match=r"is 2 there and 3 here \(its weights are those of that model"
+        CheckpointError, match=r"is 2 there and 3 here \(its weights belong to that model"
     ):
         checkpoint.check_compatible(config, other, Path("run"))
 
@@ -196,9 +196,8 @@ def test_another_model_is_refused_whatever_is_named() -> None:
             2,
             2,
             2,
-            r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), here they "
-            r"are 8 samples .*; "
-            r"try pipeline.num_microbatches = 1",
+            r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), this "
+            r"configuration has 8 samples .*; try pipeline.num_microbatches = 1",
         ),
         (1, 2, 3, "try train.micro_batch_size = 1, pipeline.num_microbatches = 4"),
         (3, 2, 2, "try a parallel.dp that divides 4"),

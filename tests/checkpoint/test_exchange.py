@@ -117,7 +117,7 @@ def test_the_token_that_starts_a_text(
         (
             "gpt2",
             {"position": "rotary", "num_kv_heads": 1},
-            r"num_kv_heads = 1: .* nearest there is gpt_neox; try 3",
+            r"num_kv_heads = 1: .* nearest model is gpt_neox; try 3",
         ),
         (
             "gpt2",
@@ -132,7 +132,7 @@ def test_the_token_that_starts_a_text(
         (
             "llama",
             {"activation": "gelu"},
-            r"model\.activation = 'gelu': .* nearest there is llama; try swiglu",
+            r"model\.activation = 'gelu': .* nearest model is llama; try swiglu",
         ),
         ("bert", {"position": "rotary"}, r"model\.position = 'rotary': .* bert; try learned"),
         ("bert", {"norm_position": "pre"}, r"model\.norm_position = 'pre': .* bert; try post"),
@@ -173,7 +173,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         lambda out: import_folder(made.folder, out),
     ):
         with pytest.raises(
-            ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"
+            ConfigError, match=r"exists already, and is not overwritten; try .*theirs-2"
         ):
             command(tmp_path / "theirs")
     assert sorted(made.folder.iterdir()) == before
@@ -181,7 +181,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
         with pytest.raises(
-            ConfigError, match=f"is there already, and nothing is overwritten; try .*{name}-2"
+            ConfigError, match=f"exists already, and is not overwritten; try .*{name}-2"
         ):
             export_folder(folder, tmp_path / name)
     for path, why in (

@@ -155,7 +155,7 @@ def test_a_reader_whose_hold_is_not_seen_starts_over_with_the_newest(tmp_path: P
         checkpoint.read_held(tmp_path, said.append, never_done)
     (root / f"step_{len(seen):08d}" / "manifest.json").write_text("{}")
     with pytest.raises(
-        CheckpointError, match="holds no whole checkpoint"
+        CheckpointError, match="holds no complete checkpoint"
     ):  # that is damage, and nothing was removed
         checkpoint.read_held(tmp_path, said.append, read)
 
@@ -168,9 +168,10 @@ def test_a_misnamed_checkpoint_is_refused_and_passed_over(tmp_path: Path) -> Non
     save_at(root, 20, ALL)
     shutil.copytree(root / "step_00000020", root / "step_00000030")
     wrong = (
-        r"step_00000030: its manifest is of step 20, so the folder was renamed or copied; name it "
+        r"step_00000030: its manifest is for step 20, so the folder was renamed or copied; "
+        r"rename it to "
         r"step_00000020 "
-        rf"if no folder has that name, or move it out of {root}"
+        rf"if that name is free, or move it out of {root}"
     )
     for read in (checkpoint.read_manifest, checkpoint.FullWeights, checkpoint.load_full):
         with pytest.raises(CheckpointError, match=wrong):
@@ -184,7 +185,9 @@ def test_a_misnamed_checkpoint_is_refused_and_passed_over(tmp_path: Path) -> Non
     (engine,) = engines(ALL)
     assert checkpoint.resume(root, engine, "corpus", said.append) == 20
     assert len(said) == 2
-    assert all("manifest is of step 20" in line and line.endswith(": passed over") for line in said)
+    assert all(
+        "manifest is for step 20" in line and line.endswith(": passed over") for line in said
+    )
     shutil.copytree(root / "step_00000020", tmp_path / "mine")
     assert checkpoint.read_manifest(tmp_path / "mine").step == 20, "that name says no step"
 
@@ -208,9 +211,8 @@ def test_a_save_removes_no_misnamed_checkpoint(tmp_path: Path) -> None:
     moved = "step_00000010.is_step_00000020"
     assert names(tmp_path) == ["step_00000010", moved, "step_00000012", "step_00000013"]
     assert said[0] == (
-        f"{tmp_path / 'step_00000010'}: its manifest is of step 20, so it was moved to {moved} and "
-        "is "
-        "not removed"
+        f"{tmp_path / 'step_00000010'}: its manifest is for step 20, so it was moved to {moved} "
+        f"instead of being removed"
     )
     (tmp_path / moved).rename(tmp_path / "step_00000020")
     assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 20

@@ -39,7 +39,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         (
             "llama",
             {"model_type": "t5"},
-            r"model_type = 't5': is not a model that can be imported; try gpt2, llama",
+            r"model_type = 't5': not supported by import; try gpt2, llama",
         ),
         ("llama", {"model_type": ["llama"]}, "model_type"),
         (
@@ -70,7 +70,11 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
             {"attention_bias": True},
             r"mlp_bias = False: must be as attention_bias: both are model\.bias",
         ),
-        ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu': hybridpar has only silu"),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            r"hidden_act = 'gelu': not supported; must be one of silu",
+        ),
         (
             "llama",
             {"head_dim": 32},
@@ -102,7 +106,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         (
             "llama",
             {"hidden_size": 2**20, "head_dim": None},
-            "the longest dimension of a tensor in the files is 101",
+            "the longest dimension of any tensor in the files is 101",
         ),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
         ("llama", {"rms_norm_eps": 0}, "rms_norm_eps = 0: must be above 0"),
@@ -111,7 +115,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         (
             "llama",
             {"partial_rotary_factor": 0.5},
-            r"= 0\.5: llama turns all features of a head; try 1\.0",
+            r"= 0\.5: not supported: llama rotates all features of a head; try 1\.0",
         ),
         (
             "gpt_neox",
@@ -141,7 +145,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         (
             "gpt2",
             {"activation_function": "relu"},
-            r"'relu': hybridpar has only gelu_new, gelu_pytorch_tanh, gelu",
+            r"'relu': not supported; must be one of gelu_new, gelu_pytorch_tanh, gelu",
         ),
         ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop = 0.3: must be as resid_pdrop"),
         ("gpt2", {"n_positions": 10**7}, "number of positions = 10000000"),
@@ -226,7 +230,7 @@ def test_damaged_files(tmp_path: Path, damage: Callable[[Path], object]) -> None
         tmp_path,
         folder,
         CheckpointError,
-        r"model\.safetensors: is damaged, truncated or no safetensors file",
+        r"model\.safetensors: is damaged, truncated or not a safetensors file",
     )
 
 
@@ -239,7 +243,7 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     [
         (
             lambda t: t.pop("model.norm.weight"),
-            r"model\.norm\.weight is missing; must be there with shape \[48\]",
+            r"model\.norm\.weight is missing; its shape would be \[48\]",
         ),
         (
             lambda t: t.update({"score.weight": torch.ones(2, 48)}),
@@ -260,7 +264,7 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
         ),
         (
             lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}),
-            "are there under another name too",
+            "appear under a second name too",
         ),
         (
             rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"),
@@ -302,7 +306,7 @@ def test_many_wrong_tensors_are_one_short_error(tmp_path: Path) -> None:
         tmp_path,
         folder,
         CheckpointError,
-        r"the tensors do not fit config\.json:\n(.*\n){8}  - and 1 more$",
+        r"the tensors do not match config\.json:\n(.*\n){8}  - and 1 more$",
     )
 
 
@@ -353,7 +357,9 @@ def test_there_must_be_weights(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     (folder / "model.safetensors").unlink()
     refused(tmp_path, folder, CheckpointError, r"has neither model\.safetensors nor")
-    refused(tmp_path, tmp_path / "nowhere", CheckpointError, "is not a folder, and only local ones")
+    refused(
+        tmp_path, tmp_path / "nowhere", CheckpointError, "is not a folder, and only local folders"
+    )
 
 
 def test_a_tokenizer_must_fit(tmp_path: Path) -> None:

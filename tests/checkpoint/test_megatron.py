@@ -227,19 +227,24 @@ def test_verify_needs_megatron_core(
     assert (
         main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--verify"]) == 1
     )
-    assert "verify = True: needs megatron-core, which cannot be imported" in capsys.readouterr().err
+    assert (
+        "verify = True: requires megatron-core, which cannot be imported" in capsys.readouterr().err
+    )
 
 
 def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, model = made(tmp_path)
     root = write(tmp_path / "megatron", model, Layout("fused", 2, 2))
     assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "200"]) == 1
-    assert "vocab_size = 200: the embedding has 104 rows" in capsys.readouterr().err
+    assert (
+        "vocab_size = 200: must be at most 104, the number of rows of the embedding"
+        in capsys.readouterr().err
+    )
     assert main(["import", str(theirs), str(tmp_path / "ours"), "--vocab_size", "101"]) == 1
-    assert "is for Megatron-LM's files" in capsys.readouterr().err
+    assert "supported for Megatron-LM checkpoints only" in capsys.readouterr().err
     assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model_type"] == "megatron"
     assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back"), "--verify"]) == 0
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         import_megatron(root, tmp_path / "ours")
     assert not is_megatron(save_ours(tmp_path / "checkpoints", OURS["gpt2"]))

@@ -45,24 +45,28 @@ def refused(
         ({"squared_relu": True}, "squared_relu"),
         ({"window_size": (128, 0)}, "window_size = 'tuple'"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
-        ({"position_embedding_type": "none"}, "'none': hybridpar has only learned_absolute, rope"),
+        (
+            {"position_embedding_type": "none"},
+            "'none': not supported; must be one of learned_absolute, rope",
+        ),
         (
             {"normalization": "other"},
-            "normalization = 'other': hybridpar has only LayerNorm, RMSNorm",
+            "normalization = 'other': not supported; must be one of LayerNorm, RMSNorm",
         ),
         ({"add_bias_linear": False, "add_qkv_bias": True}, "add_qkv_bias_alone = True"),
         (
             {"kv_channels": 16},
             "kv_channels = 16: must be hidden_size / num_attention_heads = 48 / 4",
         ),
-        ({"num_layers": None}, "num_layers = None: is missing"),
+        ({"num_layers": None}, "num_layers = None: missing"),
         ({"num_layers": 10**4}, "10000: the files have"),
         ({"hidden_size": 2**20, "kv_channels": None}, "longest dimension"),
         ({"num_attention_heads": "4"}, "= '4'"),
         ({"add_position_embedding": False}, "add_position_embedding = False"),
         (
             {"tensor_model_parallel_size": 4},
-            "has files of 2 tensor and 1 pipeline ranks, its arguments say 4 and 1",
+            "has files for 2 tensor and 1 pipeline ranks, which do not match its arguments: 4 "
+            "and 1",
         ),
     ],
 )
@@ -111,7 +115,7 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path) -> None:
     )
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     with_(model=whole["model"] | {name: torch.tensor(1.0)})
-    refused(tmp_path, root, CheckpointError, "it has 2 dimensions at least")
+    refused(tmp_path, root, CheckpointError, "must have at least 2 dimensions")
     with_(model=whole["model"] | {name: torch.ones(3, 35)})
     refused(
         tmp_path, root, CheckpointError, r"has shapes \[\[48, 35\], \[3, 35\]\] on its tensor ranks"
@@ -165,7 +169,7 @@ def test_gates_that_are_not_half_of_a_rank(tmp_path: Path) -> None:
     rows = torch.cat([part["model"][name] for part in whole]).split([69, 71])
     for path, part, moved in zip(paths, whole, rows, strict=True):
         torch.save(part | {"model": part["model"] | {name: moved.clone()}}, path)
-    refused(tmp_path, root, CheckpointError, "has 69 rows on a rank, which are no halves")
+    refused(tmp_path, root, CheckpointError, "has 69 rows on a rank; must be even")
 
 
 def test_what_could_run_code_is_refused(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_what_could_run_code_is_refused(tmp_path: Path) -> None:
             **(evil if place == "extra" else {}),
         )
         refused(
-            tmp_path, root, CheckpointError, r"names \w+\.mkdir: only plain .* could run any code"
+            tmp_path, root, CheckpointError, r"contains \w+\.mkdir; only plain .* can run any code"
         )
     assert not ran.exists()
 
@@ -190,7 +194,7 @@ def test_what_could_run_code_is_refused(tmp_path: Path) -> None:
     [
         ("../../x", "must be the number of an iteration"),
         ("", "must be the number"),
-        ("7", "iter_0000007: is not there"),
+        ("7", "iter_0000007: does not exist"),
     ],
 )
 def test_a_tracker_that_leads_nowhere(tmp_path: Path, text: str, says: str) -> None:
@@ -203,12 +207,10 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     root = write(tmp_path / "megatron", made(tmp_path)[1], Layout())
     inner = root / "iter_0000100"
     os.rename(inner / "mp_rank_00", inner / "mp_rank_00_000_001")
-    refused(tmp_path, root, CheckpointError, "no folders mp_rank_00")
+    refused(tmp_path, root, CheckpointError, "no folder mp_rank_00")
     os.rename(inner / "mp_rank_00_000_001", inner / "mp_rank_00")
     (inner / "mp_rank_00_000_001").mkdir()
-    refused(
-        tmp_path, root, CheckpointError, "is not named mp_rank_TT .*; only models without experts"
-    )
+    refused(tmp_path, root, CheckpointError, "must be named mp_rank_TT .*; models with experts")
     (inner / "mp_rank_00_000_001").rmdir()
     for path in (inner / "mp_rank_00").iterdir():
         path.rename(inner / "common.pt")
@@ -249,7 +251,7 @@ def test_safetensors_need_arguments(tmp_path: Path) -> None:
     args.rename(root / "args.json")  # beside all iterations will do
     assert compare(import_megatron(root, tmp_path / "first", 101).checkpoint, theirs).ok
     (root / "args.json").write_text(json.dumps(plain | {"checkpoint_version": 9}))
-    refused(tmp_path, root, CheckpointError, "has checkpoint_version 9; known ones are 0 to 3")
+    refused(tmp_path, root, CheckpointError, "has checkpoint_version 9; supported: 0 to 3")
     (root / "args.json").unlink()
     refused(tmp_path, root, CheckpointError, r"holds no arguments.*args\.json")
     args.write_text(json.dumps(plain))
@@ -261,7 +263,7 @@ def test_safetensors_need_arguments(tmp_path: Path) -> None:
         tmp_path,
         root,
         CheckpointError,
-        r"the tensors do not fit args:\n  - lm_head\.dense\.weight \[48\] is no",
+        r"the tensors do not match args:\n  - lm_head\.dense\.weight \[48\] is no",
     )
     path.write_bytes(path.read_bytes()[:100])
     refused(tmp_path, root, CheckpointError, "is damaged, truncated")

@@ -55,7 +55,8 @@ def test_no_file_is_written_or_read_with_such_a_number(
     file.read("x", np.array([[0, 0, 71]]), target)
     for read in (file.check, lambda: file.read("bad", np.array([[place, 0, 1]]), target)):
         with pytest.raises(
-            NotFiniteError, match=f"{path}: bad is not finite; take an earlier checkpoint"
+            NotFiniteError,
+            match=f"{path}: bad has NaN or infinite values; use an earlier checkpoint",
         ):
             read()
 
@@ -196,9 +197,11 @@ def test_such_a_checkpoint_is_passed_over_by_name(tmp_path: Path) -> None:
     assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 2
     assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step_00000002"
     name = f"{tmp_path}/step_00000003/pp0-tp0.safetensors: weights/3/blocks.1.mlp.up.weight"
-    assert said == [f"{name} is not finite; take an earlier checkpoint: passed over"] * 2
+    assert (
+        said == [f"{name} has NaN or infinite values; use an earlier checkpoint: passed over"] * 2
+    )
     spoil_newest(tmp_path / "alone", 1)
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints is complete"):
         checkpoint.resume(tmp_path / "alone", engine, "corpus", said.append)
 
 

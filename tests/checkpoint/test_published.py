@@ -204,7 +204,7 @@ def test_a_tokenizer_from_before_tokenizer_json(tmp_path: Path) -> None:
         assert tokenizer(texts)["input_ids"] == expected(texts)["input_ids"]
         assert (tokenizer("a")["input_ids"] == tokenizer("A")["input_ids"]) is lower
     (theirs / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"vocab\.txt: no tokenizer can be made"):
+    with pytest.raises(DataError, match=r"vocab\.txt: cannot be made into a tokenizer"):
         import_folder(theirs, tmp_path / "never")
 
     theirs = make_theirs(tmp_path / "gpt2", "gpt2", **GPT2)

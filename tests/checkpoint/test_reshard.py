@@ -108,11 +108,11 @@ def test_rows_of_a_split_along_columns_are_pieces() -> None:
 @pytest.mark.parametrize(
     ("saved", "says"),
     [
-        (Placement((8, 4), ZEROS), r"has shape \[8, 4\], this model needs \[8, 3\]"),
+        (Placement((8, 4), ZEROS), r"has shape \[8, 4\], but this model requires \[8, 3\]"),
         (Placement((8, 3), ZEROS, Shard.even(1, 3, 2)), "another dimension"),
         (
             Placement((8, 3), ZEROS, Shard(0, (((0, 2),), ((5, 8),)))),
-            "nobody has saved 2 to 4 of dimension 0",
+            "2 to 4 of dimension 0 are missing",
         ),
     ],
 )

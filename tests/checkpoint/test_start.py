@@ -139,7 +139,7 @@ def test_weights_for_other_tokens_are_refused(
     ]
     assert main(["train", str(config), *flags]) == 1
     tokenizer = tmp_path / "runs" / "run" / "tokenizer.json"
-    assert f"belong to the tokens of another tokenizer; try '{tokenizer}'" in capfd.readouterr().err
+    assert f"which were trained with another tokenizer; try '{tokenizer}'" in capfd.readouterr().err
     assert main(["train", str(config), *flags, "--data.tokenizer", str(tokenizer)]) == 0
 
 
@@ -178,5 +178,5 @@ def test_what_may_differ(tmp_path: Path) -> None:
         checkpoint.find_start(learned, replace(OURS["gpt2"], seq_length=8, max_positions=20))
         == learned
     )
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(CheckpointError, match="is neither a run folder nor a checkpoint"):
         checkpoint.find_start(tmp_path / "nowhere", model)

@@ -126,9 +126,9 @@ def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
 
 def test_checksums_of_another_file_are_refused(tmp_path: Path) -> None:
     size, checksums = write_tensors(tmp_path / "file", {"x": torch.arange(4.0)}, {})
-    with pytest.raises(CheckpointError, match=f"it has {size} bytes, should have {size + 1}"):
+    with pytest.raises(CheckpointError, match=f"it has {size} bytes, but must have {size + 1}"):
         TensorFile(tmp_path / "file", (size + 1, checksums))
-    with pytest.raises(CheckpointError, match="it needs 2 checksums and has 3"):
+    with pytest.raises(CheckpointError, match="it must have 2 checksums, and has 3"):
         TensorFile(tmp_path / "file", (size, checksums + checksums[:8]))
     with pytest.raises(CheckpointError, match="the checksum of its header"):
         TensorFile(tmp_path / "file", (size, checksums[8:] + checksums[:8]))
@@ -163,20 +163,20 @@ def entry(start: int = 0, stop: int = 16, shape: Any = (4,), dtype: Any = "F32")
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ({"a": entry(0, 8, (2,)), "b": entry(8, 16, (2,), "F99")}, "of type 'F99'"),
-        ({"a": entry(shape=(5,))}, r"has 16 bytes, which is not shape \[5\]"),
-        ({"a": entry(shape=(2**61, 2))}, "is not shape"),
+        ({"a": entry(0, 8, (2,)), "b": entry(8, 16, (2,), "F99")}, "has type 'F99'"),
+        ({"a": entry(shape=(5,))}, r"has 16 bytes, which does not match its shape \[5\]"),
+        ({"a": entry(shape=(2**61, 2))}, "does not match its shape"),
         ({"a": entry(shape=(-4,))}, "must be at least 0"),
         ({"a": entry(shape=(4.0,))}, "must be of type int"),
         ({"a": entry(shape=(True, 4))}, "must be of type int"),
         ({"a": entry(shape="4")}, "must be a list"),
-        ({"a": entry(shape=(1,) * 9 + (4,))}, "is not shape"),
+        ({"a": entry(shape=(1,) * 9 + (4,))}, "does not match its shape"),
         ({"a": entry(0, 8, (2,))}, "end at byte 8 of 16"),
         ({"a": entry(8, 16, (2,))}, "begins at byte 8"),
-        ({"a": entry(), "b": entry()}, "begins at byte 0, what comes before ends at 16"),
+        ({"a": entry(), "b": entry()}, "begins at byte 0, but the tensor before it ends at 16"),
         (
             {"a": entry(0, 12, (3,)), "b": entry(8, 16, (2,))},
-            "begins at byte 8, what comes before ends at 12",
+            "begins at byte 8, but the tensor before it ends at 12",
         ),
         ({"a": entry(0, 32, (8,))}, "from 0 to 16"),
         ({"a": entry(16, 0)}, "from 0 to 16"),
@@ -184,7 +184,7 @@ def entry(start: int = 0, stop: int = 16, shape: Any = (4,), dtype: Any = "F32")
         ({"a": 3}, "a is 3, which must be of type dict"),
         ([], "the header is .*, which must be of type dict"),
         ({"__metadata__": {"k": 3}, "a": entry()}, "metadata__.k is 3, which must be of type str"),
-        (b'{"a":{},"a":{}}', "one key twice"),
+        (b'{"a":{},"a":{}}', "the same key twice"),
         (b"[" * 100_000, "nests too deep"),
         (b"\xff\xfe", "damaged"),
         (b"", "cannot be 0 bytes long"),

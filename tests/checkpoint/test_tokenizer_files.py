@@ -253,7 +253,7 @@ def sequence(add_prefix_space: bool) -> tokenizers.Tokenizer:
         (
             foreign.llama_3,
             {"do_lower_case": True},
-            "do_lower_case = True: the normalizer of tokenizer.json does not do so",
+            "do_lower_case = True: conflicts with the normalizer of tokenizer.json",
         ),
         (foreign.unigram, {"strip_accents": True}, "strip_accents = True"),
         (foreign.word_piece, {"strip_accents": 1}, "strip_accents = 1: must be true or false"),
@@ -262,7 +262,7 @@ def sequence(add_prefix_space: bool) -> tokenizers.Tokenizer:
         (
             foreign.llama,
             {"added_tokens_decoder": {"9": {"content": "</s>"}}},
-            r"</s> = 9: the tokenizer gives it the id 2",
+            r"</s> = 9: does not match the tokenizer, which gives it the id 2",
         ),
         (foreign.llama, {"added_tokens_decoder": []}, "added_tokens_decoder"),
     ],
@@ -305,7 +305,8 @@ def test_settings_that_change_nothing(
         (
             "added_tokens.json",
             {"<new>": 701},
-            r"added_tokens\.json: <new> = 701: the tokenizer gives it the id 7\d\d|"
+            r"added_tokens\.json: <new> = 701: does not match the tokenizer, which gives it the "
+            r"id 7\d\d|"
             r"<new> = 701: .* gives it the id \d+",
         ),
         (
@@ -339,8 +340,8 @@ def test_damaged_files_beside_a_tokenizer(
     if isinstance(plain, dict) and plain.get("<new>") == 701:
         plain = {"<new>": made.get_vocab_size() + 1}
         says = (
-            rf"added_tokens\.json: <new> = {made.get_vocab_size() + 1}: the tokenizer gives it the "
-            r"id"
+            rf"added_tokens\.json: <new> = {made.get_vocab_size() + 1}: does not match the "
+            rf"tokenizer, which gives it the id"
         )
     write(tmp_path, name, plain)
     with pytest.raises(DataError, match=says):
@@ -357,9 +358,7 @@ def test_older_files_of_another_class_are_refused(tmp_path: Path) -> None:
         tokenizer_of(tmp_path, GPT)
     write(tmp_path, "vocab.txt", "\n".join(BERT_WORDS))
     write(tmp_path, "tokenizer_config.json", {"do_basic_tokenize": False})
-    with pytest.raises(
-        DataError, match=r"do_basic_tokenize = False: hybridpar has no such tokenizer"
-    ):
+    with pytest.raises(DataError, match=r"do_basic_tokenize = False: not supported"):
         tokenizer_of(tmp_path, BERT)
 
 

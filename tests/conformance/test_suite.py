@@ -30,7 +30,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         "mlp",
         wrong.mlp("input"),
         3,
-        "input gradient: every rank has a part of it: a sum",
+        "input gradient: every rank has a partial sum: an all-reduce",
     ),
     "no gradient of the input": (
         "mlp",
@@ -81,7 +81,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         "sequence_norm",
         wrong.of(lambda plain, x: plain(x)),
         3,
-        "gradient of weight: every rank has a part of it: a sum over the ranks is missing",
+        "gradient of weight: every rank has a partial sum: an all-reduce over the ranks is missing",
     ),
     "mean of means": (
         "mean_loss",
@@ -132,7 +132,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         "sequence_attention",
         wrong.rows_attention("weights"),
         2,
-        "gradient of qkv.weight: every rank has a part of it: a sum over the ranks is",
+        "gradient of qkv.weight: every rank has a partial sum: an all-reduce over the ranks is",
     ),
     "documents that see each other": (
         "packed_attention",
@@ -152,7 +152,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         "experts",
         wrong.experts("router"),
         2,
-        "gradient of router.weight: every rank has a part of it",
+        "gradient of router.weight: every rank has a partial sum",
     ),
     "balance of own rows": ("expert_losses", wrong.experts("own rows"), 2, "output: ranks differ"),
     "balance without gradient": (
@@ -189,7 +189,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         "dropout_copies",
         lambda plain, group: wrong.Recomputed(0.5),
         1,
-        "of the backward is another one",
+        "in the backward differs",
     ),
     "not scaled": (
         "dropout_copies",
@@ -310,6 +310,6 @@ def test_the_command_line(
     plain = json.loads(capsys.readouterr().out)
     assert plain["results"][0]["findings"][0]["what"] == "mask"
     assert main(["conform", "given:NONE"]) == 1
-    assert "must be a module and a dict of factories in it" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="'nonesuch': is no case; there are mlp, "):
+    assert "must be a module and the name of a dict in it" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"'nonesuch': unknown case\. Cases: mlp, "):
         conform({"nonesuch": lambda plain, group: plain})

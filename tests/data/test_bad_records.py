@@ -27,14 +27,14 @@ LINES = [
         b'{"text": null}',
         'is not an object with text under "text", such as {"text": "..."}; it has null there',
     ),
-    (b'{"body": "a"}', "data.text_key names one of ['body']"),
+    (b'{"body": "a"}', "set data.text_key to one of ['body']"),
     (b'{"text": 3.5}', "it has 3.5 there"),
     (b'{"text": ["a"]}', "it has ['a'] there"),
     (b"[1]", "is not an object"),
     (b'{"text": ', "is not JSON (Expecting value"),
     (b"[" * 100_000, "is not JSON (maximum recursion depth"),
     (b'{"text": "\xff"}', "byte 0xff is not UTF-8"),
-    (b'{"text": "\0"}', "holds a zero byte"),
+    (b'{"text": "\0"}', "contains a zero byte"),
     (b'{"text": "' + b"x" * 2**21 + b'"}', "has more than 1048576 bytes"),
 ]
 
@@ -103,7 +103,7 @@ def test_a_bad_element_of_json(tmp_path: Path, element: bytes, message: str) -> 
 @pytest.mark.parametrize(
     ("row", "place", "message"),
     [
-        (b"2", "line 3 of CSV", "has 1 cells"),
+        (b"2", "line 3 of CSV", "has only 1 cells"),
         (b"2,caf\xe9", "line 3 of CSV", "byte 0xe9 is not UTF-8"),
         (b'2,"a"b', "line 3 of CSV", "is damaged ("),
         (b"2,a\0b", "line 3 of CSV", "zero byte"),
@@ -183,9 +183,9 @@ def test_bad_rows_of_columns(tmp_path: Path, name: str, kind: pa.DataType) -> No
         ", row 5 of " in bad.first[2],
     ] == [True] * 3
     assert what == [
-        "holds a null, not text",
-        "byte 0xe9 is not UTF-8; corpora are UTF-8 text",
-        "byte 0xed is not UTF-8; corpora are UTF-8 text",
+        "is null, not text",
+        "byte 0xe9 is not UTF-8; a corpus must be UTF-8 text",
+        "byte 0xed is not UTF-8; a corpus must be UTF-8 text",
     ]
     assert "row 2" in refused(path)
 
@@ -194,7 +194,7 @@ def test_bad_rows_of_columns(tmp_path: Path, name: str, kind: pa.DataType) -> No
     ("name", "content", "message"),
     [
         ("b.txt", b"ok\n" * 2**20 + b"\xff", "line 1048577 of plain text: byte 0xff"),
-        ("b.md", b"ok\n\0", "line 2 of plain text: holds a zero byte"),
+        ("b.md", b"ok\n\0", "line 2 of plain text: contains a zero byte"),
         (
             "b.txt.gz",
             gzip.compress(b"ok\n\xff", mtime=0),
@@ -220,7 +220,7 @@ def test_a_file_of_plain_text_is_left_out_as_a_whole(
     [
         ("b.jsonl.gz", gzip.compress(FINE.encode() * 999, mtime=0)[:-9], "is damaged gzip"),
         ("b.txt", b"\x89PNG\r\n\0", "is a PNG image"),
-        ("b.csv", b"id,body\n", "none is 'text'"),
+        ("b.csv", b"id,body\n", "has no column 'text'"),
     ],
 )
 def test_what_is_wrong_with_a_whole_file_is_an_error_in_any_case(
@@ -237,7 +237,7 @@ def test_where_all_records_are_bad_their_number_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"no text in 1 files \(JSON lines\); 7 bad records were left out, such as .*a."
-        r"jsonl, line 1 of JSON lines: .*data\.text_key names one of \['body'\]",
+        r"jsonl, line 1 of JSON lines: .*set data\.text_key to one of \['body'\]",
     ):
         taken(path)
 
@@ -271,7 +271,7 @@ def test_they_are_kept_with_the_prepared_corpus(corpus: Path, tmp_path: Path) ->
     manifest.write_text(json.dumps(older))
     assert open_prepared(made.prefix).notes() == []
     manifest.write_text(json.dumps(older | {"num_bad": "many"}))
-    with pytest.raises(DataError, match="has no num_bad and first_bad"):
+    with pytest.raises(DataError, match="its num_bad must be a number"):
         open_prepared(made.prefix)
 
 

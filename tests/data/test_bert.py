@@ -304,5 +304,5 @@ def test_what_cannot_work(make_indexed):
     with pytest.raises(DataError, match="no two tokens"):
         BertDataset(make_indexed([[1], [1]]), 16, VOCABULARY, seed=0)
     data = BertDataset(make_indexed([[9, 9]], 8990), 16, VOCABULARY, seed=0)
-    with pytest.raises(DataError, match=r"has ids from .*; the tokenizer has 9000"):
+    with pytest.raises(DataError, match=r"has token ids from .* for the tokenizer's 9000"):
         epoch_of(data, 0)

@@ -48,7 +48,7 @@ def test_files_folders_patterns_and_json_lines(tmp_path):
     [
         ("a.txt", b"ok\nfine\n\xff\xfe", r"a\.txt, line 3 of plain text: byte 0xff is not UTF-8"),
         ("a.txt", b"caf\xe9", r"line 1 of plain text: byte 0xe9"),
-        ("a.txt", b"ok\n\0\0", r"line 2 of plain text: holds a zero byte"),
+        ("a.txt", b"ok\n\0\0", r"line 2 of plain text: contains a zero byte"),
         ("a.txt", b"", "is empty"),
         ("a.jsonl", b"\n \n", r"a\.jsonl: no text in 1 files \(JSON lines\)"),
         ("a.jsonl", b'{"text": ""}', r"no text in 1 files \(JSON lines\)"),
@@ -65,7 +65,7 @@ def test_unreadable_text_is_named(tmp_path, name, content, message):
     [
         ("nothing-here", "does not exist"),
         ("*.nothing", "matches no file"),
-        (".", "holds no files ending in .txt"),
+        (".", "contains no files ending in .txt"),
     ],
 )
 def test_sources_without_files(tmp_path, monkeypatch, source, message):
@@ -96,11 +96,11 @@ def test_key_changes_with_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.txt", b"", "a.txt: is empty; name a file or a folder with text in it, or stdlib"),
+        ("a.txt", b"", "a.txt: is empty; name a file or folder that contains text, or stdlib"),
         (
             "a.txt",
             b"fine\ncaf\xe9\n",
-            "line 2 of plain text: byte 0xe9 is not UTF-8 (column 4); corpora are UTF-8 text",
+            "line 2 of plain text: byte 0xe9 is not UTF-8 (column 4); a corpus must be UTF-8 text",
         ),
         (
             "a.jsonl",
@@ -131,14 +131,14 @@ def test_damage_is_named_with_its_place(
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("txt.a", "name a file or a folder with text in it, or stdlib"),
+        ("txt.a", "name a file or folder that contains text, or stdlib"),
         ("folder/B.TXT", "try folder/b.txt"),
         ("foldr/b.txt", "try folder/b.txt"),
         ("stdlb", "try stdlib"),
-        ("-", "is no regular file; a corpus is read more"),
+        ("-", "is not a regular file; a corpus is read more"),
         (
             "/dev/null",
-            "is no regular file; a corpus is read more than once, so save the text in a file",
+            "is not a regular file; a corpus is read more than once, so save the text in a file",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_files_of_megatron(theirs, tmp_path):
     data = open_data(ModelConfig(**MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1)
     assert data.tokenizer is None
     assert len(data.train.datasets[0]) == 7
-    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed: BERT"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': must be set: BERT"):
         open_data(
             ModelConfig(kind="bert", **MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1
         )
@@ -130,13 +130,13 @@ def test_what_does_not_go_together(texts, theirs, tmp_path):
             ModelConfig(kind=kind, **MODEL), config, tmp_path / "c", seed=1, quiet=True
         )
 
-    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed for .*one\.jsonl"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': must be set for .*one\.jsonl"):
         opened(corpus=(texts[0], theirs))
     with pytest.raises(DataError, match="does not exist"):
         opened(corpus=("missing.txt",))
     with pytest.raises(
         ConfigError,
-        match=r"data\.tokenizer = '': is needed for .*one\.jsonl, because data\.corpus is",
+        match=r"data\.tokenizer = '': must be set for .*one\.jsonl, because data\.corpus is",
     ):
         opened(corpus=(theirs,), valid_corpus=texts[:1])
     with pytest.raises(DataError, match=r"missing\.txt: does not exist"):
@@ -149,7 +149,7 @@ def test_what_does_not_go_together(texts, theirs, tmp_path):
             tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path),
         )
     other = str(opened(corpus=texts[:1]).prepared[0].tokenizer_path)
-    with pytest.raises(ConfigError, match="is not the tokenizer that"):
+    with pytest.raises(ConfigError, match="does not match the tokenizer that"):
         opened(corpus=(gpt,), tokenizer=other)
     with pytest.raises(ConfigError, match=r"data\.split"):
         opened(corpus=(gpt,), split=0.001)

@@ -77,14 +77,14 @@ def test_another_key_makes_other_records_of_it() -> None:
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0", "a.txt: is a PNG image; corpora are"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0", "a.txt: is a PNG image; a corpus must be"),
         ("a.jsonl", b"PK\x03\x04\0\xff", "is a ZIP archive"),
         ("a.txt", b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n", "is PDF"),
         ("a.txt", b"\xff\xfeh\0i\0", "is UTF-16 text"),
         ("a.idx", b"MMIDIDX\0\0\1", "the index of a Megatron token file"),
         ("a.txt.bz2", b"BZh91AY&SY\xff", "is bzip2"),
-        ("a.parquet", b"prose", "is not parquet, as its name says, but plain text"),
-        ("a.arrow", LINES, "is not Arrow, as its name says, but JSON lines"),
+        ("a.parquet", b"prose", "is plain text, not parquet as its name says"),
+        ("a.arrow", LINES, "is JSON lines, not Arrow as its name says"),
     ],
 )
 def test_what_is_refused(name: str, head: bytes, message: str) -> None:

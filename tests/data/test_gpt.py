@@ -116,7 +116,7 @@ def test_smallest_corpus(make_indexed, num_tokens, samples):
 
 def test_too_few_tokens(make_indexed):
     with pytest.raises(
-        DataError, match="8 tokens has no sample of 8 tokens and their successors; at least 9"
+        DataError, match="8 tokens is too short for one sample; seq_length = 8 requires at least 9"
     ):
         GPTDataset(make_indexed([[8]]), 8)
 

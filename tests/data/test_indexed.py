@@ -126,7 +126,7 @@ def test_writer_refuses_ids_that_do_not_fit_and_leaves_nothing(tmp_path, dtype, 
         (patched(26, b"\xff" * 8), "would have"),
         (patched(26, b"\0" * 8)[: 34 + 24], "no document indices"),
         (patched(34, b"\xff" * 4), "length -1"),
-        (patched(34, b"\4"), "offset 6; the lengths before it add up to 8"),
+        (patched(34, b"\4"), "offset 6, which does not match the lengths before it: 8"),
         (patched(50, b"\xff" * 8), "offset -1"),
         (patched(58, b"\1"), "document index 0 is 1"),
         (patched(66, b"\3"), "below the one before it, 3"),
@@ -145,7 +145,7 @@ def test_damaged_index(tmp_path, index, message):
 def test_bin_of_another_length(tmp_path, tokens):
     prefix = write(tmp_path / "x", tokens=tokens)
     with pytest.raises(
-        DataError, match=rf"x\.bin: has {len(tokens)} bytes; by its index it has 10"
+        DataError, match=rf"x\.bin: has {len(tokens)} bytes, which does not match its index: 10"
     ):
         IndexedDataset(prefix)
 

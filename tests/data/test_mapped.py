@@ -87,9 +87,9 @@ def test_another_dataset_has_another_fingerprint() -> None:
     [
         (
             lambda i, s: (s["x"], i),
-            r"dataset\('train'\) of Model\[0\] is a tuple, which must be a dict of arrays",
+            r"dataset\('train'\) of Model\[0\] must be a dict of arrays by name, not a tuple",
         ),
-        (lambda i, s: s | {"name": "a"}, r"'name' has the type <U1, which must be one of numbers"),
+        (lambda i, s: s | {"name": "a"}, r"'name' has the type <U1; must be numbers"),
         (lambda i, s: {}, "must be a dict of arrays"),
     ],
 )
@@ -101,14 +101,16 @@ def test_samples_that_are_none(change: Any, text: str) -> None:
 def test_samples_of_different_forms_are_named() -> None:
     ragged = loader(Model(), Samples(24, lambda i, s: s | {"x": np.zeros(2 + (i == 7))}))
     ragged.micro_batch_size = 1  # so that none is beside another
-    with pytest.raises(DataError, match=r"Model\[7\] has .*\(3,\).*samples must be of one form"):
+    with pytest.raises(
+        DataError, match=r"Model\[7\] has .*\(3,\).*does not match the first sample's"
+    ):
         [ragged.microbatch(t, i) for t in range(6) for i in range(4)]
     with pytest.raises(DataError, match="is empty"):
         loader(Model(), Samples(0))
 
 
 def test_data_come_from_the_model_or_are_given(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="has no data to train on"):
+    with pytest.raises(ConfigError, match="must return training samples"):
         open_data(Model(), DataConfig(), tmp_path, seed=0)
     data = open_data(Model(), DataConfig(), tmp_path, seed=0, datasets={"train": Samples(5)})
     assert not data.valid

@@ -198,15 +198,17 @@ def test_another_key(tmp_path: Path) -> None:
     assert made.num_documents == len(TEXTS)
     with pytest.raises(
         DataError,
-        match=r"a\.json, line 1 of JSON lines: .* under \"text\".*names one of \['body'\]",
+        match=r"a\.json, line 1 of JSON lines: .* under \"text\".*to one of \['body'\]",
     ):
         read(tmp_path / "a.json")
     with pytest.raises(
-        DataError, match=r"line 1 of CSV: has the columns \['id', 'body'\], and none is 'text'"
+        DataError,
+        match=r"line 1 of CSV: has no column 'text'; set data.text_key to one of "
+        r"\['id', 'body'\]",
     ):
         read(tmp_path / "b.csv")
     with pytest.raises(
-        DataError, match=r"is parquet and has no column of text 'text'; .* names one of \['body'\]"
+        DataError, match=r"is parquet and has no text column 'text'; .* to one of \['body'\]"
     ):
         read(tmp_path / "c.parquet")
 
@@ -231,7 +233,7 @@ def test_a_hugging_face_dataset(tmp_path: Path) -> None:
     assert read(tmp_path / "parts") == read(tmp_path / "parts" / "test") == TEXTS
     (tmp_path / "parts" / "dataset_dict.json").write_text('{"splits": ["test"]}')
     with pytest.raises(
-        DataError, match=r"a Hugging Face dataset of the parts \['test'\]; name one"
+        DataError, match=r"a Hugging Face dataset with the splits \['test'\]; name the"
     ):
         read(tmp_path / "parts")
     for names in ('[{"filename": "../one/data-00000-of-00002.arrow"}]', "[3]", '{"a": 1}'):
@@ -261,7 +263,7 @@ def test_a_hugging_face_dataset(tmp_path: Path) -> None:
         (
             "a.json",
             b'[{"text": "a"}, {"text": "b"}',
-            "element 2 of JSON: is the last one, and the array does not end",
+            "element 2 of JSON: is the last one, but the array is not closed",
         ),
         (
             "a.json",
@@ -271,12 +273,12 @@ def test_a_hugging_face_dataset(tmp_path: Path) -> None:
         (
             "a.json",
             b'[{"text": "a"}] x',
-            "element 1 of JSON: is the last one of the array, which is followed by 'x'",
+            "element 1 of JSON: ends the array, which must not be followed by 'x'",
         ),
         ("a.json", b'[{"text": "a"}, {"text": ]', "element 2 of JSON: is not JSON"),
         ("a.json", b"[" * 100_000, "element 1 of JSON: is not JSON"),
         ("a.json", b"prose", "element 1 of JSON: is not JSON"),
-        ("a.csv", b"id,text\n1,a\n2\n", "line 3 of CSV: has 1 cells, and 'text' is number 2"),
+        ("a.csv", b"id,text\n1,a\n2\n", "line 3 of CSV: has only 1 cells, but 'text' is column 2"),
         ("a.csv", b'id,text\n1,"a\n', "line 2 of CSV: is damaged"),
         ("a.csv", b"id,text\n1,\xff\n", "line 2 of CSV: byte 0xff"),
         ("a.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-9], r"a\.txt\.gz: is damaged gzip"),
@@ -292,7 +294,7 @@ def test_a_hugging_face_dataset(tmp_path: Path) -> None:
         (
             "a.parquet",
             _parquet(_table(kind=pa.binary())),
-            "is parquet and has no column of text; its columns are",
+            "is parquet and has no text column; its columns are",
         ),
         ("a.arrow", _arrow(_table())[:2000], "is damaged Arrow stream"),
         ("a.arrow", _arrow(_table(), pa.ipc.new_file)[:-30], "is damaged Arrow"),
@@ -318,7 +320,7 @@ def test_without_pyarrow_the_extra_is_named(
         (tmp_path / name).write_bytes(FILES[name]())
         with pytest.raises(
             DataError,
-            match=rf"is {what}, which is read with pyarrow: pip install 'hybridpar\[data\]'",
+            match=rf"is {what}, which requires pyarrow: pip install 'hybridpar\[data\]'",
         ):
             read(tmp_path / name)
         assert "hybridpar[data]" in absent_sources(DataConfig((str(tmp_path / name),)))[0]

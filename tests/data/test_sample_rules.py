@@ -72,40 +72,40 @@ WRONG = [
     (
         GPT,
         gpt(loss_mask=IDS),
-        r"has 'loss_mask', which a gpt does not read: it reads tokens, labels, padding_mask",
+        r"has the unknown key 'loss_mask'; a gpt reads tokens, labels, padding_mask",
     ),
     (
         GPT,
         gpt(tokens=IDS[:7]),
-        r"tokens has the shape \[7\], and must have \[8\], as model\.seq_length is 8",
+        r"tokens has shape \[7\]; must have \[8\], as model\.seq_length is 8",
     ),
-    (GPT, gpt(labels=np.zeros((2, 8), int)), r"labels has the shape \[2, 8\]"),
-    (GPT, gpt(tokens=IDS / 2), r"tokens has the type float64, and must have whole numbers"),
-    (GPT, gpt(tokens=IDS > 3), r"tokens has the type bool, and must have whole numbers"),
+    (GPT, gpt(labels=np.zeros((2, 8), int)), r"labels has shape \[2, 8\]"),
+    (GPT, gpt(tokens=IDS / 2), r"tokens has type float64; must be whole numbers"),
+    (GPT, gpt(tokens=IDS > 3), r"tokens has type bool; must be whole numbers"),
     (
         GPT,
         gpt(tokens=IDS + 293),
-        r"tokens\[7\] is 300, and must be from 0 to 299 \(model\.vocab_size - 1\)$",
+        r"tokens\[7\] is 300, out of range: 0 to 299 \(model\.vocab_size - 1\)$",
     ),
     (
         GPT,
         gpt(tokens=np.where(IDS == 2, -100, IDS)),
-        r"tokens\[2\] is -100, and must be from 0 to 299",
+        r"tokens\[2\] is -100, out of range: 0 to 299",
     ),
     (
         GPT,
         gpt(labels=IDS + 293),
-        r"labels\[7\] is 300, and must be .*, or -100 where it does not count$",
+        r"labels\[7\] is 300, out of range: .*, or -100 where it does not count$",
     ),
-    (GPT, gpt(labels=IDS - 1), r"labels\[0\] is -1, and must be from 0 to 299"),
+    (GPT, gpt(labels=IDS - 1), r"labels\[0\] is -1, out of range: 0 to 299"),
     (
         GPT,
         gpt(positions=IDS + 1),
-        r"positions\[7\] is 8, and must be from 0 to 7 \(the number of positions - 1\)",
+        r"positions\[7\] is 8, out of range: 0 to 7 \(the number of positions - 1\)",
     ),
-    (GPT, gpt(padding_mask=IDS), r"padding_mask has the type int64, and must have booleans"),
-    (GPT, gpt(tokens=[[1], [2, 3]]), r"'tokens' is no array"),
-    (GPT, gpt(tokens=["a"] * 8), r"'tokens' has the type <U1, which must be one of numbers"),
+    (GPT, gpt(padding_mask=IDS), r"padding_mask has type int64; must be booleans"),
+    (GPT, gpt(tokens=[[1], [2, 3]]), r"'tokens' cannot be converted to an array"),
+    (GPT, gpt(tokens=["a"] * 8), r"'tokens' has the type <U1; must be numbers"),
     (
         BERT,
         gpt(),
@@ -114,13 +114,13 @@ WRONG = [
     (
         BERT,
         bert(token_types=IDS),
-        r"token_types\[2\] is 2, and must be from 0 to 1 \(the number of segments - 1\)",
+        r"token_types\[2\] is 2, out of range: 0 to 1 \(the number of segments - 1\)",
     ),
-    (BERT, bert(sentence_labels=2), r"sentence_labels is 2, and must be from 0 to 1"),
+    (BERT, bert(sentence_labels=2), r"sentence_labels is 2, out of range: 0 to 1"),
     (
         BERT,
         bert(sentence_labels=[1]),
-        r"sentence_labels has the shape \[1\], and must have \[\], one number",
+        r"sentence_labels has shape \[1\]; must have \[\], one number",
     ),
 ]
 
@@ -151,11 +151,13 @@ def test_what_is_wrong_is_named_with_the_number(
 
 def test_what_are_no_samples_at_all(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"is a dict of \['labels', 'tokens'\], which must be a list of samples"
+        DataError,
+        match=r"must be a list of samples, each a dict of arrays; it is a dict of "
+        r"\['labels', 'tokens'\]",
     ):
         opened(GPT, {"tokens": [IDS], "labels": [IDS]}, tmp_path)
     with pytest.raises(
-        ConfigError, match=r"datasets = \['valid'\]: must have samples to train on, under \"train\""
+        ConfigError, match=r"datasets = \['valid'\]: must have training samples under \"train\""
     ):
         open_data(GPT, DataConfig(), tmp_path, seed=0, datasets={"valid": [gpt()]})
 
@@ -207,6 +209,6 @@ def test_all_ranks_say_which_sample_is_wrong_when_it_is_drawn(tmp_path: Path) ->
     told = [line for line in out.splitlines() if line.startswith("refused: ")]
     assert len(told) == 2, out
     assert all(
-        "dataset('train') of gpt[2]: labels[0] is 9899, and must be" in line for line in told
+        "dataset('train') of gpt[2]: labels[0] is 9899, out of range" in line for line in told
     ), out
     assert "Traceback" not in out

@@ -69,12 +69,10 @@ def test_what_can_be_read_once_is_read_once() -> None:
     ):
         stream.batch(np.array([1]))
     with pytest.raises(
-        DataError, match=r"ends after 7 samples and cannot be gone through again; try a function"
+        DataError, match=r"ends after 7 samples and cannot be iterated again; give a function"
     ):
         StreamedSamples(Model(), iter(Numbers()), "train", 2).batch(np.arange(6, 8))
-    with pytest.raises(
-        DataError, match="an empty iterator for position 7; try one that begins again"
-    ):
+    with pytest.raises(DataError, match="an empty iterator for position 7; to repeat the samples"):
         StreamedSamples(Model(), Numbers().since, "train", 2).batch(np.arange(6, 8))
 
 
@@ -82,10 +80,10 @@ def test_what_can_be_read_once_is_read_once() -> None:
     ("source", "text"),
     [
         ([], "ends after 0 samples"),
-        ([3], r"sample 0 is a int, which must be a dict of arrays"),
+        ([3], r"sample 0 must be a dict of arrays by name, not a int"),
         (
             DataLoader([{"x": 1.0}] * 4, batch_size=2),
-            r"gives batches \(of 2\), which must be samples: batch_size=None",
+            r"yields batches \(of 2\); must yield samples: use batch_size=None",
         ),
     ],
     ids=["nothing", "no dict", "batches"],

@@ -141,18 +141,18 @@ def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFi
 def test_what_cannot_be(
     run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert "rank = 7: the grid has 1 ranks, from 0 on; try 0" in fails(
+    assert "rank = 7: must be from 0 to 0: the grid has 1 ranks; try 0" in fails(
         capsys, "memory", config, "--rank", "7"
     )
-    assert "rank = 7: was not recorded, but 0, 1 were; try 0" in fails(
+    assert "rank = 7: was not recorded; the run recorded 0, 1; try 0" in fails(
         capsys, "memory", "--run", run, "--rank", "7"
     )
     assert "nowhere': does not exist; try" in fails(capsys, "memory", "--run", tmp_path / "nowhere")
     message = fails(capsys, "memory", config, "--run", tmp_path / "nowhere")
-    assert "nowhere': is not a run folder; try runs/NAME" in message
+    assert "nowhere': not a run folder; try runs/NAME" in message
     empty = recorded(tmp_path / "empty", config, {})
     message = fails(capsys, "memory", "--run", empty)
-    assert "empty': recorded no memory; try a run with train.record_memory = 3" in message
+    assert "empty': has no record of memory; try a run with train.record_memory = 3" in message
     none = recorded(tmp_path / "none", config, {0: []})
     assert "the trace of rank 0 has no block" in fails(capsys, "memory", "--run", none)
     path = run / MEMORY / "rank0.jsonl"
@@ -198,8 +198,8 @@ def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(
     )
     message = fails(capsys, "memory", "--run", run)
     assert (
-        "rank0.jsonl: is of rank 0 at {'pp': 0, 'dp': 1, 'tp': 0}; rank 0 of this run is at"
-        in message
+        "rank0.jsonl: belongs to rank 0 at {'pp': 0, 'dp': 1, 'tp': 0}, which does not match "
+        "rank 0 of this run at" in message
     )
 
 

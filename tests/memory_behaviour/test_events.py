@@ -86,12 +86,12 @@ def event(**fields: object) -> str:
         (changed(events={}), "events must be a list"),
         (changed(events=[["read"]]), "a list of 7 values"),
         (event(what="look"), "malloc, free, read, write, not 'look'"),
-        (event(what=[]), "a behaviour is one of"),
-        (event(block=5), "a read of block 5, which is not there"),
-        (event(what="free"), "a free of block 0, which is not there"),  # the next one
+        (event(what=[]), "a behaviour must be one of"),
+        (event(block=5), "a read of block 5, which does not exist"),
+        (event(what="free"), "a free of block 0, which does not exist"),  # the next one
         (event(what="malloc"), "block 0 is handed out twice"),
         (event(num_bytes=-8), "num_bytes must be a whole number of at least 0, not -8"),
-        (event(num_bytes=9), "block 0 has 8 bytes, and then 9"),
+        (event(num_bytes=9), "block 0 has 8 bytes first, then 9"),
         (event(time="soon"), "time must be a number of seconds, not 'soon'"),
         (event(time=float("inf")), "time must be"),
         (event(time=True), "time must be"),

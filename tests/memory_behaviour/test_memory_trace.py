@@ -246,7 +246,7 @@ def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, A
 @pytest.mark.parametrize("gradients", ["dct", "sbpca"])
 def test_gradients_whose_numbers_decide_are_not_predicted(gradients: str) -> None:
     config = config_of(({"dp": 2}, {}, {}, {}, {"compression": {"gradients": gradients}}))
-    with pytest.raises(ConfigError, match=r"depends on the numbers .*try powersgd"):
+    with pytest.raises(ConfigError, match=r"depend on the values .*try powersgd"):
         predict_trace(config)
 
 

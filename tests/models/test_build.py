@@ -146,7 +146,7 @@ def test_a_position_table_of_its_own_length() -> None:
         embedding: Any = build_blocks(model, Axis("tp"), [0])[0]
         assert embedding.positions.weight.shape == (9, 256)
     with pytest.raises(
-        ConfigError, match=r"model\.max_positions = 9: the input reaches position 10"
+        ConfigError, match=r"model\.max_positions = 9: must be at least 10, the length of the input"
     ):
         embedding.positions(10)
 

@@ -114,7 +114,7 @@ def test_ends_are_tied_over_stages_and_others_within_one() -> None:
     assert middle.verify({"dp": 2}, num_batches=2).ok
     with pytest.raises(
         ConfigError,
-        match=r"parallel\.pp = 2: requires that modules which share .* are the first and",
+        match=r"parallel\.pp = 2: only the first and the last module may share",
     ):
         middle.verify({"pp": 2})
 
@@ -163,9 +163,9 @@ class Skipping(nn.Sequential):
     [
         (
             lambda: trainer_of(Own()),
-            r"model = .*Own.*: is a module with a forward of its own.*try nn\.Sequential\(",
+            r"model = .*Own.*: must be .*a module with its own forward.*try nn\.Sequential\(",
         ),
-        (lambda: trainer_of(Skipping(nn.Linear(4, 4))), "is a module with a forward of its own"),
+        (lambda: trainer_of(Skipping(nn.Linear(4, 4))), "a module with its own forward"),
         (lambda: trainer_of([]), "modules = 'an empty list': must have at least one module"),
         (
             lambda: trainer_of([torch.tanh]),
@@ -173,7 +173,7 @@ class Skipping(nn.Sequential):
         ),
         (
             lambda: trainer_of([nn.Linear(4, 1)], loss=None),
-            "loss = None: must be a function of the last module's output",
+            "loss = None: must be a function loss",
         ),
         (lambda: trainer_of([nn.Linear(4, 1)], metrics=5), "metrics = 5: must be a function"),
         (
@@ -182,7 +182,7 @@ class Skipping(nn.Sequential):
         ),
         (
             lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": [(1, 2)]}).memory(),
-            r"datasets = 'train': has samples of type tuple, which must be dicts of arrays",
+            r"datasets = 'train': samples must be dicts of arrays by name; they are of type tuple",
         ),
         (
             lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": []}).memory(),
@@ -194,13 +194,13 @@ class Skipping(nn.Sequential):
         ),
         (
             lambda: trainer_of([nn.Linear(5, 1)]).memory(),
-            r"modules = '1 module': has a module 0 \(Linear\) that makes of",
+            r"modules = '1 module': module 0 \(Linear\) fails on",
         ),
         (
             lambda: trainer_of([nn.Linear(4, 1)], parallel={"tp": 2}).memory(),
-            "modules of a row are never split over ranks",
+            "modules of an nn.Sequential are not split over ranks",
         ),
-        (lambda: Trainer(loss=loss), r"loss = .*goes with an nn\.Sequential"),
+        (lambda: Trainer(loss=loss), r"loss = .*only with an nn\.Sequential"),
     ],
     ids=range(13),
 )

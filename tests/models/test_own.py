@@ -157,7 +157,8 @@ def test_blocks_are_built_without_memory_and_buffers_have_values() -> None:
     [
         (
             "alpha dropout",
-            r"has a AlphaDropout \(inner\) in block 0, which draws its mask.*try nn.Dropout\(0.1\)",
+            r"has a AlphaDropout \(inner\) in block 0, which is not supported: it draws its "
+            r"mask.*try nn.Dropout\(0.1\)",
         ),
         ("batch norm", r"has a BatchNorm1d \(inner\) in block 0.*try nn.LayerNorm\(6\)"),
         ("convolution", r"has a BatchNorm1d \(inner.1\) in block 0.*try nn.GroupNorm\(2, 6\)"),
@@ -168,7 +169,7 @@ def test_blocks_are_built_without_memory_and_buffers_have_values() -> None:
         ),
         (
             "no module",
-            r"returns <built-in function print> for block 0, which must be a torch.nn.Module",
+            r"block\\(0\\) must return a torch.nn.Module; it returns <built-in function print>",
         ),
     ],
 )
@@ -234,7 +235,7 @@ def test_messages_of_one_shape_alone_are_compressed() -> None:
         found = problems(
             from_mapping({"compression": {"messages": "bf16"}}, Config(model=Small(what=what))), 1
         )
-        assert any("needs one tensor of one shape" in str(p) for p in found) == wrong
+        assert any("requires that every block returns one tensor" in str(p) for p in found) == wrong
 
 
 def test_work_is_counted_from_weights_or_said() -> None:
@@ -258,7 +259,7 @@ def test_what_needs_ours_is_refused() -> None:
     }
     assert {"parallel.tp", "parallel.sequence"} <= found.keys()
     assert "Small.max_tp" in str(found["parallel.tp"])
-    with pytest.raises(ConfigError, match="works with GPT and BERT only"):
+    with pytest.raises(ConfigError, match="supported for GPT and BERT only"):
         _ = config.transformer
 
 
@@ -273,7 +274,9 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
     with pytest.raises(ConfigError, match=r"model\.depth = 'a'.*must be of type int"):
         from_mapping({"model": {"depth": "a"}}, config)
     with pytest.raises(
-        ConfigError, match=r"model\.spec = 'nowhere:Model'.*does not know.*try a configuration"
+        ConfigError,
+        match=r"model\.spec = 'nowhere:Model'.*unknown model.*try importing the "
+        r"module, or a configuration",
     ):
         from_mapping({"model": {"spec": "nowhere:Model"}})
     with pytest.raises(ConfigError, match=r"model\.spec = 3.*must be of type str"):
@@ -283,14 +286,14 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("no colon", "must be a module and a class in it"),
+        ("no colon", "must be a module and a class, as module:class"),
         ("nowhere_at_all:Model", "cannot be imported"),
-        ("json:JSONDecoder", "must name a class that inherits from hybridpar.ModelSpec"),
-        ("json:missing", "must name a class"),
+        ("json:JSONDecoder", "must name a subclass of hybridpar.ModelSpec"),
+        ("json:missing", "must name a subclass"),
         ("bare_specs:Thawed", "must be a frozen dataclass"),
         ("bare_specs:Bare", "must have a default for every field; depth has none"),
         ("bare_specs:Unnamed", r"annotations of names.*\(name 'Width' is not defined\)"),
-        ("bare_specs:Listed", r"must have values that can be compared.*try tuple\[int"),
+        ("bare_specs:Listed", r"all its values must be hashable.*try tuple\[int"),
     ],
 )
 def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatch: Any) -> None:

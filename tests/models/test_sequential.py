@@ -116,16 +116,16 @@ def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("nothing", r"has no modules"),
+        ("nothing", r"at least one module"),
         (
             "other input",
-            r"takes the input 'numbers', which its samples lack: they have x, label; try inputs = "
+            r"its input 'numbers' is missing in the samples, which have x, label; try inputs = "
             r"'x'",
         ),
-        ("no sample", r"has samples of type int, which must be dicts"),
+        ("no sample", r"samples must be dicts of arrays by name; they are of type int"),
         ("function", r"gives <.*tanh.*> as module 0, whi"),
-        ("misfit", r"has a module 0 \(Linear\) that makes of \(1, 3\) no tensor: "),
-        ("a pair", r"has a module 0 \(LSTM\) that makes"),
+        ("misfit", r"module 0 \(Linear\) fails on \(1, 3\): "),
+        ("a pair", r"module 0 \(LSTM\) fails"),
         ("a norm", r"has a BatchNorm1d \(itself\) in block 0"),
     ],
 )
@@ -137,8 +137,8 @@ def test_rows_that_cannot_be_right(what: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("no loss", r"returns a float from loss\(\), which must be a number"),
-        ("detached", "losses without a gradient"),
+        ("no loss", r"loss\(\) must return a number"),
+        ("detached", "the losses must have a gradient"),
     ],
 )
 def test_losses_that_cannot_be_right(what: str, text: str) -> None:
@@ -181,7 +181,8 @@ def test_a_model_without_products_is_simulated_and_verified() -> None:
 
 def test_settings_that_no_file_can_hold() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.unknown = None: must be text, a number, .* TOML has no others"
+        ConfigError,
+        match=r"model\.unknown = None: must be a string, a number, .* the types " r"that TOML has",
     ):
         Trainer(Scales(unknown=None)).memory()
 

@@ -231,8 +231,8 @@ def test_whole_uniform_groups_are_views() -> None:
         ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads = 0"),
         (
             {"num_heads": 16, "rotary_base": 1e4},
-            "rotary_fraction = 1.0: rotary positions turn pairs, and of a head's 1 "
-            "features (hidden_size / num_heads) these are 1; try a larger hidden_size",
+            "rotary_fraction = 1.0: rotary embeddings need an even number of features; of a "
+            "head's 1 (hidden_size / num_heads) this takes 1; try a larger hidden_size",
         ),
         *[
             (

@@ -219,7 +219,7 @@ def test_doctor_says_it(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     report = {"built": {"hybridpar._C": "yes"}, "triton": doctor._triton()}
     assert found.is_told
-    assert "there is a GPU, and Triton is not all there: Triton cannot launch" in str(
+    assert "there is a GPU, but Triton's kernels cannot all run: Triton cannot launch" in str(
         doctor.problem(report)
     )
     assert "Install a C compiler" in str(doctor.problem(report))

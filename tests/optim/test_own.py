@@ -150,7 +150,7 @@ def test_the_newest_class_of_a_name_is_used() -> None:
     assert type(find_rule(Trainer(optimizer=older).config.optim)) is older
     newer = make_rule(2.0)
     assert type(find_rule(Trainer(optimizer=newer).config.optim)) is newer
-    with pytest.raises(ConfigError, match="must be the newest class that is named"):
+    with pytest.raises(ConfigError, match="must be the newest class named"):
         Trainer(optimizer=older)
 
 
@@ -160,15 +160,15 @@ def test_the_newest_class_of_a_name_is_used() -> None:
     [
         (
             lambda: Trainer(optimizer=torch.optim.AdamW),
-            "optimizer = .* must be a class made of hybridpar.UpdateRule",
+            "optimizer = .* must be a subclass of hybridpar.UpdateRule",
         ),
         (
             lambda: Trainer(optimizer=Lion(OptimConfig())),
-            "optimizer = .* must be a class made of hybridpar.UpdateRule",
+            "optimizer = .* must be a subclass of hybridpar.UpdateRule",
         ),
         (
             lambda: Trainer(datasets={"trian": []}),
-            r"datasets = \['trian'\]: has unknown keys; known are",
+            r"datasets = \['trian'\]: has unknown keys. Valid keys:",
         ),
         (lambda: Trainer().verify({"pp": 99}), "parallel.pp = 99: the model has only 6 blocks"),
         (lambda: Trainer(datasets=[1]), r"datasets = 'a list': must be a dict"),  # type: ignore[arg-type]
@@ -178,10 +178,13 @@ def test_the_newest_class_of_a_name_is_used() -> None:
         (lambda: Trainer(config=Config(5)), "model = 5: must be a ModelSpec"),  # type: ignore[arg-type]
         (lambda: Trainer(config=Config(ModelSpec())), "must be a frozen dataclass"),
         (lambda: Trainer(config=Config(train=5)), "train = 5: is a section"),  # type: ignore[arg-type]
-        (lambda: Trainer(train={5: 1}), "train.5 = 1: is not a key"),  # type: ignore[dict-item]
+        (lambda: Trainer(train={5: 1}), "train.5 = 1: unknown key"),  # type: ignore[dict-item]
         (lambda: Trainer().fit(on_step=5), "on_step = 5: must be a function"),  # type: ignore[arg-type]
-        (lambda: Trainer().verify("tp=2"), "grid = 'tp=2': must be sizes of axes"),  # type: ignore[arg-type]
-        (lambda: Trainer().verify({"pp": "2"}), "grid pp = '2': must be at least 1"),  # type: ignore[dict-item]
+        (lambda: Trainer().verify("tp=2"), "grid = 'tp=2': must map names of axes to their sizes"),  # type: ignore[arg-type]
+        (
+            lambda: Trainer().verify({"pp": "2"}),
+            "grid pp = '2': must be a whole number of at least 1",
+        ),  # type: ignore[dict-item]
         (lambda: Trainer().verify({"tp": 0}), "grid tp = 0: must be at least 1"),
         (lambda: Trainer().verify(num_batches=0), "num_batches = 0: must be at least 1"),
     ],
@@ -198,26 +201,28 @@ def test_a_trainer_refuses_what_cannot_work(call: Callable[[], object], message:
     [
         (
             "OfTheWhole",
-            "gives another result where a weight comes in two pieces, .*; try an update of each "
+            "must give the same result for a weight in two pieces, .*; try an update of each "
             "element",
         ),
-        ("Noisy", "gives another result each time"),
-        ("Returning", "leaves weights as they are"),
+        ("Noisy", "must give the same result each time"),
+        ("Returning", "must change the weights in place"),
         (
             "Counting",
-            "keeps seen on itself .* no checkpoint saves; try state_names = \\('seen',\\)",
+            "must not keep state in attributes \\(seen\\), which checkpoints do not save; try "
+            "state_names = \\('seen',\\)",
         ),
         (
             "Undeclared",
-            "uses a state 'momentum' that it does not name; try state_names = \\('momentum',\\)",
+            "uses the state 'momentum', which state_names does not have; try state_names = "
+            "\\('momentum',\\)",
         ),
-        ("Replacing", "puts other tensors into its state"),
-        ("Unmakeable", "cannot be made from the settings alone"),
+        ("Replacing", "must change its state in place"),
+        ("Unmakeable", "its constructor must work with the settings alone"),
         ("Uncallable", "cannot be called .* try def update"),
         ("Unwritten", "must define update; try def update"),
         (
             "Sdg",
-            "must name a class that inherits from hybridpar.UpdateRule; Sdg of optim.rules is None",
+            "must name a subclass of hybridpar.UpdateRule; Sdg of optim.rules is None",
         ),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_function_becomes_a_table_that_says_the_same(schedule, num_steps):
         (lambda step: -1e-3, "it returns -0.001 for step 0"),
         (lambda step: inf if step == 3 else 1, "for step 3"),
         (lambda step: None, "it returns None"),
-        (lambda step: random.random(), "the same number whenever"),
+        (lambda step: random.random(), "the same number each time"),
         (lambda step: float("nan"), "finite"),
     ],
 )

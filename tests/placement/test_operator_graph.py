@@ -329,5 +329,7 @@ def test_what_cannot_be_a_graph() -> None:
     ):
         operator_graph(config, measured(config, 1), training=False)
     only_split = made.machine(config, 2, made=made.profile(config, degrees=(2,)))
-    with pytest.raises(ConfigError, match=r"parallel.tp = 1: the profile has tp degrees 2"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.tp = 1: the profile has only the tp degrees 2"
+    ):
         operator_graph(config, only_split, training=False)

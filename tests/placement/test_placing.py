@@ -197,7 +197,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         ((files["good"], "--solver", "expert"), "try --split SPLIT.json"),
         (
             (files["good"], "--split", files["good"]),
-            "only the solver expert takes; try --solver expert",
+            "supported with --solver expert only; try --solver expert",
         ),
         ((files["good"], "--solver", "expert", "--split", files["list"]), "hybridpar: split = []"),
         ((files["good"], "--output", tmp_path), "is a folder, not a file"),
@@ -207,8 +207,8 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         ((files["good"], "--accelerators", -1), "maxFPGAs = -1"),
         ((files["good"], "--cpus", -2), "maxCPUs = -2"),
         ((files["good"], "--time_limit", 0), "time_limit = 0.0"),
-        ((files["piper"], "--solver", "dp"), "planned by piper or equi"),
-        ((files["piper"], "--cpus", 1), "Piper places on accelerators only"),
+        ((files["piper"], "--solver", "dp"), "which only the solvers piper and equi take"),
+        ((files["piper"], "--cpus", 1), "Piper, which places on accelerators only"),
     ):
         code, out, err = run(capsys, "place", *args)
         assert code == 1
@@ -223,7 +223,7 @@ def test_what_has_no_graph_is_said_once(tmp_path: Path, capsys: pytest.CaptureFi
     for args, message in (
         (("--device", "abacus"), "device = 'abacus': must be one of"),
         (("--link", "string"), "link = 'string'"),
-        ((), "train.dtype = 'fp32': estimates are of bf16 and fp16 only"),
+        ((), "train.dtype = 'fp32': estimated profiles support bf16 and fp16 only"),
         (("--train.dtype", "bf16", "--accelerators", 1), "accelerators = 1"),
         (("--train.dtype", "bf16", "--accelerators", -1), "accelerators = -1"),
         (("--train.dtype", "bf16", "--parallel.tp", 2), "parallel.tp = 2"),

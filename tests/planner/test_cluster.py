@@ -69,14 +69,14 @@ def test_names_and_numbers(tmp_path: Path) -> None:
         (('"nvlink3"', '"wire"'), "inner = 'wire': must be one of nvlink2"),
         (("servers = 2", "servers = -2"), "servers = -2: must be positive"),
         (("servers = 2\n", ""), "servers = None: is missing"),
-        (("servers = 2", 'servers = "two"'), "servers = 'two': is of the wrong type; try 2"),
-        (("outer_links", "outer_link"), "outer_link = 2: is not known here"),
+        (("servers = 2", 'servers = "two"'), "servers = 'two': has the wrong type; try 2"),
+        (("outer_links", "outer_link"), "outer_link = 2: unknown key"),
         (("latency_us = 7", "latency_us = -7"), "outer.latency_us = -7: must not be negative"),
         (("gbit_per_s = 100,", ""), "outer.gbit_per_s = None: is missing; try 25"),
         (("servers = 2", "servers ="), "is not valid TOML"),
         (
             ("servers = 2", "servers = 1000000"),
-            "servers = 1000000: are 4000000 devices; there may be 100000",
+            "servers = 1000000: must give at most 100000 devices in all; this gives 4000000",
         ),
         (
             ("gbit_per_s = 100", "gbit_per_s = inf"),
@@ -153,7 +153,7 @@ device = "a200"
         "others[0].servers": "2",
         "others[0].device": "a100-80gb",
     }
-    assert "nodes = 2: is not known here; there are servers, " in str(caught.value)
+    assert "nodes = 2: unknown key. Keys: servers, " in str(caught.value)
     assert "did you mean servers?" in str(caught.value)
 
 
@@ -212,10 +212,13 @@ def test_estimates_are_those_of_the_hardware_tables(tmp_path: Path) -> None:
     assert bert.block("head", 4, 3).forward_messages == (4 * labelled,) * 3
     assert bert.block("head", 4, 3).backward_messages == (2 * labelled * 64,)
     with pytest.raises(
-        ConfigError, match=r"train.dtype = 'fp32': estimates are of bf16 and fp16 only"
+        ConfigError, match=r"train.dtype = 'fp32': estimated profiles support bf16 and fp16 only"
     ):
         estimate(made.config(), cluster)
-    with pytest.raises(ConfigError, match="ranks = 9: the cluster has 8; try 8"):
+    with pytest.raises(
+        ConfigError,
+        match="ranks = 9: must be at most 8, the number of devices in the cluster; try 8",
+    ):
         machine_of(cluster, profile, 9)
 
 
@@ -233,8 +236,12 @@ def test_a_measured_machine_has_links_for_all_its_ranks() -> None:
     config = made.config()
     profile = made.profile(config, cores=2)
     assert measured_machine(profile, 4).devices_per_server == 8
-    with pytest.raises(ConfigError, match="was made with one rank"):
+    with pytest.raises(ConfigError, match="was measured with one rank"):
         measured_machine(replace(profile, links={}), 2)
-    with pytest.raises(ConfigError, match="ranks = 9: the profile is of 8; give a --cluster"):
+    with pytest.raises(
+        ConfigError,
+        match="ranks = 9: must be at most 8, the number of ranks in the profile, unless a "
+        "--cluster",
+    ):
         measured_machine(made.profile(config), 9)
     assert StepCost(config, measured_machine(profile, 1)).step_time > 0

@@ -178,14 +178,14 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     profile = tmp_path / "profile.json"
     write_profile(made.profile(made.config()), profile)
     for args, message in (
-        (("--profile", profile), "the profile was made with"),
+        (("--profile", profile), "does not match the profile, which was made with"),
         (("--profile", tmp_path / "none.json"), "does not exist"),
         (("--cluster", tmp_path / "none.toml"), "cannot be read"),
         (("--ranks", -1), "ranks = -1: must be at least 0 and at most"),
         (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
         (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
         (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
-        (("--grid", "tp=x"), "must be sizes of tp, pp and dp"),
+        (("--grid", "tp=x"), "must give the sizes of tp, pp and dp"),
     ):
         code, out, err = run(capsys, "plan", config, *args, "--output", tmp_path / "plan.toml")
         assert code == 1

@@ -207,7 +207,7 @@ def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], fi
     config = replace(
         base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()}
     )
-    with pytest.raises(ConfigError, match=f"{field} = .*, and this is cuda"):
+    with pytest.raises(ConfigError, match=f"{field} = .*; this machine has cuda"):
         StepCost(config, made.machine(base, 2))
     unknown = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
     with pytest.raises(ConfigError, match=f"{field} = .* has no costs in this profile"):

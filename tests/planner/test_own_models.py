@@ -197,7 +197,7 @@ def test_a_split_has_equal_times_and_a_changed_model_is_noticed() -> None:
     cost = StepCost(found.ranked[0].config, machine)
     assert [stage.compute for stage in cost.stages] == [3 * 8.0, 3 * 6.0]
     with pytest.raises(
-        ConfigError, match=r"profile = 'blocks\.1': is a kind of block that it does not have"
+        ConfigError, match=r"profile = 'blocks\.1': the profile does not have this kind of block"
     ):
         StepCost(base, measured_machine(profile(base, {"blocks.0": 1.0}), 2))
 

@@ -69,7 +69,9 @@ def test_sizes_between_measured_ones_lie_on_the_line() -> None:
 
 
 def test_a_degree_that_was_not_measured() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tp = 4: the profile has tp degrees 1, 2 only"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.tp = 4: the profile has only the tp degrees 1, 2"
+    ):
         made.profile(made.config()).block("layer", 4, 1)
 
 
@@ -80,11 +82,15 @@ def test_another_model_needs_another_profile() -> None:
     del older["model"]["parallel_residual"]
     check_settings(replace(profile, settings=older), made.config(pp=2, m=4))
     with pytest.raises(
-        ConfigError, match=r"model.parallel_residual = True: the profile was made with False"
+        ConfigError,
+        match=r"model.parallel_residual = True: does not match the profile, which was made with "
+        r"False",
     ):
         check_settings(replace(profile, settings=older), made.config(parallel_residual=True))
     with pytest.raises(
-        ConfigError, match=r"model.hidden_size = 128: the profile was made with 64; try 64"
+        ConfigError,
+        match=r"model.hidden_size = 128: does not match the profile, which was made with 64; "
+        r"try 64",
     ):
         check_settings(profile, made.config(hidden_size=128))
 
@@ -111,7 +117,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"blocks\[0\].tp is inf, which must be of type int",
     ),
     "lists": (lambda d: d["blocks"][0].update(forward=[]), r"forward is \[\]"),
-    "messages": (lambda d: d["blocks"][-1].update(forward_messages=[1]), "equally many messages"),
+    "messages": (
+        lambda d: d["blocks"][-1].update(forward_messages=[1]),
+        "the same number of messages",
+    ),
     "no all-reduce": (
         lambda d: d["links"]["local"].update(reduce={}),
         "links.local.reduce must hold",

@@ -217,7 +217,10 @@ def test_says_what_does_not_fit_and_what_would() -> None:
 
 def test_what_cannot_be_planned_is_said() -> None:
     config = replace(made.config(m=7, b=1), parallel=made.ParallelConfig(dp=0))
-    with pytest.raises(ConfigError, match=r"parallel.pp = 16: the model has only 8 blocks; try 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.pp = 16: must be at most 8, the number of the model's blocks; try 8",
+    ):
         search(config, made.any_grid(config, 16), Request(keep={"pp": 16}))
     with pytest.raises(
         ConfigError, match=r"parallel.tp = 16: must be at most model.num_heads = 4; try 4"

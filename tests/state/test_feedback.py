@@ -174,8 +174,8 @@ def test_one_replica_has_no_feedback() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"parallel": {"sites": 2}}, "does not go with parallel.sites = 2"),
-        ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
+        ({"parallel": {"sites": 2}}, "not supported with parallel.sites = 2"),
+        ({"memory": {"budget": 10**9}}, "not supported with memory.budget"),
         (
             {"compression": DCT | {"gradients_values": "int8"}},
             'not supported with compression.gradients = "dct", only with "powersgd"',
@@ -192,7 +192,9 @@ def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) 
 def test_one_process_that_has_no_replicas_says_so() -> None:
     config = make(DCT, {"dp": 2})
     with pytest.raises(
-        ConfigError, match=r"compression\.gradients = 'dct': .*the oracle has all of them; try none"
+        ConfigError,
+        match=r"compression\.gradients = 'dct': .*the one-process run uses all of "
+        r"them; try none",
     ):
         verify(config, {"dp": 2})
     with pytest.raises(

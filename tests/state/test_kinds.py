@@ -70,7 +70,7 @@ def test_keys_are_read_as_they_are_written() -> None:
     ):
         assert parse_key(kind.key(parameter, what)) == (kind, parameter, what)
     for key in ("weights/x/blocks.0.w", "gradients/0/blocks.0.w", "residual/blocks.0.w", "w"):
-        with pytest.raises(ValueError, match=f"{key!r} is no tensor of a checkpoint"):
+        with pytest.raises(ValueError, match=f"{key!r} is not the name of a checkpoint's tensor"):
             parse_key(key)
 
 

@@ -159,19 +159,19 @@ def test_check_counts_what_an_outer_step_keeps() -> None:
         ),
         (
             {"parallel": {"dp": 2}},
-            "parallel.zero = 0: must be 1 with several replicas at each of several sites",
+            "parallel.zero = 0: must be at least 1 with parallel.sites > 1",
         ),
         (
             {"parallel": {"zero": 2}},
-            "parallel.zero = 2: does not go with parallel.sites above 1; try 1",
+            "parallel.zero = 2: not supported with parallel.sites above 1; try 1",
         ),
         (
             {"memory": {"host_optimizer": True}},
-            "memory.host_optimizer = True: does not go with parallel.sites",
+            "memory.host_optimizer = True: not supported with parallel.sites",
         ),
         (
             {"pipeline": {"schedule": "2bw"}, "optim": {"staleness": "prediction"}},
-            "no update that could be predicted",
+            "an outer step cannot be predicted",
         ),
         (
             {"pipeline": {"schedule": "pipedream"}, "optim": {"clip_grad": 0.0}},
@@ -182,7 +182,7 @@ def test_check_counts_what_an_outer_step_keeps() -> None:
                 "anomalies": {"audit_interval": 5, "on_divergence": "roll_back"},
                 "train": {"save_interval": 5},
             },
-            "steps of its own to go back over",
+            "go back over steps of its own",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_steps_on_both_sides_of_a_change_can_be_replayed(config: Config) -> None
     saved.rename(folder / "elsewhere")
     for step, why in (
         (5, "settings changed after step 4"),
-        (4, "no checkpoint between has those of before"),
+        (4, "no checkpoint between the two is left"),
     ):
         with pytest.raises(ConfigError, match=why):
             replay(folder, step, print)
@@ -181,7 +181,7 @@ def test_another_tokenizer_is_refused_whatever_is_named(config: Config) -> None:
     sections = changes_to(config, "data")
     del sections["data"]["tokenizer"]  # so one is trained on both corpora
     with pytest.raises(
-        ConfigError, match=r"belong to the tokens of another tokenizer; try '.*tokenizer\.json'"
+        ConfigError, match=r"which were trained with another tokenizer; try '.*tokenizer\.json'"
     ):
         until(config, 6, **sections)
 

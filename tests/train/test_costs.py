@@ -64,14 +64,14 @@ def delete(document: dict[str, Any], key: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("format", "costs 0", "format is 'costs 0'.* as it trains on"),
+        ("format", "costs 0", "format is 'costs 0'.* when it continues to train"),
         ("sizes.num_ranks", 3, r"num_microbatches|has 2 numbers, not 3|not 3"),
         ("sizes.num_ranks", 0, "must be at least 1"),
         ("sizes.num_microbatches", 1, "must be 0 to 0 here"),
         ("schedule.schedule", "3bw", "must be one of"),
         ("schedule.clip", 1, "schedule.clip is 1"),
         ("costs_s.forward", [0.1], r"costs_s\.forward has 1 numbers, not 2"),
-        ("costs_s.forward", [0.1, -1], "has -1.0, which is no length of time"),
+        ("costs_s.forward", [0.1, -1], "has -1.0, which is not a duration"),
         ("costs_s.norm", "1", r"costs_s\.norm is '1'"),
         ("costs_s.norm", None, r"costs_s\.norm is None"),
         ("costs_s.cores", 0, r"costs_s\.cores is 0"),
@@ -90,7 +90,7 @@ def delete(document: dict[str, Any], key: str) -> None:
         (
             "costs_s.variation",
             {"F": [[1.0], [-1]], "B": [[1.0], [1]]},
-            "has -1.0, which is no length of time",
+            "has -1.0, which is not a duration",
         ),
         ("costs_s.calls", {}, r"costs_s\.calls\.SEND_F is missing"),
         ("measured", [], "measured is"),
@@ -224,7 +224,7 @@ def test_what_the_costs_depend_on_cannot_change(
     ):
         assert main(["simulate", "--run", str(run_folder), *flags]) == 1
         assert f"{flags[0][2:]} = " in (message := capsys.readouterr().err)
-        assert "has measured is with" in message
+        assert "which was measured with" in message
     assert (
         main(["simulate", "--run", str(run_folder), "--optim.lr", "1", "--train.num_steps", "7"])
         == 0
@@ -234,7 +234,7 @@ def test_what_the_costs_depend_on_cannot_change(
 def test_a_run_without_costs(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "costs.json").unlink()
     assert main(["simulate", "--run", str(run_folder)]) == 1
-    assert "has no costs.json: that is measured as a run trains" in capsys.readouterr().err
+    assert "has no costs.json, which a run measures while it trains" in capsys.readouterr().err
     assert main(["simulate", "--run", str(run_folder / "not")]) == 1
     assert "does not exist; try" in capsys.readouterr().err
 

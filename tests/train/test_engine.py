@@ -205,7 +205,8 @@ def test_state_of_another_model_is_refused() -> None:
     tensors = engine.state.tensors()
     meta = engine.state_meta()
     with pytest.raises(
-        CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"
+        CheckpointError,
+        match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), but this model requires",
     ):
         start(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
     del tensors["weights/0/blocks.2.mlp.up.bias"]

@@ -85,8 +85,7 @@ def test_settings_that_differ_are_named_but_for_those_that_are_a_machines_own() 
     assert compared({}, own, {}) == 3 * ["None"]
     assert compared({}, {}, theirs) == 3 * [
         "rank 2: pipeline.num_microbatches is 4 here and 3 on rank 0, optim.lr is 1.0 here and "
-        "0.0003 on rank 0; all "
-        "ranks need the same version, file and flags"
+        "0.0003 on rank 0; all ranks must run the same version with the same file and flags"
     ]
 
 
@@ -100,7 +99,7 @@ def test_other_data_are_told() -> None:
     found = set(map(str, on_ranks(3, compare)))
     assert len(found) == 1
     assert found.pop().startswith(
-        "rank 1: the samples of train differ from those of rank 0 (fingerprint b, there a)"
+        "rank 1: the samples of train do not match rank 0's (fingerprint b, on rank 0 a)"
     )
 
 
@@ -109,7 +108,7 @@ def test_all_ranks_are_told_which_replicas_differ() -> None:
     assert run_ranks(compare, 4, -1, make(), make()) == [""] * 4
     said = run_ranks(compare, 4, 3, make(), make(parts=1))
     assert len(set(said)) == 1
-    assert "ranks 2 and 3 are replicas of each other and have different plans" in said[0]
+    assert "ranks 2 and 3 are replicas of each other but have different plans" in said[0]
 
 
 def test_a_digest_is_of_the_plan_and_its_moves() -> None:

@@ -231,7 +231,7 @@ def test_a_run_goes_on_with_other_parameters_frozen(
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must have a parameter to train"):
+    with pytest.raises(ConfigError, match="must have at least one parameter to train"):
         hp.Trainer(Partly((0, 1, 2, 3))).verify({"tp": 1}, num_batches=1)
     assert not problems(make((0, 1, 2)), 1)
 

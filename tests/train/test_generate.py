@@ -380,27 +380,31 @@ def test_what_is_wrong_on_a_grid_is_said_once(run: Path, monkeypatch: pytest.Mon
         return out
 
     assert said(str(run), "--parallel.tp", "2") == (
-        "hybridpar: parallel = 'tp=2 pp=1': tp * pp is 2, and there are 1 processes; try --ranks "
+        "hybridpar: parallel = 'tp=2 pp=1': tp * pp = 2 does not match the 1 processes; try "
+        "--ranks "
         "2\n"
     )
     assert (
-        said(str(run / "none"), "--ranks", "2", "--parallel.tp", "2").count("is not a run folder")
+        said(str(run / "none"), "--ranks", "2", "--parallel.tp", "2").count(
+            "is neither a run folder nor a checkpoint"
+        )
         == 1
     )
     assert said(str(run), "--ranks", "3", "--parallel.tp", "3") == (
-        "hybridpar: parallel.tp = 3: every rank needs a head, and num_heads is 2; try 2\n"
+        "hybridpar: parallel.tp = 3: must be at most num_heads = 2: every rank needs at least "
+        "one head; try 2\n"
     )
 
 
 def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(CheckpointError, match="is neither a run folder nor a checkpoint"):
         Generator.load(tmp_path / "none", print)
     with pytest.raises(CheckpointError, match="has no checkpoints"):
         Generator.load(tmp_path, print)
     bert = write_config(tmp_path)
     bert.write_text(bert.read_text().replace("[model]", '[model]\nkind = "bert"'))
     folder = train(load_toml(bert), Launch(0, 0, 1, 1)).folder
-    with pytest.raises(ConfigError, match="only a gpt generates"):
+    with pytest.raises(ConfigError, match="only a GPT can generate"):
         Generator.load(folder, print)
     generator = Generator.load(run, print)
     with torch.no_grad():

@@ -390,7 +390,7 @@ def test_what_is_told_before_a_run() -> None:
         ),
         (
             {"optim": {"name": "lamb"}},
-            r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw",
+            r"optim\.name = 'lamb'.*norms of full parameters.*try adamw",
         ),
         (
             {"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}},

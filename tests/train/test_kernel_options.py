@@ -321,7 +321,7 @@ def test_a_damaged_file_is_named_and_measured_anew(damaged: str, tmp_path: Path)
         KEY: SECOND
     }
     assert said[0].startswith(f"{tmp_path / FILE} cannot be read (")
-    assert "put a copy of the earlier file there and start again" in said[0]
+    assert "restore the earlier file and start again" in said[0]
     assert json.loads((tmp_path / FILE).read_text())[A100][KEY]["chosen"] == list(SECOND)
 
 

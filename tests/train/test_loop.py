@@ -212,7 +212,8 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
             assert loop.train(config, ALONE).resumed_from == 6, "it is whole again"
             path.write_bytes(content)
     with pytest.raises(
-        CheckpointError, match="none of the 2 checkpoints is whole; move them away to start again"
+        CheckpointError,
+        match="none of the 2 checkpoints is complete; move them away to start from the beginning",
     ):
         loop.train(config, ALONE)
 
@@ -290,10 +291,7 @@ def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None
     loop.train(config, ALONE)
     longer = with_train(config, num_steps=8, micro_batch_size=4)
     deeper = replace(longer, parallel=replace(config.parallel, pp=4, dp=1))
-    rule = (
-        r"has batches of 4 samples, so the number of micro-batches is 1 here, not 4; .* takes at "
-        r"least the 3"
-    )
+    rule = r"has batches of 4 samples, which takes 1 micro-batches here; .* must be at least 3"
     four = replace(config.pipeline, num_microbatches=4)
     with pytest.raises(
         ConfigError, match=rule + r'.*try train\.continue_with = \["pipeline\.num_microbatches"\]'
@@ -409,7 +407,8 @@ def test_machines_share_the_run_folder(
     else:
         assert {
             re.match(
-                r"rank 1: run\.dir = '(\S+)': is no folder that this machine shares with rank 0",
+                r"rank 1: run\.dir = '(\S+)': must be a folder that this machine shares with "
+                r"rank 0",
                 str(one),
             )[1]
             for one in outcomes

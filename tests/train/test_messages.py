@@ -151,22 +151,21 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
         (
             {"messages": "int4"},
             {"model": {"hidden_size": 7}},
-            "compression.messages = 'int4': takes 34 bytes for the 7 features of a token "
-            "(model.hidden_size), which are 28 "
+            "compression.messages = 'int4': would save nothing: it takes 34 bytes per token, "
+            "and the 7 features (model.hidden_size) take 28 "
             "bytes in fp32; try none",
         ),
         (
             {"messages_backward": "bf16"},
             {"train": {"dtype": "fp16"}},
-            "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a "
-            "token (model.hidden_size), "
-            "which are 140 bytes in fp16; try none",
+            "compression.messages_backward = 'bf16': would save nothing: it takes 140 bytes per "
+            "token, and the 70 features (model.hidden_size) take 140 bytes in fp16; try none",
         ),
         (
             {"messages": "dct", "messages_kept": 1.0},
             {},
-            "compression.messages = 'dct': takes 289 bytes for the 70 features of a token "
-            "(model.hidden_size), which are 280 "
+            "compression.messages = 'dct': would save nothing: it takes 289 bytes per token, "
+            "and the 70 features (model.hidden_size) take 280 "
             "bytes in fp32; try none",
         ),
     ],

@@ -327,16 +327,16 @@ def test_a_disk_that_fails_ends_training_with_its_name(
     [
         (
             {"memory": {"offload_activations": "auto", "budget": 1 << 30}},
-            r"'auto': does not go with memory\.budget = 1073741824, .*; try 0",
+            r"'auto': not supported with memory\.budget = 1073741824, .*; try 0",
         ),
         ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
         (
             {"memory": {"offload_activations": []}},
-            r"\[\]: must have a number for each of the 1 ranks",
+            r"\[\]: must have 1 numbers, one for each pipeline rank",
         ),
         (
             {"memory": {"offload_activations": [1, 2]}},
-            r"\[1, 2\]: must have a number for each of the 1 ranks",
+            r"\[1, 2\]: must have 1 numbers, one for each pipeline rank",
         ),
     ],
     ids=str,

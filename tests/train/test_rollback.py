@@ -47,7 +47,7 @@ def test_an_anomaly_is_skipped_and_leaves_a_bundle(
     # be run again
     (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "later")
     assert main(["replay", str(path)]) == 1
-    assert "only checkpoint.keep of them stay" in capsys.readouterr().err
+    assert "keeps the newest checkpoint.keep" in capsys.readouterr().err
 
 
 def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(
@@ -88,7 +88,8 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(
     assert (report.bundle.checkpoint, report.bundle.start) == (8, 11)
     (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        ConfigError, match="comes after a roll back to the checkpoint of step 8, which is not there"
+        ConfigError,
+        match="comes after a roll back to the checkpoint of step 8, which has been removed",
     ):
         replay(config.run.folder, 12, print)
 

@@ -183,7 +183,9 @@ def test_messages_are_all_that_crosses_and_go_on_to_the_bit(
 
 
 def test_plans_and_their_costs_are_of_one_site() -> None:
-    with pytest.raises(ConfigError, match="is not planned for: plan the grid of one site; try 1"):
+    with pytest.raises(
+        ConfigError, match="not supported by plan, which plans the grid of one site; try 1"
+    ):
         cost_on_machine(make({"sites": 2}), "", "", Launch(0, 0, 1, 1))
 
 
@@ -315,8 +317,7 @@ def test_another_timeline_goes_on_where_all_are_the_same(tmp_path: Path) -> None
     run_ranks(save_after, 2, two, tmp_path / "odd", 2)
     refused = run_ranks(resumed, 2, often, tmp_path / "odd")[1][0]
     assert (
-        "not the same at step 2, so outer.every cannot change here; they next are after step 3"
-        in refused
+        "differ at step 2, so outer.every cannot change here; they next are after step 3" in refused
     )
     common = run_ranks(save_after, 2, two, tmp_path / "even", 3)
     ((error, loaded, done),) = run_ranks(resumed, 1, one, tmp_path / "even")

@@ -335,7 +335,8 @@ def test_a_kill_in_the_middle_of_a_move_is_gone_on_from_to_the_bit(tmp_path: Pat
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     config = replace(make(), memory=MemoryConfig(1000, str(tmp_path)))
     with pytest.raises(
-        ConfigError, match=r"memory\.budget = 1000: must hold what one part .* at a time: \d+ bytes"
+        ConfigError,
+        match=r"memory\.budget = 1000: too small: one segment .* needs \d+ bytes " r"at a time",
     ):
         Engine(JobPlan(config), ProcessGrid(), CPU)
 

@@ -168,31 +168,31 @@ def test_sets_without_a_name_in_flags(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             {"valid_sets": {"wiki": ["w"]}, "valid_corpus": ["v"]},
             "",
-            "data.valid_corpus = ['v']: is one validation set "
-            "without a name, and data.valid_sets has others: name it there, too; try [], and "
+            "data.valid_corpus = ['v']: conflicts with data.valid_sets: give this set a name "
+            "there; try [], and "
             "data.valid_sets = "
             '{other = ["v"], wiki = ["w"]}',
         ),
         (
             {"valid_sets": {"wiki": ["w"]}, "corpus": ["w"]},
             "",
-            "data.valid_sets.wiki = ['w']: must not be trained on",
+            "data.valid_sets.wiki = ['w']: must not be in data.corpus too",
         ),
         (
             {"valid_sets": {"wiki": []}},
             "",
-            "data.valid_sets.wiki = []: must name a source in each entry",
+            "data.valid_sets.wiki = []: must have at least one source",
         ),
         (
             {"valid_sets": {"a/b": ["w"]}},
             "",
-            "data.valid_sets = 'a/b': is the name of a set, which must be letters",
+            "data.valid_sets = 'a/b': the name of a validation set must begin with a letter",
         ),
         (
             {"valid_sets": {"wiki": ["w"]}},
             "code",
-            "checkpoint.best_by = 'code': must be the name of a validation set, and "
-            'data.valid_sets has wiki; try "wiki"',
+            "checkpoint.best_by = 'code': must be the name of a validation set "
+            '(data.valid_sets): wiki; try "wiki"',
         ),
     ],
 )
@@ -205,7 +205,8 @@ def test_sets_that_cannot_be_meant(data: dict[str, Any], best_by: str, text: str
 
 def test_a_set_is_no_list_of_sources() -> None:
     with pytest.raises(
-        ConfigError, match=r"data\.valid_sets = \['w'\]: must be a table of names; try \{wiki = "
+        ConfigError,
+        match=r"data\.valid_sets = \['w'\]: must be a table with names as keys; try \{wiki = ",
     ):
         from_mapping({"data": {"valid_sets": ["w"]}})  # as for several sources of one set
     with pytest.raises(
@@ -218,7 +219,7 @@ def test_the_best_set_has_a_name(tmp_path: Path) -> None:
     config = make(tmp_path / "one")
     config = replace(config, data=replace(config.data, valid_sets={}))
     with pytest.raises(
-        ConfigError, match=r"best_by = 'far': must be the name of .*no set has one .*; try \"\""
+        ConfigError, match=r"best_by = 'far': must be the name of .*has no name .*; try \"\""
     ):
         train(config, Launch.from_environment())
 
@@ -232,7 +233,9 @@ def test_a_small_text_is_trained_on_where_nothing_is_evaluated(tmp_path: Path) -
     )
     assert not whole.valid
     assert len(whole.train.datasets[0]) > 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"data\.split = 0\.02: parts .*, but a sample needs 17"):
+    with pytest.raises(
+        ConfigError, match=r"data\.split = 0\.02: splits .*, but a sample " r"requires 17"
+    ):
         open_data(MODEL, DataConfig((str(text),)), tmp_path / "data", **options)
     enough = open_data(
         MODEL, DataConfig((str(text),), split=0.3), tmp_path / "data", evaluates=False, **options

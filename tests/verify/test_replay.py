@@ -101,7 +101,7 @@ def test_any_step_of_a_run_can_be_replayed(
     loop.train(config, ALONE)
     for step, start in ((3, None), (6, 4)):
         report = replay(config.run.folder, step, print)
-        assert "nan" not in "\n".join(report.lines()), "metrics have no norms of stages"
+        assert "nan" not in "\n".join(report.lines()), "metrics do not have norms by stage"
         assert report.agrees
         assert report.bundle.checkpoint == start
         assert not report.weights + report.activation + report.gradient
@@ -216,7 +216,7 @@ def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> N
     )
     path.write_text(json.dumps(plain | {"versions": [[6, 6], [6, 6]]}))
     with pytest.raises(
-        DataError, match=r"step 7 ran on versions .* the pipeline was drained at other steps"
+        DataError, match=r"step 7 ran on weight versions .* the pipeline drained at steps"
     ):
         replay(path, 0, print)
 
@@ -237,4 +237,4 @@ def test_replay_needs_a_step_of_a_folder(
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "grad_norm": 1.0}\n')
     assert main(["replay", str(folder)]) == 1
-    assert "says which step of a run folder" in capsys.readouterr().err
+    assert "it selects a step of a run folder" in capsys.readouterr().err

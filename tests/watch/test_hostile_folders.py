@@ -488,5 +488,5 @@ def test_a_shell_sees_one_line(run: Path) -> None:
     assert job.returncode == 0, job.stderr
     assert "Traceback" not in job.stderr
     html = (run.parent / "x.html").read_text()
-    assert "is no regular file" in html
-    assert "more than 1048576" in html
+    assert "not a regular file" in html
+    assert "at most 1048576" in html

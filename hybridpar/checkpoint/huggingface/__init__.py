@@ -1,7 +1,7 @@
 """Exchange with Hugging Face transformers: GPT-2, LLaMA, Mistral, GPT-NeoX and BERT, from and to
 any grid.
 
-transformers itself is needed by `compare` alone.
+Only `compare` requires transformers itself.
 """
 
 from hybridpar.checkpoint.huggingface.export import Exported, export_folder

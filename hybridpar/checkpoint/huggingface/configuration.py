@@ -1,4 +1,4 @@
-"""config.json and [model]: what one says in the words of the other."""
+"""Translation between config.json and [model]."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
-    """The family of a folder; older ones name none, and are known by their tensors.
+    """Return the model family of a folder. Older folders do not name it, and are recognized by
+    their tensors.
 
-    Raises: ConfigError for a model type that is in no table.
+    Raises:
+        ConfigError: The model type is not supported.
     """
     name = plain.get("model_type")
     if name is None:
@@ -37,7 +39,7 @@ def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
         raise config_error(
             "config.json: model_type",
             name,
-            "is not a model that can be imported",
+            "not supported by import",
             ", ".join(FAMILIES),
         )
     return FAMILIES[name]
@@ -52,10 +54,11 @@ def _guess(tensors: set[str]) -> str | None:
 
 
 def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
-    """The model that config.json describes, for sequences of all its positions, and its keys that
-    transformers does not know of either.
+    """Return the model that config.json describes, for sequences of all its positions, and the keys
+    that transformers does not know either.
 
-    Raises: ConfigError naming every key that is missing, wrong, or asks for what we cannot compute.
+    Raises:
+        ConfigError: Names every key that is missing, wrong or not supported.
     """
     plain, problems = _without_aliases(plain, family)
     problems += _unsupported(plain, family)
@@ -111,8 +114,8 @@ def _problem(
 
 
 def _without_aliases(plain: Plain, family: Family) -> tuple[dict[str, Any], list[Problem]]:
-    """The keys by the names of the table, and a problem for each that is there by two names with
-    two values."""
+    """Return the keys under the table's names, and a problem for each key that has two values
+    under two names."""
     named = dict(plain)
     problems = []
     for alias, key in family.aliases.items():
@@ -150,7 +153,7 @@ def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
 
 
 def _windows(plain: Plain, values: Mapping[str, Any], family: Family) -> Iterator[Problem]:
-    """A problem if a sliding window does not show every position all of those before it."""
+    """Yield a problem if a sliding window hides earlier positions from some position."""
     window = plain.get("sliding_window", family.sliding_window)
     length = values.get("max_positions")
     if window is None or length is None:
@@ -173,13 +176,13 @@ def _windows(plain: Plain, values: Mapping[str, Any], family: Family) -> Iterato
 
 
 def _read(plain: Plain, key: Key) -> Any:
-    """Raises: ValueError with the rule that is broken."""
+    """Return a key's value. Raises: ValueError with the rule that is broken."""
     if key.theirs not in plain and key.default is REQUIRED:
-        raise ValueError("is missing")
+        raise ValueError("missing")
     value = plain.get(key.theirs, key.default)
     if key.words:
         if not isinstance(value, str) or value not in key.words:
-            raise ValueError(f"hybridpar has only {', '.join(key.words)}")
+            raise ValueError(f"not supported; must be one of {', '.join(key.words)}")
         return key.words[value]
     if value is None and (key.default is None or key.is_nullable):
         return 0
@@ -187,7 +190,7 @@ def _read(plain: Plain, key: Key) -> Any:
     value = convert(value, kind)
     if kind is float and not FINITE.allows(value):
         raise ValueError(FINITE.rule)
-    if not value and (kind is int or key.ours == "norm_eps"):  # 0 stands for another number here
+    if not value and (kind is int or key.ours == "norm_eps"):  # 0 means a default in [model]
         raise ValueError("must be above 0")
     if rule is not None and not rule.allows(value):
         raise ValueError(rule.rule)
@@ -195,12 +198,12 @@ def _read(plain: Plain, key: Key) -> Any:
 
 
 def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Sets rotary_base and rotary_fraction, and yields what of the rotary positions we cannot
-    compute."""
+    """Set rotary_base and rotary_fraction, and yield settings of the rotary embeddings that are
+    not supported."""
     rotary = family.rotary
     assert rotary is not None
     ropes = {}
-    for name in ("rope_scaling", "rope_parameters"):  # older and newer files
+    for name in ("rope_scaling", "rope_parameters"):  # the names in older and newer files
         rope = plain.get(name) or {}
         if (
             not isinstance(rope, Mapping)
@@ -232,7 +235,7 @@ def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterat
     ):
         rule = "must be above 0 and at most 1"
         if "rotary_fraction" in family.model:
-            rule = f"{family.model_type} turns all features of a head"
+            rule = f"not supported: {family.model_type} rotates all features of a head"
         yield _problem(name, part, rule, "1.0")
     else:
         values["rotary_fraction"] = float(part)
@@ -261,11 +264,13 @@ def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterat
 def _spellings(
     plain: Plain, ropes: Mapping[str, Plain], key: str, inner: str, default: float
 ) -> dict[str, Any]:
-    """The values that a configuration gives one quantity of its rotary positions, by the names of
-    their keys.
+    """Return the values that a configuration gives one quantity of its rotary embeddings, by the
+    names of their keys.
 
-    key: its name in config.json; inner: its name in rope_parameters and rope_scaling, and in
-    config.json of most families. Where transformers would read neither, `default` is what it has.
+    Args:
+        key: Its name in config.json.
+        inner: Its name in rope_parameters and rope_scaling, and in config.json of most families.
+        default: The value if transformers would read neither.
     """
     found = {key: plain[key]} if plain.get(key) is not None else {}
     found |= {
@@ -278,7 +283,7 @@ def _spellings(
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one of at least 0 that a float can hold."""
+    """Return whether a value is a number of at least 0 that fits a float."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -287,8 +292,11 @@ def _is_number(value: Any) -> bool:
 
 
 def choose_family(model: ModelConfig) -> Family:
-    """The family that a model of ours is one of. Raises: ConfigError naming what the nearest
-    lacks."""
+    """Return the family that a hybridpar model belongs to.
+
+    Raises:
+        ConfigError: There is none; names what the nearest one lacks.
+    """
     mismatches = {
         name: _mismatches(model, family)
         for name, family in FAMILIES.items()
@@ -306,7 +314,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     allowed = {**{name: (value,) for name, value in family.model.items()}, **words}
     if all(key.ours != "num_kv_heads" for key in family.keys):
         allowed["num_kv_heads"] = (model.num_heads,)
-    rule = f"transformers has no such model; the nearest there is {family.model_type}"
+    rule = f"not supported by transformers; its nearest model is {family.model_type}"
     return [
         Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
         for name, works in allowed.items()
@@ -315,7 +323,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
-    """The keys of [model] with what their zeros and 'auto' stand for."""
+    """Return the keys of [model] with zeros and 'auto' replaced by what they stand for."""
     return {
         **vars(model),
         "num_kv_heads": model.kv_heads,
@@ -327,8 +335,8 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
 
 
 def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """config.json of a model of that family, without what depends on its tokenizer and its
-    files."""
+    """Return config.json for a model of that family, without keys that depend on its tokenizer
+    and files."""
     ours = canonical(model)
     bert = model.kind == "bert"
     plain: dict[str, Any] = {
@@ -349,5 +357,5 @@ def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
         if "rotary_fraction" not in family.model:
             plain[family.rotary.fraction] = model.rotary_fraction
     if bert:
-        plain["sentence_head"] = model.sentence_head  # nsp and sop are one class there
+        plain["sentence_head"] = model.sentence_head  # transformers has one class for nsp and sop
     return plain

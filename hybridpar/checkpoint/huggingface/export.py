@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder that transformers' from_pretrained reads."""
+"""Write a checkpoint as a folder that transformers' from_pretrained reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder. `notes`: parts of the checkpoint that have no place there."""
+    """An exported folder. `notes`: parts of the checkpoint that were left out."""
 
     checkpoint: Path
     folder: Path
@@ -48,8 +48,8 @@ def export_folder(
     max_file_bytes: int = 5 * 10**9,
     say: Callable[[str], None] = print,
 ) -> Exported:
-    """Writes the newest weights of a run folder or checkpoint, of any grid, with their tokenizer
-    where there is one.
+    """Write the newest weights of a run folder or checkpoint of any grid, with their tokenizer if
+    there is one.
 
     dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory
     at a time.
@@ -102,9 +102,10 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
 
 
 def _groups(plan: Plan, most: int) -> list[list[str]]:
-    """The tensors of each file, in order, at most so many elements in all (but always one)."""
+    """Return the tensors of each file, in order, with at most `most` elements in all (but at
+    least one tensor)."""
     sizes = {name: torch.Size(shape).numel() for name, shape in plan.shapes.items()}
-    if not plan.is_tied:  # without ties transformers takes these for parameters of their own
+    if not plan.is_tied:  # without ties transformers expects these as separate parameters
         sizes |= {
             copy: sizes[original] for copy, original in plan.copies.items() if original in sizes
         }
@@ -122,8 +123,8 @@ def _groups(plan: Plan, most: int) -> list[list[str]]:
 def _tensors(
     full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the exported model with these names. Raises: ConfigError if one is beyond the
-    range of `dtype`."""
+    """Yield tensors of the exported model with these names. Raises: ConfigError if one is out of
+    the range of `dtype`."""
     wanted = set(names)
     for entry in plan.entries:
         copies = {
@@ -145,8 +146,8 @@ def _tensors(
 
 
 def _check_finite(rounded: Tensor, exact: Tensor, name: str) -> None:
-    """Raises: ConfigError for weights that their type makes infinite. `exact`: finite, as all that
-    is loaded."""
+    """Raise a ConfigError for weights that become infinite in their type. `exact` is finite, as
+    all loaded weights are."""
     if rounded.isfinite().all():
         return
     largest = torch.finfo(rounded.dtype).max
@@ -154,7 +155,8 @@ def _check_finite(rounded: Tensor, exact: Tensor, name: str) -> None:
     raise config_error(
         "dtype",
         dtype,
-        f"holds numbers up to {largest:.3g}; {name} has one of {float(exact.abs().max()):.3g}",
+        f"too small a range: it holds numbers up to {largest:.3g}, and {name} has "
+        f"{float(exact.abs().max()):.3g}",
         "bf16",
     )
 
@@ -162,7 +164,7 @@ def _check_finite(rounded: Tensor, exact: Tensor, name: str) -> None:
 def _write(
     folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]
 ) -> None:
-    """model.safetensors, or numbered files and their index."""
+    """Write model.safetensors, or numbered files and their index."""
     many = len(groups) > 1
     total = 0
     where: dict[str, str] = {}

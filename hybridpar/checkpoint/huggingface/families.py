@@ -1,9 +1,8 @@
 """Names of the model families of Hugging Face transformers, as tables; nothing here computes.
 
-A family says which tensors of theirs make up each module of ours, which keys of config.json are
-which keys of [model], which of them can only have certain values, and what else may be in their
-files. A key that config.json lacks means what transformers' class of the family means by it: all
-defaults here are those of its constructor.
+A family lists the tensors that make up each module of hybridpar's model, the keys of config.json
+that match keys of [model], the keys that may only have certain values, and what else its files may
+hold. A key that config.json lacks has the default of the constructor of transformers' class.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 REQUIRED = object()
-"""The default of a key that must be there."""
+"""Default of a key that must be present."""
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors that a module of ours is made of: names without .weight or .bias, and their layout
-    (layouts.py).
+    """Tensors that make up a module: names without .weight or .bias, and their layout (layouts.py).
 
     `{layer}` stands for the number of a layer, from 0.
     """
@@ -30,12 +28,12 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that is a key of [model]. `words`: what theirs are called here, the
-    first for export.
+    """A key of config.json that matches a key of [model].
 
-    default: the value of a key that is absent. is_nullable: null is allowed, and is 0 in [model],
-    which stands for another key's value there; a key whose default is None is nullable anyway.
-    Two keys of theirs may be one of ours: they must agree then.
+    `words`: hybridpar's values for theirs, the first for export. `default`: the value of an absent
+    key. `is_nullable`: null is allowed, and is 0 in [model], where it stands for another key's
+    value; a key whose default is None is nullable anyway. Two of their keys may match one of ours;
+    they must then agree.
     """
 
     theirs: str
@@ -47,7 +45,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Keys of config.json, where rope_parameters does not say it: the base, and the share of a
+    """Keys of config.json if rope_parameters does not have them: the base, and the share of a
     head's features."""
 
     base: str = "rope_theta"
@@ -60,18 +58,17 @@ class Rotary:
 class Family:
     """One `model_type`.
 
-    architectures: the class to export for, by model.sentence_head ("" where that means nothing).
-    model: the keys of [model] that all of the family have in common.
-    tensors: by module of ours, or by parameter where that differs; parts are embedding, layer and
-    head. copies: tensors that may be in their files a second time, by the name of the first.
-    heads: modules of ours that files of a bare model lack, all of a group at once; they start anew
-    then. only: keys of config.json whose other values we cannot compute, with what works; the first
-    is the default. computed: patterns of what their files may hold that is no parameter.
-    renamed: endings in older or newer files, and what they are in `tensors`.
-    rotary: how its rotary positions are written down, where it has them.
-    aliases: other names of keys, which transformers reads as well (the class's attribute_map).
-    sliding_window: its default, where the family has that key. We have no windows, so it must reach
-    all positions. settings: where its keys are, for messages.
+    `architectures`: the class to export for, by model.sentence_head ("" if that has no meaning).
+    `model`: keys of [model] that all models of the family share. `tensors`: by module, or by
+    parameter where that differs; the parts are embedding, layer and head. `copies`: tensors that
+    may be in the files a second time, by the name of the first. `heads`: modules that files of a
+    bare model lack, all of a group at once; they are then initialized. `only`: keys of config.json
+    with the values that are supported; the first is the default. `computed`: patterns of names in
+    the files that are not parameters. `renamed`: endings in older or newer files, and their names
+    in `tensors`. `rotary`: where rotary settings are, if the family has them. `aliases`: other
+    names of keys, which transformers reads too (the class's attribute_map). `sliding_window`: its
+    default, if the family has that key; windows are not supported, so it must reach all positions.
+    `settings`: the file of its keys, for messages.
     """
 
     model_type: str
@@ -104,7 +101,7 @@ EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
 }
-"""Keys of any family whose other values we cannot compute."""
+"""Keys of any family whose other values are not supported."""
 
 SAYS_NOTHING = frozenset(
     {
@@ -132,8 +129,8 @@ SAYS_NOTHING = frozenset(
         "sentence_head",
     }
 )
-"""Keys that say nothing of what a language model computes (sentence_head: of ours, which import
-reads apart)."""
+"""Keys that do not affect what a language model computes (sentence_head: hybridpar's own, which
+import reads separately)."""
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "gelu_fast": "gelu"}
 
@@ -251,7 +248,7 @@ _OF_MISTRAL = {
     "max_position_embeddings": 4096 * 32,
     "num_key_value_heads": 8,
 }
-"""Defaults of Mistral that are not LLaMA's."""
+"""Defaults of Mistral that differ from LLaMA's."""
 
 MISTRAL = replace(
     LLAMA,
@@ -376,4 +373,4 @@ BERT = Family(
 )
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
-"""Families by model_type. Export takes the first that a model is one of."""
+"""Families by model_type. Export uses the first that fits a model."""

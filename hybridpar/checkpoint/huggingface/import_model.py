@@ -1,5 +1,5 @@
-"""Makes a checkpoint, with its configuration and tokenizer, of a folder that transformers'
-save_pretrained wrote."""
+"""Turn a folder of transformers' save_pretrained into a checkpoint with its configuration and
+tokenizer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _HEADS = ("nsp", "sop", "none")
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported folder. `notes`: what was passed over in it; `started_anew`: our parameters that
-    it lacks."""
+    """An imported folder. `notes`: what was ignored in it; `started_anew`: parameters that it
+    lacks, which are initialized."""
 
     folder: Path
     checkpoint: Path
@@ -45,14 +45,15 @@ class Imported:
 
 
 def import_folder(source: str | Path, output: str | Path) -> Imported:
-    """Makes `output`: config.toml, a checkpoint of step 0, and where the folder has a tokenizer,
+    """Create `output` with config.toml, a checkpoint of step 0 and, if the folder has a tokenizer,
     tokenizer.json and the files that belong beside it.
 
-    `train.start_from` of that config.toml is `output`, so training from it runs on any grid.
-    Raises: CheckpointError for files that are missing, damaged or do not fit each other;
-        ConfigError for what
-    config.json asks of a model that we do not have, or where `output` is there already; DataError
-    for the tokenizer.
+    `train.start_from` in that config.toml is `output`, so training from it runs on any grid.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or do not match each other.
+        ConfigError: config.json describes a model that is not supported, or `output` exists.
+        DataError: The tokenizer is damaged.
     """
     source = Path(source)
     output = Path(output)
@@ -64,12 +65,12 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
             else "download the model first, such as by huggingface-cli download"
         )
         raise CheckpointError(
-            f"{source}: is not a folder, and only local ones are imported; {works}"
+            f"{source}: is not a folder, and only local folders can be imported; {works}"
         )
     if not (source / CONFIG).is_file():
         raise CheckpointError(
-            f"{source}: has neither a {CONFIG}, as folders of Hugging Face have, nor Megatron-LM's "
-            "iter_0000100/mp_rank_00/model_optim_rng.pt; name the folder that has one of them"
+            f"{source}: has neither a {CONFIG}, as Hugging Face models do, nor Megatron-LM's "
+            f"iter_0000100/mp_rank_00/model_optim_rng.pt; name the folder that has one of these"
         )
     plain = read_json(source / CONFIG)
     files = WeightFiles(source)
@@ -89,8 +90,7 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
 def make_checkpoint(
     files: Weights, model: ModelConfig, family: Family, output: Path, notes: list[str]
 ) -> Imported:
-    """Makes the folder of `import_folder` from the tensors of a model of that family. Raises: as
-    that."""
+    """Create the folder of `import_folder` from a family's tensors. Raises: as `import_folder`."""
     plan = plan_of(model, family)
     matched = match(files.shapes, plan, family)
     dtype = _dtype(files, matched)
@@ -126,7 +126,9 @@ def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
         )
     if matched.absent:
         modules = dict.fromkeys(name.rpartition(".")[0] for name in matched.absent)
-        notes.append(f"the files have no {', '.join(modules)}: started anew, as for a new model")
+        notes.append(
+            f"the files have no {', '.join(modules)}, which are initialized as in a new model"
+        )
     if not has_tokenizer:
         notes.append(
             f"the folder has no {TOKENIZER}: generate needs one, and so does data.tokenizer"
@@ -135,14 +137,14 @@ def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
 
 
 def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
-    """Checks sizes before anything is built. Raises: ConfigError where the settings name sizes that
+    """Check sizes before anything is built. Raises: ConfigError if the settings name sizes that
     no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
     if model.num_layers > len(files.shapes):
         raise config_error(
             f"{settings}: the number of layers",
             model.num_layers,
-            f"the files have {len(files.shapes)} tensors in all",
+            f"out of range: the files have only {len(files.shapes)} tensors in all",
         )
     sizes = {f"what is model.{name} here": getattr(model, name) for name in _BY_TENSOR}
     if model.position == "learned":
@@ -152,14 +154,14 @@ def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
             raise config_error(
                 f"{settings}: {what}",
                 value,
-                f"the longest dimension of a tensor in the files is {largest}",
+                f"out of range: the longest dimension of any tensor in the files is {largest}",
             )
 
 
 def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
-    """The head that export wrote down, else by the tensors: architectures often names another class
-    than the files'. A pooler alone, as in files of the bare model, is kept for a head that starts
-    anew."""
+    """Return the head that export wrote down, else the one that the tensors imply, since
+    architectures often names another class than the files'. A pooler alone, as in files of the
+    bare model, is kept for a head that is initialized."""
     poolers = {"cls.seq_relationship.weight", "bert.pooler.dense.weight", "pooler.dense.weight"}
     head = plain.get("sentence_head", "nsp" if poolers & files.shapes.keys() else "none")
     if head not in _HEADS:
@@ -170,13 +172,13 @@ def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
 
 
 def _dtype(files: Weights, matched: Match) -> str:
-    """The smallest precision, of those that we train in, that holds all tensors exactly. Raises:
+    """Return the smallest training precision that holds all tensors exactly. Raises:
     CheckpointError."""
     for name in matched.names.values():
         if files.dtypes[name] not in DTYPES:
             raise CheckpointError(
                 f"{files.folder}: {name} has type {files.dtypes[name]}; must be one of "
-                f"{', '.join(DTYPES)}: convert quantised weights to BF16 first"
+                f"{', '.join(DTYPES)}; convert quantized weights to BF16 first"
             )
     dtype = reduce(
         torch.promote_types, (DTYPES[files.dtypes[name]] for name in matched.names.values())
@@ -197,14 +199,13 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
 def _read(
     files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str
 ) -> dict[str, Tensor]:
-    """Raises: CheckpointError for tensors that should be equal and are not, and for numbers that
+    """Read the tensors. Raises: CheckpointError if tensors that must be equal differ, or numbers
     are not finite."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
             raise CheckpointError(
                 f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make "
-                "them "
-                "equal, or untie them there (tie_word_embeddings)"
+                f"them equal, or set tie_word_embeddings to false there"
             )
     weights = {}
     for entry in plan.entries:
@@ -216,8 +217,8 @@ def _read(
         for name, part in zip(entry.theirs, parts, strict=True):
             if count := part.numel() - int(part.isfinite().sum()):
                 raise CheckpointError(
-                    f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} numbers "
-                    "that are not finite; try a checkpoint of before they were"
+                    f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} "
+                    f"values that are NaN or infinite; import an earlier checkpoint"
                 )
         weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
     return weights

@@ -1,4 +1,4 @@
-"""How one parameter of ours is laid out as tensors of theirs, and back. Pure permutations: no bit
+"""Layout of a hybridpar parameter as transformers' tensors, and back. Pure permutations: no bit
 changes.
 
 Each works on a weight [out, in] and on a bias [out] alike.
@@ -9,7 +9,8 @@ Each works on a weight [out, in] and on a bias [out] alike.
     qkv             three tensors: queries, keys, values, each [heads * head dim, in]
     gate_up         two tensors: gate, up
 
-Ours of qkv goes by group of heads (nn.attention.HeadLayout): its queries, its key, its value.
+hybridpar's qkv is ordered by group of heads (nn.attention.HeadLayout): its queries, its key, its
+value.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from hybridpar.nn.attention import HeadLayout
 
 
 class Layout(NamedTuple):
-    """`join`: ours of theirs; `split`: theirs of ours, which may be views, and which also works on
-    the meta device."""
+    """`join`: from their tensors to our parameter. `split`: from our parameter to their tensors,
+    which may be views; it also works on the meta device."""
 
     join: Callable[[Sequence[Tensor], HeadLayout], Tensor]
     split: Callable[[Tensor, HeadLayout], list[Tensor]]
 
 
 def _rows(heads: HeadLayout) -> list[Tensor]:
-    """The rows of ours that hold all queries, all keys, all values."""
+    """Return the rows of our parameter that hold all queries, all keys, all values."""
     return [torch.cat([torch.arange(a, b) for a, b in ranges]) for ranges in heads.qkv_matrices()]
 
 

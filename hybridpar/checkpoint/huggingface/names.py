@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model that make up each parameter of ours, from the tables in
+"""Match the tensors of a Hugging Face model with hybridpar's parameters, by the tables in
 families.py."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, of a module such as head.norm: the tensors of theirs in it, in order,
+    """One hybridpar parameter of a module such as head.norm: its tensors in the files, in order,
     and their shapes."""
 
     ours: str
@@ -38,7 +38,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """All parameters of a model. `copies`: what else may be there, and a copy of what it is."""
+    """All parameters of a model. `copies`: names that may also be in the files, and the tensor
+    that each copies."""
 
     heads: HeadLayout
     entries: tuple[Entry, ...]
@@ -47,7 +48,7 @@ class Plan:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Every tensor of theirs."""
+        """Return the shape of every tensor in the files."""
         return {name: shape for entry in self.entries for name, shape in entry.theirs.items()}
 
     @property
@@ -56,8 +57,8 @@ class Plan:
 
 
 def plan_of(model: ModelConfig, family: Family) -> Plan:
-    """How a model of ours is one of that family; allocates nothing. Raises: ConfigError for sizes
-    that do not fit."""
+    """Return how a hybridpar model maps to that family; allocates nothing. Raises: ConfigError
+    for sizes that do not fit."""
     heads = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, 1)
     stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
     entries = tuple(
@@ -89,7 +90,7 @@ def _entry(
 
 
 def _place(ours: str, model: ModelConfig) -> tuple[int, str, str]:
-    """The block of a parameter of ours, its module as in the tables, and its own name there."""
+    """Return the block of a parameter, its module in the tables, and its own name there."""
     _, number, rest = ours.split(".", 2)
     part = {0: "embedding", model.num_layers + 1: "head"}.get(int(number), "layer")
     module, leaf = rest.rsplit(".", 1)
@@ -107,9 +108,12 @@ def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], st
 
 @dataclass(frozen=True)
 class Match:
-    """Tensors of files matched with a plan. `names`: the name in the files of each tensor of the
-    plan; `copies`: pairs of names in them that must be equal; `unused`: those that take no part,
-    such as masks; `absent`: parameters of ours of heads that a bare model lacks."""
+    """Tensors of files, matched with a plan.
+
+    `names`: the name in the files of each tensor of the plan. `copies`: pairs of names in the files
+    that must be equal. `unused`: tensors that take no part, such as masks. `absent`: parameters of
+    heads that a bare model lacks.
+    """
 
     names: dict[str, str]
     copies: dict[str, str]
@@ -118,13 +122,12 @@ class Match:
 
 
 def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
-    """Every tensor of either side is accounted for, once. Raises: CheckpointError naming those that
-    are not."""
+    """Match the tensors of both sides. Raises: CheckpointError naming all that do not match."""
     known = {_current(name, plan, family): name for name in found}
     if len(known) < len(found):
         twice = sorted(set(found) - set(known.values()))
         raise CheckpointError(
-            f"the tensors {', '.join(twice[:_SHOWN])} are there under another name too"
+            f"the tensors {', '.join(twice[:_SHOWN])} appear under a second name too"
         )
     wanted = plan.shapes
     names = {name: known[name] for name in wanted if name in known}
@@ -136,7 +139,7 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
         if original in names and plan.is_tied:
             copies[known[copy]] = names[original]
             continue
-        # alone, or not tied, the copy is what transformers computes with
+        # without the original, or untied, transformers computes with the copy
         unused += [names[original]] if original in names else []
         names[original] = known[copy]
     used = {*names.values(), *copies, *unused}
@@ -148,7 +151,7 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
     absent = _absent_heads(plan, family, names)
     needed = {name for entry in plan.entries if entry.ours not in absent for name in entry.theirs}
     wrong = [
-        f"{name} is missing; must be there with shape {list(shape)}"
+        f"{name} is missing; its shape would be {list(shape)}"
         for name, shape in wanted.items()
         if name in needed and name not in names
     ]
@@ -168,14 +171,14 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
         raise CheckpointError(
-            f"the tensors do not fit {family.settings}:\n  - "
+            f"the tensors do not match {family.settings}:\n  - "
             + "\n  - ".join(wrong[:_SHOWN] + more)
         )
     return Match(names, copies, unused, absent)
 
 
 def _absent_heads(plan: Plan, family: Family, names: Mapping[str, str]) -> list[str]:
-    """Parameters of ours of those heads of which the files have no tensor at all."""
+    """Return the parameters of heads that the files have no tensor of."""
     groups = [
         [entry for entry in plan.entries if entry.module in modules] for modules in family.heads
     ]
@@ -188,8 +191,8 @@ def _absent_heads(plan: Plan, family: Family, names: Mapping[str, str]) -> list[
 
 
 def _current(name: str, plan: Plan, family: Family) -> str:
-    """The name that a tensor has today in a whole model: older endings and the bare base model's
-    names are known."""
+    """Return the name that a tensor has today in a full model; older endings and names of the
+    bare base model are known."""
     for old, new in family.renamed.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new

@@ -1,5 +1,5 @@
-"""The files of a Hugging Face folder, read with suspicion: no name leads out of the folder, sizes
-are known before anything is allocated, and pickled files can run nothing (pickled.py)."""
+"""Read the files of a Hugging Face folder safely: no name leads out of the folder, sizes are
+known before anything is allocated, and pickled files cannot run code (pickled.py)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_JSON = 64 << 20
 PICKLED = "pytorch_model.bin"
-DAMAGED = "is damaged, truncated or no safetensors file"
+DAMAGED = "is damaged, truncated or not a safetensors file"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type as safetensors has it, of others as torch has it."""
+    """Return the name of a type in safetensors, or in torch if safetensors does not have it."""
     return _NAMES.get(dtype, str(dtype))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises: CheckpointError if the file is missing, or something else."""
+    """Read a JSON object. Raises: CheckpointError if the file is missing, or not one."""
     with errors_as(CheckpointError, path, "is not valid JSON"):
         plain = read_any(path, MAX_JSON)
     if not isinstance(plain, dict):
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Weights(Protocol):
-    """Tensors of another program, by its names. `dtypes`: as safetensors calls them."""
+    """Tensors of another program, by its names. `dtypes`: in safetensors' names."""
 
     folder: Path
     shapes: dict[str, tuple[int, ...]]
@@ -52,12 +52,12 @@ class Weights(Protocol):
 
 
 class WeightFiles:
-    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names;
-    where there are none, those of pytorch_model.bin or its index.
+    """The tensors of model.safetensors, or of the files in model.safetensors.index.json; if there
+    are none, of pytorch_model.bin or its index.
 
-    Raises: CheckpointError if a file is missing, truncated or of another format, or holds other
-        tensors than the index
-    says.
+    Raises:
+        CheckpointError: A file is missing, truncated or of another format, or its tensors do not
+            match the index.
     """
 
     def __init__(self, folder: Path):
@@ -82,7 +82,7 @@ class WeightFiles:
         for name, file in where.items():
             if not isinstance(file, str) or not re.fullmatch(rf"[\w.-]+\.{suffix}", file):
                 raise CheckpointError(
-                    f"{path}: says that {name} is in {shown(file)}; must be the plain name of a "
+                    f"{path}: the file of {name} is {shown(file)}; must be the plain name of a "
                     f".{suffix} file in the folder, such as model-00001-of-00002.{suffix}"
                 )
         for file in sorted(set(where.values())):
@@ -94,7 +94,7 @@ class WeightFiles:
     def _open(self, file: str) -> None:
         path = self.folder / file
         with errors_as(CheckpointError, path, DAMAGED, SafetensorError):
-            open_regular(path).close()  # no pipe, no device
+            open_regular(path).close()  # not a pipe or a device
             if file.endswith(".safetensors"):
                 opened: Any = safe_open(path, framework="pt")
                 found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
@@ -112,11 +112,11 @@ class WeightFiles:
                 read = tensors.__getitem__
         for name, (shape, dtype) in kinds.items():
             if name in self._files:
-                raise CheckpointError(f"{path}: has {name}, which {self._files[name][0]} has too")
+                raise CheckpointError(f"{path}: has {name}, which is in {self._files[name][0]} too")
             self._files[name], self.shapes[name], self.dtypes[name] = (file, read), shape, dtype
 
     def read(self, name: str) -> Tensor:
-        """Raises: CheckpointError."""
+        """Read a tensor. Raises: CheckpointError."""
         file, read = self._files[name]
         failure = f"{name} cannot be read"
         with errors_as(

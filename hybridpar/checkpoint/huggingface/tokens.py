@@ -26,8 +26,8 @@ _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
         )
     ),
 }
-"""Roles of our special tokens in transformers; the first that is there counts. Documents of our own
-GPTs are divided by one token: an end is a start."""
+"""Roles of our special tokens in transformers; the first that exists counts. Documents of GPTs
+trained here are separated by one token, so the end token is also the start token."""
 _INPUTS = {
     "gpt": ["input_ids", "attention_mask"],
     "bert": ["input_ids", "token_type_ids", "attention_mask"],
@@ -37,7 +37,7 @@ _CLASSES = {
     "gpt": ("GPT2Tokenizer", "GPT2TokenizerFast"),
     "bert": ("BertTokenizer", "BertTokenizerFast"),
 }
-"""Classes whose older files we read; absent: the class of the model."""
+"""Tokenizer classes whose older files are read; if absent, the class of the model."""
 _BERT_WORDS = {
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
@@ -46,16 +46,18 @@ _BERT_WORDS = {
     "mask_token": "[MASK]",
 }
 _GPT2_WORDS = {"bos_token": END, "eos_token": END, "unk_token": END}
-"""Special tokens of these classes where the folder names none."""
+"""Special tokens of these classes if the folder names none."""
 
 Ids = dict[str, int | list[int] | None]
 
 
 def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], Ids]:
-    """The files to write, by name, and the ids that config.json names.
+    """Return the files to write, by name, and the ids for config.json.
 
-    What the tokenizer came with, such as its chat template, leaves as it came.
-    Raises: DataError if the tokenizer is damaged, or lacks a special token that a BERT needs.
+    Files that came with the tokenizer, such as its chat template, are exported unchanged.
+
+    Raises:
+        DataError: The tokenizer is damaged, or lacks a special token that a BERT needs.
     """
     tokenizer = Tokenizer.load(path, within=path.parent)
     files = tokenizer.files()
@@ -76,17 +78,20 @@ def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], Ids
     ids: Ids = {}
     for role in _IN_CONFIG:
         named = list(tokenizer.ids(role))
-        ids[f"{role}_id"] = named if len(named) > 1 else named[0] if named else special.get(role)
+        if len(named) > 1:
+            ids[f"{role}_id"] = named
+        else:
+            ids[f"{role}_id"] = named[0] if named else special.get(role)
     return files, ids
 
 
 def tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a folder, of its tokenizer.json or of what older folders have; None where
-    there is none.
+    """Return the tokenizer of a folder, from its tokenizer.json or the files of older folders; None
+    if there is none.
 
-    Raises: DataError if it is damaged, or cannot be as the files of the folder say; ConfigError if
-        it has more ids than
-    the model.
+    Raises:
+        DataError: It is damaged, or conflicts with the other files of the folder.
+        ConfigError: It has more ids than the model.
     """
     path = source / TOKENIZER
     tokenizer = Tokenizer.load(path) if path.is_file() else _of_older_files(source, model)
@@ -96,7 +101,7 @@ def tokenizer_of(source: Path, model: ModelConfig) -> Tokenizer | None:
 
 
 def _of_older_files(source: Path, model: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of vocab.txt (BERT), or of vocab.json and merges.txt (GPT-2). Raises:
+    """Return the tokenizer in vocab.txt (BERT), or in vocab.json and merges.txt (GPT-2). Raises:
     DataError."""
     names = ("vocab.txt",) if model.kind == "bert" else ("vocab.json", "merges.txt")
     if not all((source / name).is_file() for name in names):
@@ -107,8 +112,8 @@ def _of_older_files(source: Path, model: ModelConfig) -> Tokenizer | None:
         raise folder.refused(
             "tokenizer_class",
             of_class,
-            f"without a {TOKENIZER} must be {' or '.join(classes)}; "
-            f"transformers' AutoTokenizer writes a {TOKENIZER} when it saves it",
+            f"must be {' or '.join(classes)} if there is no {TOKENIZER}; load it with "
+            f"transformers' AutoTokenizer and save it again, which writes one",
         )
     with errors_as(DataError, source / names[0], "is not the vocabulary of a tokenizer"):
         texts = [read_text(source / name, _MAX_BYTES) for name in names]
@@ -117,23 +122,21 @@ def _of_older_files(source: Path, model: ModelConfig) -> Tokenizer | None:
 
 
 def _bert(folder: TokenizerFolder, text: str) -> tokenizers.Tokenizer:
-    """BERT's word pieces, as transformers' BertTokenizer makes them of vocab.txt."""
+    """Return BERT's WordPiece tokenizer, as transformers' BertTokenizer builds it from
+    vocab.txt."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
     vocabulary = {
         word: number for number, word in enumerate(lines)
-    }  # of a word that is there twice, the last counts
+    }  # if a word appears twice, the last one counts
     words = _BERT_WORDS | dict(folder.words)
     if not folder.flag("do_basic_tokenize", True) or folder.settings.get("never_split"):
         key = "never_split" if folder.settings.get("never_split") else "do_basic_tokenize"
-        raise folder.refused(
-            key, folder.settings[key], "hybridpar has no such tokenizer; must be absent"
-        )
+        raise folder.refused(key, folder.settings[key], "not supported; must be absent")
     if missing := [
         word for role, word in words.items() if role in _BERT_WORDS and word not in vocabulary
     ]:
         raise DataError(
-            f"{folder.path / 'vocab.txt'}: no tokenizer can be made of it, as it lacks "
-            f"{', '.join(missing)}"
+            f"{folder.path / 'vocab.txt'}: not a valid vocabulary: it lacks {', '.join(missing)}"
         )
     cls = words["cls_token"]
     sep = words["sep_token"]
@@ -152,8 +155,8 @@ def _bert(folder: TokenizerFolder, text: str) -> tokenizers.Tokenizer:
 
 
 def _gpt2(folder: TokenizerFolder, vocabulary: str, merges: str) -> tokenizers.Tokenizer:
-    """GPT-2's byte pairs, as transformers' GPT2Tokenizer makes them of vocab.json and
-    merges.txt."""
+    """Return GPT-2's byte-level BPE, as transformers' GPT2Tokenizer builds it from vocab.json
+    and merges.txt."""
     words = _GPT2_WORDS | dict(folder.words)
     path = folder.path / "vocab.json"
     lines = [
@@ -167,13 +170,13 @@ def _gpt2(folder: TokenizerFolder, vocabulary: str, merges: str) -> tokenizers.T
         made: Any = tokenizers.Tokenizer(
             models.BPE(ids, pairs, continuing_subword_prefix="", end_of_word_suffix="")
         )
-    except Exception as error:  # what Rust raises is an Exception itself
-        raise DataError(f"{path}: no tokenizer can be made of it ({error})") from None
+    except Exception as error:  # errors of Rust are plain Exceptions
+        raise DataError(f"{path}: cannot be made into a tokenizer ({error})") from None
     made.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=bool(folder.flag("add_prefix_space", False))
     )
     made.decoder = decoders.ByteLevel()
-    folder.honour(made)  # added tokens first, whose ids are written down
+    folder.honour(made)  # added tokens first, since their ids are given
     made.add_special_tokens(
         [
             word
@@ -196,12 +199,12 @@ def _gpt2(folder: TokenizerFolder, vocabulary: str, merges: str) -> tokenizers.T
 
 
 def no_tokenizer() -> Ids:
-    """The ids of config.json where there is no tokenizer."""
+    """Return the ids for config.json if there is no tokenizer."""
     return {f"{role}_id": None for role in _IN_CONFIG}
 
 
 def _special_ids(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, int]:
-    """Raises: DataError if a BERT's tokenizer lacks one."""
+    """Return the ids of a BERT's special tokens. Raises: DataError if its tokenizer lacks one."""
     found = {}
     for role, names in _ROLES[model.kind].items():
         for name in names:
@@ -217,8 +220,7 @@ def _special_ids(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, int]:
 
 
 def _with_pairs(text: str, words: dict[str, str], ids: dict[str, int]) -> str:
-    """A tokenizer.json that puts sentences together as they were trained on: [CLS] A [SEP] B
-    [SEP]."""
+    """Return a tokenizer.json that joins sentences as in training: [CLS] A [SEP] B [SEP]."""
     inner: Any = tokenizers.Tokenizer.from_str(text)
     inner.post_processor = _pairs(
         words["cls_token"], words["sep_token"], ids["cls_token"], ids["sep_token"]

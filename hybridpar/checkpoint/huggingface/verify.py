@@ -1,12 +1,12 @@
-"""Comparison of a checkpoint of ours with a folder of theirs: every tensor, and what transformers'
-model of the folder makes of the same tokens, in float64.
+"""Compare a checkpoint with a Hugging Face folder: every tensor, and the logits of transformers'
+model on the same tokens, in float64.
 
-A folder may be narrower than the checkpoint: an export in bf16 of an fp32 master. So the
-checkpoint's weights are first rounded to the folder's precision. Each tensor must be equal to these
-to the bit, and logits are of a model of ours with them. Logits then differ by what arithmetic
-rounds alone: some of transformers' models compute angles, norms and softmax in float32 all the
-same. How large a share of the largest logit that can be depends on the weights: ours in float32
-show it.
+A folder may have a lower precision than the checkpoint, such as an export in bf16 of an fp32
+master. So the checkpoint's weights are first rounded to the folder's precision. Each tensor must
+then be equal to the bit, and a hybridpar model with these weights gives the logits. Logits differ
+only by rounding, because some of transformers' models compute angles, norms and softmax in float32
+nevertheless. How much that can be, relative to the largest logit, depends on the weights; our model
+in float32 shows it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage
 
 TOLERANCE = 1e-5
-"""Share of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu
+"""Share of the largest logit: float32 in their model usually leaves 1e-7, another form of gelu
 5e-5."""
 LARGEST_TOLERANCE = 1e-3
-"""The most that weights which magnify rounding make of it."""
+"""Largest tolerance, for weights that amplify rounding."""
 _SAMPLES = 2
 _LENGTH = 64
 _SHOWN = 8
@@ -42,11 +42,11 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of a logit, the largest logit, and the largest share of it that counts
-    as rounding.
+    """The largest difference of a logit, the largest logit, and the largest relative difference
+    that counts as rounding.
 
-    different: names of tensors that are not the checkpoint's, rounded to the precision of the
-    folder.
+    `different`: names of tensors that differ from the checkpoint's, rounded to the folder's
+    precision.
     """
 
     difference: float
@@ -81,11 +81,14 @@ class Comparison:
 
 
 def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
-    """Compares all tensors, and all logits (BERT: also those of the sentence head) on random
-    tokens.
+    """Compare all tensors, and all logits (BERT: also of the sentence head) on random tokens.
 
-    bare: a BERT's features and its pooled ones instead, of a folder that has no heads.
-    Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
+    Args:
+        bare: Compare a BERT's features and pooled features instead, for a folder without heads.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: transformers misses tensors that it needs.
     """
     full = FullWeights(checkpoint)
     model = full.manifest.config.transformer
@@ -104,11 +107,12 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
 def _rounded(
     full: FullWeights, model: ModelConfig, folder: Path
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The checkpoint's weights, rounded to the precision of the folder's tensors, and the names of
-    those tensors that are not equal to them, to the bit. Weights that the folder lacks, such as
-    heads of a bare BERT, stay as they are.
+    """Return the checkpoint's weights, rounded to the precision of the folder's tensors, and the
+    names of tensors that are not equal to them, to the bit. Weights that the folder lacks, such as
+    heads of a bare BERT, are not changed.
 
-    Raises: CheckpointError if the folder has other tensors than such a model.
+    Raises:
+        CheckpointError: The folder has other tensors than such a model.
     """
     files = WeightFiles(folder)
     family = family_of(read_json(folder / CONFIG), files.shapes)
@@ -151,11 +155,13 @@ def compare_logits(
     source: Path,
     tolerance: float = TOLERANCE,
 ) -> Comparison:
-    """Compares what two models make of the same tokens: words, and sentence of a BERT; tells of
-    what differs most.
+    """Compare the outputs of two models on the same tokens (words; for a BERT also sentence);
+    returns the output that differs most.
 
     Shapes: words [b, s, v], compared where `real` [b, s] is True; sentence [b, ..].
-    Raises: CheckpointError naming `source`, where theirs came from, if shapes differ.
+
+    Raises:
+        CheckpointError: Shapes differ; names `source`, where theirs came from.
     """
     found = []
     for kind, mine in ours.items():
@@ -171,7 +177,7 @@ def compare_logits(
 
 
 def random_batch(model: ModelConfig) -> dict[str, Tensor]:
-    """Shapes: [b, s] each, of which BERT's last sample ends early."""
+    """Return random tokens; BERT's last sample ends early. Shapes: [b, s] each."""
     shape = _SAMPLES, min(model.num_positions, _LENGTH)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.vocab_size, shape, generator=generator)
@@ -187,7 +193,8 @@ def random_batch(model: ModelConfig) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shapes: words [b, s, v]; sentence [b, 2] of a BERT with such a head."""
+    """Return our model's logits. Shapes: words [b, s, v]; sentence [b, 2] of a BERT with such a
+    head."""
     head = stage.blocks[str(model.num_layers + 1)]
     x = _last_layer(model, stage, batch)
     logits: dict[str, Tensor] = {"words": head.logits(x)}  # type: ignore[operator]
@@ -197,7 +204,7 @@ def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> di
 
 
 def _last_layer(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> Tensor:
-    """Input of the head. Shapes: [b, s, h]."""
+    """Return the input of the head. Shapes: [b, s, h]."""
     inputs = batch if model.kind == "bert" else {"tokens": batch["tokens"]}
     x: Any = None
     for number in range(model.num_layers + 1):
@@ -207,7 +214,8 @@ def _last_layer(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> T
 
 @torch.no_grad()
 def our_features(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shapes: words [b, s, h]; sentence [b, h] of a BERT with such a head, before it."""
+    """Return our model's features. Shapes: words [b, s, h]; sentence [b, h] of a BERT with such
+    a head, before it."""
     head: Any = stage.blocks[str(model.num_layers + 1)]
     x = _last_layer(model, stage, batch)
     return {"words": x} | (
@@ -217,7 +225,7 @@ def our_features(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> 
 
 @torch.no_grad()
 def their_features(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shapes: as for our_features. Raises: as `compare`."""
+    """Return their model's features. Shapes: as for our_features. Raises: as `compare`."""
     has_pooler = ours.sentence_head != "none"
     model = load_theirs(folder, "BertModel", add_pooling_layer=has_pooler)
     out = model(
@@ -232,7 +240,7 @@ def their_features(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) ->
 
 @torch.no_grad()
 def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shapes: as for our_logits. Raises: as `compare`."""
+    """Return their model's logits. Shapes: as for our_logits. Raises: as `compare`."""
     bert = "AutoModelForMaskedLM" if ours.sentence_head == "none" else "AutoModelForPreTraining"
     model = load_theirs(folder, bert if ours.kind == "bert" else "AutoModelForCausalLM")
     if ours.kind == "gpt":
@@ -248,9 +256,12 @@ def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> d
 
 
 def load_theirs(folder: Path, loader: str, **options: Any) -> Any:
-    """transformers' model of a folder, in float64, by a class of theirs; nothing is downloaded.
+    """Return transformers' model of a folder, in float64, by one of their classes; nothing is
+    downloaded.
 
-    Raises: ConfigError without transformers; CheckpointError if it misses tensors that it needs.
+    Raises:
+        ConfigError: transformers is not installed.
+        CheckpointError: It misses tensors that it needs.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -258,7 +269,7 @@ def load_theirs(folder: Path, loader: str, **options: Any) -> Any:
         raise config_error(
             "verify",
             True,
-            f"needs transformers, which cannot be imported ({error})",
+            f"requires transformers, which cannot be imported ({error})",
             "pip install 'hybridpar[hf]'",
         ) from None
     transformers.logging.set_verbosity_error()

@@ -1,5 +1,4 @@
-"""Import of GPT checkpoints of Megatron-LM, of any tensor and pipeline split, without
-Megatron-LM."""
+"""Import GPT checkpoints of Megatron-LM with any tensor and pipeline split, without Megatron-LM."""
 
 from hybridpar.checkpoint.megatron.files import is_megatron
 from hybridpar.checkpoint.megatron.import_model import import_megatron

@@ -1,8 +1,8 @@
-"""Megatron's arguments, as its checkpoints hold them, in the words of the table in family.py.
+"""Translate Megatron's arguments, as in its checkpoints, by the table in family.py.
 
-Every argument must be accounted for: it is translated, or has a value of family.py's that asks for
-nothing we lack, or is in ignored.py. Any other name, such as one of a fork or of a later version,
-must be off: None, False or empty.
+Every argument must be accounted for: it is translated, or has a supported value in family.py, or is
+in ignored.py. Any other name, such as one of a fork or of a later version, must be off: None, False
+or empty.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ _TE_ACTIVATIONS = "use_te_activation_func", "use_transformer_engine_op_fuser"
 
 
 def model_of_arguments(args: Mapping[str, Any], vocab_size: int, *, is_core: bool) -> ModelConfig:
-    """The model that was trained with these arguments, with so many rows of the embedding.
+    """Return the model that was trained with these arguments, with `vocab_size` rows of the
+    embedding.
 
-    is_core: the model was Megatron Core's; older ones compute otherwise in places.
-    Raises: ConfigError naming every argument that is missing, wrong, unknown, or asks for what we
-        cannot compute.
+    Args:
+        is_core: The model was Megatron Core's; older ones compute differently in places.
+
+    Raises:
+        ConfigError: Names every argument that is missing, wrong, unknown or not supported.
     """
     bias = args.get("add_bias_linear", not args.get("disable_bias_linear", False))
     plain = {key.theirs: args[key.theirs] for key in GPT.keys if args.get(key.theirs) is not None}
@@ -63,7 +66,7 @@ def model_of_arguments(args: Mapping[str, Any], vocab_size: int, *, is_core: boo
         "layernorm_epsilon": epsilon[-1],
     }
     if args.get("use_rotary_position_embeddings"):
-        plain["position_embedding_type"] = "rope"  # the older way to say it
+        plain["position_embedding_type"] = "rope"  # the older name
     problems = [*_not_off(args), *_does_not_fit(args, plain, is_core=is_core)]
     try:
         model, _ = model_of(plain, GPT)
@@ -79,7 +82,7 @@ def _problem(name: str, value: object, rule: str, suggestion: str = "") -> Probl
 
 
 def _not_off(args: Mapping[str, Any]) -> Iterator[Problem]:
-    """Arguments that nobody accounts for."""
+    """Yield arguments that are not accounted for and not off."""
     for name, value in args.items():
         if name in _TRANSLATED or name in GPT.only or name in _TE_ACTIVATIONS or is_ignored(name):
             continue
@@ -98,7 +101,7 @@ def _not_off(args: Mapping[str, Any]) -> Iterator[Problem]:
 def _does_not_fit(
     args: Mapping[str, Any], plain: Mapping[str, Any], *, is_core: bool
 ) -> Iterator[Problem]:
-    """Arguments whose value is right by itself, but not beside the others."""
+    """Yield arguments whose value is right by itself, but conflicts with others."""
     for name in sorted(_FLAGS):
         if not isinstance(args.get(name), (bool, type(None))):
             yield _problem(name, args[name], "must be true or false")
@@ -135,10 +138,10 @@ def _does_not_fit(
 
 
 def _activation(args: Mapping[str, Any], *, bias: bool, is_core: bool) -> str | None:
-    """None: the arguments do not say it.
+    """Return the activation; None if the arguments do not say it.
 
-    Megatron computes its gelu that is fused with a bias, and openai_gelu, by tanh, its plain one by
-    the error function. Megatron Core does not look at openai_gelu.
+    Megatron computes the gelu that it fuses with a bias, and openai_gelu, by tanh, its plain gelu
+    by the error function. Megatron Core ignores openai_gelu.
     """
     if args.get("swiglu"):
         return "swiglu"
@@ -150,15 +153,22 @@ def _activation(args: Mapping[str, Any], *, bias: bool, is_core: bool) -> str | 
 
 
 def true_vocabulary(args: Mapping[str, Any], rows: int, asked: int | None) -> tuple[int, str]:
-    """How many rows of the embedding are tokens, and what to say of that.
+    """Return how many rows of the embedding are tokens, and a note about it.
 
     Megatron pads the vocabulary to a multiple of make_vocab_size_divisible_by *
-    tensor_model_parallel_size, and does not always write down how large it was. Raises: ConfigError
-    if `asked` is more than there are.
+    tensor_model_parallel_size, and does not always save its true size.
+
+    Raises:
+        ConfigError: `asked` is more than there are.
     """
     if asked is not None:
         if not 0 < asked <= rows:
-            raise config_error("vocab_size", asked, f"the embedding has {rows} rows", str(rows))
+            raise config_error(
+                "vocab_size",
+                asked,
+                f"must be at most {rows}, the number of rows of the embedding",
+                str(rows),
+            )
         return asked, ""
     size = (
         _GPT2_VOCABULARY
@@ -168,6 +178,10 @@ def true_vocabulary(args: Mapping[str, Any], rows: int, asked: int | None) -> tu
     if isinstance(size, int) and 0 < size <= rows:
         size += (
             args.get("tokenizer_type") == "NullTokenizer"
-        )  # older ones add an end of document to it
+        )  # older versions add an end-of-document token
         return min(size, rows), ""
-    return rows, f"all {rows} rows of the embedding are kept; if some are padding, say --vocab_size"
+    return (
+        rows,
+        f"all {rows} rows of the embedding are kept; if some are padding, give the real number "
+        f"with --vocab_size",
+    )

@@ -1,11 +1,10 @@
 """Names of a GPT's tensors and arguments in Megatron-LM, as tables.
 
-Names are those of Megatron Core's modules; what older and fused ones are called is put into these
-words first. Queries, keys and values of a group of heads follow each other there as they do here,
-so all layouts are "same".
+Names are Megatron Core's; names of older and fused modules are translated to these first. Queries,
+keys and values of a group of heads follow each other as in hybridpar, so all layouts are "same".
 Source: megatron/core/models/gpt, megatron/core/transformer, megatron/training/checkpointing.py and
-    tools/checkpoint of
-NVIDIA Megatron-LM, and its megatron/legacy/model of before 2026 (names and layouts only).
+tools/checkpoint of NVIDIA Megatron-LM, and its megatron/legacy/model of before 2026 (names and
+layouts only).
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ GPT = Family(
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
     settings="args",
 )
-"""add_qkv_bias_alone: biases of queries, keys and values in a model without others."""
+"""add_qkv_bias_alone: biases of queries, keys and values in a model without other biases."""
 
 RENAMED = tuple(
     (re.compile(old), new)
@@ -164,18 +163,18 @@ RENAMED = tuple(
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
     )
 )
-"""Older names and those of layers with a norm inside, in this order, and what they are in the table
-above."""
+"""Older names, and names of layers with a norm inside, with their names in the table above;
+applied in this order."""
 
 OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
-"""In names of models from before Megatron Core alone."""
+"""Older names that only models from before Megatron Core have."""
 
 SPLIT = (
     (re.compile(r"(embedding\.word_embeddings|output_layer)\.weight"), 0),
     (re.compile(r".*\.linear_(qkv|fc1)\.(weight|bias)"), 0),
     (re.compile(r".*\.linear_(proj|fc2)\.weight"), 1),
 )
-"""Along which dimension tensor parallelism splits what; all other tensors are equal on its
+"""The dimension that tensor parallelism splits, by name; all other tensors are equal on the tp
 ranks."""
 
 INERT = (

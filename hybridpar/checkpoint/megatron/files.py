@@ -1,12 +1,12 @@
-"""The tensors of a Megatron checkpoint: the shards of its tensor and pipeline ranks, put together.
+"""The tensors of a Megatron checkpoint, assembled from the shards of its tensor and pipeline ranks.
 
     FOLDER/latest_checkpointed_iteration.txt            100, or release
-    FOLDER/iter_0000100/mp_rank_TT/model_optim_rng.pt           tensor rank TT of a model in one stage
-    FOLDER/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt       that of pipeline rank PPP
+    FOLDER/iter_0000100/mp_rank_TT/model_optim_rng.pt           tensor rank TT, without pipeline
+    FOLDER/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt       tensor rank TT of pipeline rank PPP
 
 Each file is {"model": tensors, "args": Namespace, "checkpoint_version": number, ..}, with "model0",
-"model1", .. where a rank has several stages. In their place, model.safetensors with the same names
-is read, too, and an args.json, which goes before the arguments in the files.
+"model1", .. if a rank has several virtual stages. A model.safetensors with the same names may
+replace it, and an args.json takes precedence over the arguments in the files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Place = tuple[int, int]  # pipeline rank, tensor rank
 
 
 def is_megatron(folder: Path) -> bool:
-    """Whether a folder looks like a checkpoint of Megatron-LM, or a folder of such ones."""
+    """Return whether a folder looks like a checkpoint of Megatron-LM, or a folder of such
+    checkpoints."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return LATEST in names or any(
         _RANK.fullmatch(n) or re.fullmatch(r"iter_\d{7}", n) for n in names
@@ -52,14 +53,15 @@ def is_megatron(folder: Path) -> bool:
 
 
 class MegatronFiles:
-    """The tensors of a whole model, by the names of family.py; a Weights.
+    """The tensors of a full model, by the names of family.py; a Weights.
 
-    Attributes: `folder` the iteration's; `args` Megatron's arguments; `rows` of the embedding,
-        padding included;
-    `num_ranks` (tensor, pipeline); `is_core` whether Megatron Core's model, and not an older one,
-    has such tensors.
-    Raises: CheckpointError if files are missing, damaged, of another format, or do not fit each
-        other.
+    Attributes: `folder` of the iteration; `args` Megatron's arguments; `rows` of the embedding,
+    padding included; `num_ranks` (tensor, pipeline); `is_core` whether Megatron Core's model, and
+    not an older one, has such tensors.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, have another format, or do not match each
+            other.
     """
 
     def __init__(self, folder: Path):
@@ -82,7 +84,9 @@ class MegatronFiles:
             self.folder, {place: shard.chunks for place, shard in shards.items()}, tp, pp
         )
         if _WORDS not in self._parts:
-            raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
+            raise CheckpointError(
+                f"{self.folder}: has no {_WORDS}; only GPT models can be imported"
+            )
         self._vocab_size = sys.maxsize
         self.rows = self._shape(_WORDS)[0]
         self._vocab_size = self.rows
@@ -90,21 +94,21 @@ class MegatronFiles:
         self.shapes = {name: self._shape(name) for name in self._parts}
 
     def cut_vocabulary(self, size: int) -> None:
-        """Keeps so many rows of embedding and output layer."""
+        """Keep only the first `size` rows of embedding and output layer."""
         self._vocab_size = size
         self.shapes = {name: self._shape(name) for name in self._parts}
 
     def _arguments(self, plain: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-        """Values that are neither plain nor empty are named by their type: nothing that we know is
-        one of them."""
+        """Return the arguments and the version. Values that are neither plain nor empty are
+        replaced by the names of their types, which match no value that we know."""
         beside = (self.folder / ARGUMENTS, self.folder.parent / ARGUMENTS)
         args = next((read_json(path) for path in beside if path.is_file()), None)
         if args is None and isinstance(plain.get("args"), Inert):
             args = vars(plain["args"])
         if args is None:
             raise CheckpointError(
-                f"{self.folder}: holds no arguments, which say what its tensors mean; write "
-                f"Megatron's names and values of them into {self.folder / ARGUMENTS}"
+                f"{self.folder}: has no arguments, which describe the model; write Megatron's "
+                f"arguments, as names and values, into {self.folder / ARGUMENTS}"
             )
         version = plain.get(
             "checkpoint_version", args.get("checkpoint_version", 0 if "args" in plain else 3)
@@ -115,7 +119,7 @@ class MegatronFiles:
             or version not in (0, 1, 2, 3)
         ):
             raise CheckpointError(
-                f"{self.folder}: has checkpoint_version {version!r}; known ones are 0 to 3"
+                f"{self.folder}: has checkpoint_version {version!r}; supported: 0 to 3"
             )
         return {key: v if _is_plain(v) else type(v).__name__ for key, v in args.items()}, int(
             version
@@ -126,8 +130,9 @@ class MegatronFiles:
         said = tp, self.args.get("pipeline_model_parallel_size")
         if any(a not in (None, b) for a, b in zip(said, self.num_ranks, strict=True)):
             raise CheckpointError(
-                f"{self.folder}: has files of {self.num_ranks[0]} tensor and {self.num_ranks[1]} "
-                f"pipeline ranks, its arguments say {said[0]} and {said[1]}"
+                f"{self.folder}: has files for {self.num_ranks[0]} tensor and "
+                f"{self.num_ranks[1]} pipeline ranks, which do not match its arguments: "
+                f"{said[0]} and {said[1]}"
             )
 
     def _dtype(self, name: str) -> str:
@@ -144,13 +149,14 @@ class MegatronFiles:
         if dim is not None:
             if any(part.dim() <= dim for part in parts):
                 raise CheckpointError(
-                    f"{self.folder}: {name} has shape {shape}; it has {dim + 1} dimensions at least"
+                    f"{self.folder}: {name} has shape {shape}; must have at least {dim + 1} "
+                    f"dimensions"
                 )
             shapes = [list(part.shape) for part in parts]
             if any(x[:dim] + x[dim + 1 :] != shape[:dim] + shape[dim + 1 :] for x in shapes):
                 raise CheckpointError(
-                    f"{self.folder}: {name} has shapes {shown(shapes)} on its tensor ranks, which "
-                    f"differ not just in dimension {dim}"
+                    f"{self.folder}: {name} has shapes {shown(shapes)} on its tensor ranks; "
+                    f"they may differ in dimension {dim} only"
                 )
             shape[dim] = sum(part.shape[dim] for part in parts)
         if self._has_vocabulary(name):
@@ -161,13 +167,13 @@ class MegatronFiles:
         return bool(SPLIT[0][0].fullmatch(name))
 
     def read(self, name: str) -> Tensor:
-        """Raises: CheckpointError where ranks that should have the same have not."""
+        """Read a tensor. Raises: CheckpointError if ranks that should have equal tensors do not."""
         parts, dim = self._parts[name], _split_dim(name)
         if dim is None:
             if not all(torch.equal(part, parts[0]) for part in parts):
                 raise CheckpointError(
-                    f"{self.folder}: {name} differs between tensor ranks, which should have the "
-                    "same"
+                    f"{self.folder}: {name} differs between tensor ranks, but must be the same "
+                    f"on all"
                 )
             return parts[0]
         if ".linear_qkv." in name:
@@ -175,14 +181,14 @@ class MegatronFiles:
         if ".linear_fc1." in name and self.args.get("swiglu"):
             if any(len(part) % 2 for part in parts):
                 raise CheckpointError(
-                    f"{self.folder}: {name} has {len(parts[0])} rows on a rank, which are no halves"
+                    f"{self.folder}: {name} has {len(parts[0])} rows on a rank; must be even"
                 )
             parts = [half for i in range(2) for half in (part.chunk(2)[i] for part in parts)]
         whole = torch.cat(parts, dim)
         return whole[: self._vocab_size] if self._has_vocabulary(name) else whole
 
     def _by_head(self, part: Tensor) -> Tensor:
-        """The queries, keys and values of each head in turn, as later versions have them."""
+        """Return the queries, keys and values head by head, as later versions have them."""
         if self.version >= 2:
             return part
         heads = self.args["num_attention_heads"] // self.num_ranks[0]
@@ -203,7 +209,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _iteration(folder: Path) -> Path:
-    """The folder with the ranks' files: itself, or the one that the tracker names."""
+    """Return the folder with the ranks' files: the folder itself, or the one that the tracker
+    names."""
     if any(_RANK.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     tracker = folder / LATEST
@@ -212,34 +219,35 @@ def _iteration(folder: Path) -> Path:
             text = file.read(_LONGEST_TRACKER).decode(errors="replace").strip()
         if not re.fullmatch(r"[0-9]{1,9}|release", text):
             raise CheckpointError(
-                f"{tracker}: says {text[:40]!r}; must be the number of an iteration, or release"
+                f"{tracker}: contains {text[:40]!r}; must be the number of an iteration, or release"
             )
         inner = folder / (text if text == "release" else f"iter_{int(text):07d}")
     else:
         inner = folder
     if not inner.is_dir():
-        raise CheckpointError(f"{inner}: is not there, but {tracker} names it")
+        raise CheckpointError(f"{inner}: does not exist, but {tracker} names it")
     if any((inner / name).exists() for name in ("metadata.json", ".metadata", "common.pt")):
         raise CheckpointError(
-            f"{inner}: is a distributed checkpoint (torch_dist); have Megatron-LM write it with "
-            "--ckpt-convert-format torch --ckpt-convert-save FOLDER, then import that"
+            f"{inner}: is a distributed checkpoint (torch_dist), which is not supported; "
+            f"convert it with Megatron-LM's --ckpt-convert-format torch --ckpt-convert-save "
+            f"FOLDER and import FOLDER"
         )
     if any(_RANK.fullmatch(path.name) for path in inner.iterdir()):
         return inner
     raise CheckpointError(
-        f"{inner}: has no folders mp_rank_00 or mp_rank_00_000; give the folder of one iteration"
+        f"{inner}: has no folder mp_rank_00 or mp_rank_00_000; name the folder of one iteration"
     )
 
 
 def _places(folder: Path) -> dict[Place, Path]:
-    """The file of each rank."""
+    """Return the file of each rank."""
     found: dict[Place, Path] = {}
     for inner in sorted(folder.iterdir()):
         if not (rank := _RANK.fullmatch(inner.name)):
             if inner.name.startswith("mp_rank_"):
                 raise CheckpointError(
-                    f"{inner}: is not named mp_rank_TT or mp_rank_TT_PPP, by tensor and pipeline "
-                    "rank; only models without experts are imported"
+                    f"{inner}: must be named mp_rank_TT or mp_rank_TT_PPP, by tensor and "
+                    f"pipeline rank; models with experts are not supported"
                 )
             continue
         place = int(rank[2] or 0), int(rank[1])
@@ -247,14 +255,16 @@ def _places(folder: Path) -> dict[Place, Path]:
         if not files:
             raise CheckpointError(f"{inner}: has none of {', '.join((*_PICKLED, _SAFE))}")
         if place in found:
-            raise CheckpointError(f"{inner}: is of the same rank as {found[place].parent.name}")
+            raise CheckpointError(
+                f"{inner}: belongs to the same rank as {found[place].parent.name}"
+            )
         found[place] = files[0]
     return found
 
 
 class _Shard(NamedTuple):
-    """A rank's file: the tensors of each of its stages, by the names of family.py, and all that it
-    holds."""
+    """A rank's file: the tensors of each of its stages, by the names of family.py, and all else
+    in it."""
 
     chunks: list[dict[str, Tensor]]
     plain: Mapping[str, Any]
@@ -300,8 +310,8 @@ def _named(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
 def _together(
     folder: Path, shards: Mapping[Place, list[dict[str, Tensor]]], tp: int, pp: int
 ) -> dict[str, list[Tensor]]:
-    """Every tensor of the whole model, as its parts on the tensor ranks. Stages are in order of
-    chunk, then rank."""
+    """Return every tensor of the full model as its shards on the tensor ranks. Stages are in
+    order of virtual stage, then rank."""
     found: dict[str, list[Tensor]] = {}
     num_chunks = len(shards[0, 0])
     if any(len(chunks) != num_chunks for chunks in shards.values()):

@@ -1,13 +1,12 @@
-"""Megatron-LM's arguments that leave what a GPT computes as it is, by name.
+"""Names of Megatron-LM's arguments that do not affect what a GPT computes.
 
 They are about data, training, parallelism, precision, kernels, logging, files and inference, or
 about features that are off unless another argument, which family.py knows, switches them on
 (experts, latent attention, other kinds of models). An argument that is neither here nor in
 family.py must be off: arguments.py says what that means.
 Source: megatron/arguments.py, megatron/training/arguments.py, the configurations that later
-    versions make arguments of,
-and megatron/post_training/arguments.py, of all released versions from 1.0 to core 0.19 and of
-August 2026 (names only).
+versions make arguments of, and megatron/post_training/arguments.py, of all released versions from
+1.0 to core 0.19 and of August 2026 (names only).
 """
 
 from __future__ import annotations
@@ -154,5 +153,5 @@ _NAMES = frozenset(_OTHERS.split())
 
 
 def is_ignored(name: str) -> bool:
-    """Whether an argument of this name changes nothing of what a GPT computes."""
+    """Return whether an argument of this name does not affect what a GPT computes."""
     return name in _NAMES or bool(_SUBJECT.match(name))

@@ -1,4 +1,4 @@
-"""Makes a checkpoint, with its configuration, of one that Megatron-LM wrote."""
+"""Turn a checkpoint of Megatron-LM into one of hybridpar, with its configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from hybridpar.data.tokenizer import Tokenizer
 def import_megatron(
     source: str | Path, output: str | Path, vocab_size: int | None = None
 ) -> Imported:
-    """Makes `output` of the newest iteration, or of the folder of one; see import_folder for what
-    it holds.
+    """Create `output` from the newest iteration, or from the folder of one; see import_folder for
+    its contents.
 
-    vocab_size: tokens of the vocabulary without its padding; else by the arguments, where they say
-    it.
-    Raises: CheckpointError for files that are missing, damaged or do not fit each other;
-        ConfigError for what the
-    arguments ask of a model that we do not have, or where `output` is there already.
+    Args:
+        vocab_size: Tokens of the vocabulary without padding; None: as the arguments say, if they
+            do.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or do not match each other.
+        ConfigError: The arguments describe a model that is not supported, or `output` exists.
     """
     files = MegatronFiles(Path(source))
     path = files.folder / TOKENIZER

@@ -1,10 +1,9 @@
-"""Comparison of a checkpoint of ours with Megatron Core's own model on the same tokens, in float64
-on the CPU.
+"""Compare a checkpoint with Megatron Core's own model on the same tokens, in float64 on the CPU.
 
-That model is built of all arguments that Megatron Core has a field for, as Megatron-LM does it, not
-of those that the import knows: what the import passes over by mistake shows in the logits.
-Source: core_transformer_config_from_args and gpt_builder of NVIDIA Megatron-LM (what becomes of
-    which argument).
+That model is built from all arguments that Megatron Core has a field for, as Megatron-LM does, not
+just from the ones that the import knows. So what the import ignores by mistake shows in the logits.
+Source: core_transformer_config_from_args and gpt_builder of NVIDIA Megatron-LM (which argument
+becomes what).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _HERE: Mapping[str, Any] = {
     "cuda_graph_impl": "none",
     "fp32_residual_connection": False,
 }
-"""Fields that say where and in what precision it is computed."""
+"""Fields that say where and in what precision the model is computed."""
 
 _ELSEWHERE = frozenset(
     {
@@ -81,14 +80,15 @@ _ELSEWHERE = frozenset(
         "disable_bf16_reduced_precision_matmul",
     }
 )
-"""Further such fields, which have their defaults here."""
+"""Further such fields, which are left at their defaults."""
 
 
 def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
-    """Compares all logits on random tokens with those of the model that Megatron-LM saved in
-    `folder`.
+    """Compare all logits on random tokens with the model that Megatron-LM saved in `folder`.
 
-    Raises: ConfigError without megatron-core; CheckpointError if that cannot compute the model.
+    Raises:
+        ConfigError: megatron-core is not installed.
+        CheckpointError: It cannot compute the model.
     """
     config, weights = load_full(checkpoint)
     model = config.transformer
@@ -101,8 +101,8 @@ def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
 
 
 def core_logits(files: MegatronFiles, tokens: Tensor) -> Tensor:
-    """Logits that Megatron Core gives these tokens. Shapes: [b, s] -> [b, s, v]. Raises: as
-    `compare_megatron`."""
+    """Return the logits that Megatron Core gives these tokens. Shapes: [b, s] -> [b, s, v].
+    Raises: as `compare_megatron`."""
     with _one_process():
         try:
             model = _build(files)
@@ -123,14 +123,14 @@ def core_logits(files: MegatronFiles, tokens: Tensor) -> Tensor:
             raise
         except (
             Exception
-        ) as error:  # of another program's code, for settings that it may not have on a CPU
+        ) as error:  # any error of Megatron's code, whose settings may not be available on a CPU
             raise CheckpointError(
                 f"{files.folder}: Megatron Core cannot compute it here: {error!r}"
             ) from None
 
 
 def _build(files: MegatronFiles) -> Any:
-    """Megatron Core's model, in float64, without weights."""
+    """Return Megatron Core's model, in float64, without weights."""
     gpt = importlib.import_module("megatron.core.models.gpt")
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     args = files.args
@@ -157,14 +157,14 @@ def _build(files: MegatronFiles) -> Any:
 
 
 def _config(files: MegatronFiles) -> Any:
-    """The arguments as a TransformerConfig."""
+    """Return the arguments as a TransformerConfig."""
     core = importlib.import_module("megatron.core")
     configs = importlib.import_module("megatron.core.transformer.transformer_config")
     fields = {field.name for field in dataclasses.fields(configs.TransformerConfig)}
     parallel = {field.name for field in dataclasses.fields(core.ModelParallelConfig)}
     args = files.args
     bias = args.get("add_bias_linear", not args.get("disable_bias_linear", False))
-    experts = {name for name in fields if name.startswith("moe_")}  # of which there are none
+    experts = {name for name in fields if name.startswith("moe_")}  # there is no GPU
     values = {
         name: args[name]
         for name in fields - parallel - experts - _ELSEWHERE
@@ -199,10 +199,11 @@ def _config(files: MegatronFiles) -> Any:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Megatron Core as a job of one process, on the CPU, which it takes for a GPU, without
+    """Set up Megatron Core as a job of one process on the CPU, which it takes for a GPU, without
     compiling anything.
 
-    Raises: ConfigError if it cannot be imported.
+    Raises:
+        ConfigError: It cannot be imported.
     """
     current = torch.cuda.current_device
     with warnings.catch_warnings():
@@ -214,7 +215,7 @@ def _one_process() -> Iterator[None]:
             raise config_error(
                 "verify",
                 True,
-                f"needs megatron-core, which cannot be imported ({error})",
+                f"requires megatron-core, which cannot be imported ({error})",
                 "pip install megatron-core",
             ) from None
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -223,7 +224,7 @@ def _one_process() -> Iterator[None]:
             state.initialize_model_parallel()
             generators.initialize_rng_tracker(
                 inference_rng_tracker=True, force_reset=True
-            )  # one that asks no GPU
+            )  # a generator that needs no GPU
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:

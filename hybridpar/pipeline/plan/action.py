@@ -85,7 +85,7 @@ def parse_action(text: str) -> Action:
         raise config_error(
             "action",
             text,
-            f"must be KIND MICROBATCH @ STAGE [. PART] [v VERSION] without spaces, KIND one of "
+            f"must be KIND MICROBATCH @ STAGE [. PART] [v VERSION] without spaces; KIND is one of "
             f"{', '.join(kind.value for kind in Kind)}",
             "F12@1v3 or SEND_F12@1",
         )

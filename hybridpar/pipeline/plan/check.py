@@ -100,7 +100,7 @@ def check(
     schedule.check_sizes(sizes)
     p = sizes.num_ranks
     if sorted(plan) != list(range(p)):
-        raise PlanError(f"ranks are {sorted(plan)}, but there are {p} ranks", plan, [])
+        raise PlanError(f"the plan has ranks {sorted(plan)}, but parallel.pp = {p}", plan, [])
     batches = _range_of_batches(plan, sizes, first_batch, num_batches)
     kinds = _kinds_in(plan[0])
     for rank in range(p):
@@ -216,14 +216,16 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
         if action.kind in _MOVES:
             continue
         if own and action.stage not in own:
-            raise PlanError(f"{action} is on rank {rank}, not on its own", plan, [(rank, step)])
+            raise PlanError(
+                f"{action} is on rank {rank}, which does not hold its stage", plan, [(rank, step)]
+            )
         if key in done:
-            raise PlanError(f"{action} comes twice", plan, [(rank, done[key]), (rank, step)])
+            raise PlanError(f"{action} appears twice", plan, [(rank, done[key]), (rank, step)])
         if key not in missing:
             raise PlanError(f"{action} does not belong in this plan", plan, [(rank, step)])
         if action.version != missing[key].version:
             raise PlanError(
-                f"{action} has the wrong version; {missing[key]} is right", plan, [(rank, step)]
+                f"{action} has the wrong version; it must be {missing[key]}", plan, [(rank, step)]
             )
         done[key] = step
         del missing[key]
@@ -288,7 +290,7 @@ def _beside(stage: int, side: int, sizes: Sizes) -> int | None:
 
 
 def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
-    """What is touched is in its fast tier, within that one's budget; what moves can."""
+    """Prove that touched items are in their fast tier, within its budget, and that moves can run."""
     tiers: list[FastTier | SharedTiers] = []
     if isinstance(items, SharedItems):
         tiers.append(SharedTiers(items))
@@ -308,7 +310,7 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
 
 
 def _check_offload(plan: Plan, rank: int) -> None:
-    """What a micro-batch keeps leaves, is evicted and comes back, in this order, between its
+    """Prove that activations leave, are evicted and comes back, in this order, between its
     forward and backward."""
     stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
     for step, action in enumerate(plan[rank]):
@@ -321,10 +323,16 @@ def _check_offload(plan: Plan, rank: int) -> None:
         at = stages.get(key, -1)
         if action.kind in OF_STASH:
             if at != OF_STASH.index(action.kind):
-                raise PlanError(f"{action}: what it moves is not there", plan, [(rank, step)])
+                raise PlanError(
+                    f"{action}: the data that it moves is not resident", plan, [(rank, step)]
+                )
             stages[key] = at + 1
         elif at not in (0, len(OF_STASH)):
-            raise PlanError(f"{action}: what it needs is in the slow tier", plan, [(rank, step)])
+            raise PlanError(
+                f"{action}: the data that it needs is offloaded (in the slow tier)",
+                plan,
+                [(rank, step)],
+            )
 
 
 def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], turn: int) -> None:
@@ -350,7 +358,7 @@ def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], tu
         other = plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):
             raise PlanError(
-                f"{one} of rank {sender} would meet {other} of rank {receiver}",
+                f"{one} of rank {sender} would be matched with {other} of rank {receiver}",
                 plan,
                 [(sender, i), (receiver, j)],
             )

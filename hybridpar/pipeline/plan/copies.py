@@ -1,4 +1,4 @@
-"""What works beside a rank in the simulator: two copy engines, one each way, and the host.
+"""Engines that work beside a rank in the simulator: two copy engines, one each way, and the host.
 
 Of a rank with a fast tier one engine brings items into it, the other writes them back.
 
@@ -124,18 +124,18 @@ class TieredReplicaEngines:
         self._both = tiers, replicas
 
     def work(self, kind: Kind) -> list[float]:
-        """As those of each."""
+        """Return the rank's own time by item, of both together."""
         return [
             sum(each)
             for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)
         ]
 
     def ready(self, action: Action) -> float:
-        """As those of each, the later one."""
+        """Return the later of both times."""
         return max(engines.ready(action) for engines in self._both)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """As those whose move it is."""
+        """Go past an action; start and end are of the engines that move the item."""
         (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
         start, end = max(times, own, key=lambda span: span[1])
         return fault or other, start, end
@@ -261,7 +261,8 @@ class BusyHost:
                 )
 
     def _may_begin(self, row: int, group: int) -> bool:
-        """What leaves needs the place of the batch before, which the host has read; the rest, what
+        """Whether a group may begin: gradients need the place of the batch before, which the host
+        has read; the rest, what
         comes before it."""
         done = [counts[group] for counts in self._done]
         return done[0] == done[1] if row == 0 else done[row - 1] > done[row]

@@ -38,7 +38,7 @@ _SHORTER = 1 - 1e-9
 
 @dataclass(frozen=True)
 class Room:
-    """What micro-batches may take: `kept` of one by stage, from F to W; `most` at once by rank. In
+    """Memory that micro-batches may take: `kept` of one by stage, from F to W; `most` at once by rank. In
     any one unit."""
 
     kept: Sequence[float]
@@ -204,7 +204,7 @@ class _Ranks:
 
 
 class _Free(_Ranks):
-    """The same without an order: each rank has a row of steps for each kind and stage, the more
+    """All ranks at work without an order: each rank has a row of steps for each kind and stage, the more
     urgent ones first."""
 
     def __init__(self, sizes: Sizes, costs: Costs, room: Room, late: bool):

@@ -104,7 +104,7 @@ def _endless(sizes: Sizes, rank: int, first: int, num: int | None) -> Iterator[t
 
 @lru_cache(maxsize=8)
 def _places(sizes: Sizes) -> tuple[dict[tuple[int, int], int], list[int]]:
-    """Of a batch's forwards the place of each chunk and micro-batch, and the latest micro-batch
+    """Return for a batch's forwards the place of each chunk and micro-batch, and the latest micro-batch
     begun until then."""
     steps = [
         (stage // sizes.num_ranks, k)

@@ -64,7 +64,8 @@ class Hosts:
             r = rank.index
             shares = _group_shares(costs, parts[r], r)
             if cores is None or not costs.host_works:
-                self._hosts[r] = HostEngines(*times[r], shares)
+                to_host, host, from_host = times[r]
+                self._hosts[r] = HostEngines(to_host, host, from_host, shares)
             else:
                 self._hosts[r] = BusyHost(cores, times[r], shares, partial(self._arrived, rank))
 

@@ -19,7 +19,7 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one transfer puts on each link that it crosses, in bytes, and its latency."""
+    """Bytes that one transfer puts on each link that it crosses, and its latency."""
 
     load: Mapping[Hashable, float]
     latency: float = 0.0

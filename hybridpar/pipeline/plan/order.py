@@ -41,8 +41,8 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
             raise config_error(
                 _FIELD,
                 word,
-                f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
-                "the batch, and a letter from b on for another stage than its first",
+                f"of rank {rank} must be F, B, I or W, then the number of a micro-batch within "
+                f"the batch, then for a rank's second, third, .. stage a letter b, c, ..",
                 EXAMPLE,
             )
         steps.append((Kind(match[1]), ord(match[3] or "a") - ord("a"), int(match[2])))
@@ -73,7 +73,7 @@ def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
         raise config_error(
             _FIELD,
             len(order),
-            f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
+            f"must have {sizes.num_ranks} entries, one for each rank of parallel.pp",
             _simple_order(sizes),
         )
     for rank, steps in enumerate(order):
@@ -110,10 +110,10 @@ def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
             if row != sorted(row):
                 return f"must run {f} before its backward, and {i} before {w}"
     if extra := [k for _, _, k in steps if k >= m]:
-        return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}"
+        return f"has micro-batch {extra[0]}, but pipeline.num_microbatches is {m}"
     if other := [step for step in steps if step[1] >= chunks]:
         return (
-            f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the "
+            f"has {_word(other[0])}, but the rank holds {chunks} stage{'s' * (chunks > 1)} of the "
             "model "
             "(pipeline.virtual_stages)"
         )
@@ -129,9 +129,8 @@ def _out_of_order(steps: Sequence[Step], chunks: int) -> str:
             if numbers != sorted(numbers):
                 names = " and ".join(kind.value for kind in kinds)
                 return (
-                    f"must have its {names} in the order of micro-batches, in which neighbours "
-                    "send and gradients "
-                    "add"
+                    f"must have its {names} in the order of micro-batches: neighbours send, "
+                    f"and gradients accumulate, in this order"
                 )
     return ""
 

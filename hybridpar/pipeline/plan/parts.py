@@ -52,7 +52,7 @@ class Division:
     late: bool = False
 
     def on(self, sizes: Sizes, rank: int) -> Division:
-        """The same with the number and the order of UPDATEs of that rank.
+        """Return the division with the number and the order of UPDATEs of that rank.
 
         Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for
             each micro-batch.
@@ -61,8 +61,8 @@ class Division:
             raise config_error(
                 "parallel.pp",
                 sizes.num_ranks,
-                "must be 1 where all micro-batches go through one "
-                "part before the next: other ranks would wait for the last of all",
+                "must be 1 if all micro-batches pass one segment before the next: other ranks "
+                "would wait for the last micro-batch",
                 "1",
             )
         if self.update_parts is None:

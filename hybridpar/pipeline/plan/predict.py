@@ -32,7 +32,7 @@ away over without."""
 _ALL_TRIED = 16
 """Numbers of micro-batches of a rank that are simulated one by one."""
 _WORTH_OF_TWO = 1.02
-"""The same where the costs are those of two trials."""
+"""Step time that counts as equal with costs of two trials."""
 
 
 def predict_timeline(

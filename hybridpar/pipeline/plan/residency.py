@@ -30,7 +30,7 @@ from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
 
 
 class Mode(Enum):
-    """What an action does with the content of an item."""
+    """Use that an action makes of an item's content."""
 
     READ = "read"
     WRITE = "write"  # all of it: what it was before does not matter
@@ -190,8 +190,8 @@ class _Pass:
             raise config_error(
                 "memory.budget",
                 self._residency.budget,
-                "must hold what is there at the start, "
-                f"and what any one action needs: {least} bytes",
+                f"too small: the state at the start, and the state that any single action "
+                f"needs, take {least} bytes",
                 str(least),
             )
 
@@ -242,7 +242,7 @@ class _Pass:
         return victims
 
     def _worth(self, item: int) -> tuple[bool, float, bool, int]:
-        """What goes first is least."""
+        """Return the order of eviction: the least leaves first."""
         when, mode = self._next(item)
         return mode is not Mode.WRITE, -when, self._resident[item], item
 
@@ -269,7 +269,7 @@ class _Pass:
         )
 
     def _fetch(self, item: int) -> None:
-        """As early as there is room, and no earlier than it left."""
+        """Place the FETCH as early as there is room, and no earlier than the item left."""
         num_bytes = self._residency.num_bytes[item]
         left = self._left.get(item, -2)
         passed = 0
@@ -289,7 +289,7 @@ class _Pass:
 
 
 class FastTier:
-    """What is in the fast tier of one rank, followed along its list, and whether that is right."""
+    """Items in the fast tier of one rank, followed along its list, and whether that is right."""
 
     def __init__(self, residency: Residency):
         self._residency = residency
@@ -323,7 +323,7 @@ class FastTier:
         for item, mode in self._residency.touches(action):
             if mode is Mode.RENEW:
                 if item in self._changed:
-                    return f"item {item} is in the fast tier, where it would be old"
+                    return f"item {item} is still in the fast tier, where it would be out of date"
                 self._void.discard(item)
                 continue
             if mode in _MADE:

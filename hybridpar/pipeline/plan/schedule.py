@@ -132,7 +132,7 @@ class Schedule:
     def versions_of(
         self, sizes: Sizes, batch: int, first_batch: int
     ) -> tuple[tuple[int, ...], ...]:
-        """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as
+        """Return the versions of all micro-batches of a batch, by stage; the first sync_steps batches run as
         1f1b."""
         m = sizes.num_microbatches
         first = max(first_batch, self.options.sync_steps)
@@ -158,7 +158,7 @@ class Schedule:
         )
 
     def mean_delay(self, sizes: Sizes, stage: int) -> float:
-        """By how many updates the weights of a batch's micro-batches are behind on average, in the
+        """Return by how many updates a batch's weights are behind on average, in the
         steady state."""
         batch, first = self._steady_batch(sizes)
         m = sizes.num_microbatches
@@ -200,11 +200,11 @@ class Schedule:
         return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
 
     def host_delay(self, sizes: Sizes, stage: int, *, host: float) -> int:
-        """The same for HOST(t): an action after NORM(t), whose sums then are there."""
+        """Return the delay of HOST(t): an action after NORM(t), whose sums then are there."""
         return self.norm_delay(sizes, stage, host=host) + 1
 
     def update_delay(self, sizes: Sizes, stage: int) -> int:
-        """The same for UPDATE(t) where it also starts to gather the new weights: after two thirds
+        """Return the delay of UPDATE(t) if it also starts to gather the new weights: after two thirds
         of the slack."""
         return self._lead(sizes, stage) + self._end(sizes, gather=True)
 
@@ -265,16 +265,16 @@ class Schedule:
             raise config_error(
                 "pipeline.virtual_stages",
                 sizes.chunks,
-                f"schedule {self.name} has one stage on each rank",
+                f"not supported with schedule {self.name}, which has one stage per rank",
                 "0",
             )
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
                 "pipeline.num_microbatches",
                 m,
-                f"schedule {self.name} keeps two weight versions, which takes at least "
-                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = "
-                f"{sizes.num_ranks})",
+                f"must be at least {warmup} with schedule {self.name} and parallel.pp = "
+                f"{sizes.num_ranks}: with fewer, two weight versions are not enough for the "
+                f"forwards that stage 0 runs ahead",
                 str(next(fits)),
             )
         if self.options.early_switch is None:

@@ -178,7 +178,7 @@ SCHEDULES: dict[str, Schedule] = {
 OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "virtual_stages", "stage_layout")
 """Ones of the user's, which an order makes (`make_schedule`)."""
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
-"""By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more
+"""Factors k by name, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more
 is worth while."""
 
 

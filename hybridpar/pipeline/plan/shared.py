@@ -64,7 +64,7 @@ class Sums(Generic[_T]):
         return (item for item, _ in self._sums)
 
     def first(self, count: int) -> Iterator[_T]:
-        """What tells of the oldest ones."""
+        """Yield the ends of the oldest sums."""
         return (over for _, over in islice(self._sums, count))
 
     def num_due(self, action: Action, made: Collection[int]) -> int:
@@ -111,7 +111,7 @@ class Sums(Generic[_T]):
 
 
 class SharedTiers:
-    """What is whole of a rank's shared items, followed along its list. made: of the newest action,
+    """The whole chunks of a rank's shared items, followed along its list. made: of the newest action,
     the gradients."""
 
     def __init__(self, items: SharedItems):

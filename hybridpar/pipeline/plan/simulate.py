@@ -316,12 +316,12 @@ class _Machine:
         for step in range(len(starts), len(actions)):
             action = actions[step]
             rule = rules[action.kind]
-            start: float | None = rank.clock
+            start = rank.clock
             for dependency in rule.dependencies:
-                start = dependency(rank, action, start)
-                if start is None:
+                reached = dependency(rank, action, start)
+                if reached is None:
                     return
-            assert start is not None
+                start = reached
             starts.append(start)
             durations = rule.durations[action.stage]
             duration = durations[action.microbatch % len(durations)]

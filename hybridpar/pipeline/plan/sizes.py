@@ -40,8 +40,8 @@ class Sizes:
             raise config_error(
                 "parallel.pp",
                 1,
-                f"must be at least 2 where a rank holds {self.chunks} chunks of the "
-                "model, which wait for each other on a single one",
+                f"must be at least 2 with {self.chunks} stages per rank (pipeline.chunks): on a "
+                f"single rank they would only wait for each other",
                 works,
             )
 

@@ -65,7 +65,7 @@ class _Scale:
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
-    """With `widens` at least so wide that every box shows; numbers in all boxes of a kind, or in
+    """Return the scale, with `widens` so wide that every box shows; numbers in all boxes of a kind, or in
     none."""
     narrowest: dict[Kind, float] = {}
     digits = 1

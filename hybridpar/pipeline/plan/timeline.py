@@ -84,7 +84,7 @@ class Timeline:
         return (stalls.get(step, 0.0) for step in range(len(self.plan[rank])))
 
     def scaled(self, by: float) -> Timeline:
-        """The same in another unit of time."""
+        """Return the timeline in another unit of time."""
         starts, ends, returns = (
             {rank: [by * time for time in times] for rank, times in table.items()}
             for table in (self.starts, self.ends, self.returns)

@@ -143,7 +143,8 @@ def batch_order(sizes: Sizes, rank: int, activations: str) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=8)
 def _as_comes(sizes: Sizes) -> tuple[tuple[Step, ...], ...]:
-    """What can come first does, in the room of 1f1b's first rank, as if F, I and W took as long."""
+    """Return an order in which whatever can come first does, in the room of 1f1b's first rank, as if
+    F, I and W took as long."""
     return in_any_order(
         sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (sizes.num_stages,) * sizes.num_ranks)
     )

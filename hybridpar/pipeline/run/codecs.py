@@ -73,8 +73,8 @@ def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
         raise config_error(
             f"compression.{key}",
             name,
-            f"takes {coded} bytes for the {hidden} features of a token "
-            f"(model.hidden_size), which are {plain} bytes in {dtype}",
+            f"would save nothing: it takes {coded} bytes per token, and the {hidden} features "
+            f"(model.hidden_size) take {plain} bytes in {dtype}",
             "none",
         )
 

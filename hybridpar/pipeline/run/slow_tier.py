@@ -219,9 +219,9 @@ class HostTier(_PiecedTier):
         room = host_room()
         if needed > room:
             raise HybridparError(
-                f"memory.offload_activations: activations need {needed >> 20:,} MiB more of the "
-                "host's memory, and "
-                f"{room >> 20:,} MiB can be taken; let fewer micro-batches leave"
+                f"memory.offload_activations: offloaded activations need {needed >> 20:,} MiB "
+                f"more host memory, and only {room >> 20:,} MiB are free; offload fewer "
+                f"micro-batches"
             )
         return HostStore(sizes, self._device)
 

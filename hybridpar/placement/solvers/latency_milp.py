@@ -58,7 +58,7 @@ def minimise_latency(
         raise config_error(
             f"nodes[{node}].isBackwardNode",
             True,
-            "latency is that of inference: no node may be backward",
+            "must be false: latency is computed for inference, which has no backward nodes",
             "solver = 'dp', for the throughput of training",
         )
     colours, graph = (class_graph(workload, pipeline=x, merge_leaves=False) for x in (False, True))

@@ -226,13 +226,10 @@ def _circle_text(circle: Sequence[Seen]) -> str:
     ranks = ", ".join(str(seen.rank) for seen in circle)
     waits = "; ".join(f"{seen.who}{_doing(seen)}{_message(seen.record)}" for seen in circle)
     return (
-        f"ranks {ranks} wait for each other in a circle: {waits}. Either the plan has an order in "
-        "which these "
-        "messages wait for each other, or a link between these ranks is lost. If a new start stops "
-        "at the same "
-        "actions, suspect the plan: run `hybridpar check` on the configuration and report it, or "
-        "try "
-        "another pipeline.schedule; if it stops elsewhere or goes on, suspect the link"
+        f"ranks {ranks} wait for each other in a circle: {waits}. Either the plan deadlocks, "
+        f"or a link between these ranks is lost. If a restart stops at the same actions, "
+        f"suspect the plan: run `hybridpar check` on the configuration and report it, or try "
+        f"another pipeline.schedule. If it stops elsewhere or continues, suspect the link"
     )
 
 

@@ -60,7 +60,8 @@ _FORMS = tuple(
     re.compile(form)
     for form in (
         rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
-        rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
+        rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for "
+        rf"(?P<seconds>\d+(?:\.\d+)?) s",
         rf"(?P<kind>outage) {_WHO} {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
         rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
         rf"(?P<kind>corrupt shard|disk full|hang save)(?: {_WHO})? {_WHEN}",
@@ -105,7 +106,7 @@ def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
                 raise config_error(
                     "inject",
                     text,
-                    "is there twice, and happens once",
+                    "given twice; a fault happens once",
                     "another step for one of them",
                 )
         except ConfigError as error:
@@ -188,7 +189,12 @@ def parse_fault(text: str, config: Config) -> Fault:
     if fault.kind in _SAVING and place_of(rank, sizes) not in writers(
         sizes, config.replicas_differ
     ):
-        raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
+        raise config_error(
+            "inject",
+            text,
+            f"rank {rank} writes no checkpoint file; only ranks of replica 0 do",
+            "rank 0",
+        )
     return fault
 
 

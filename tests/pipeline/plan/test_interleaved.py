@@ -126,7 +126,7 @@ def test_bubble(sizes: Sizes, forward: float, backward: float) -> None:
 def endless(draw: st.DrawFn) -> tuple[Schedule, Sizes]:
     """2bw with several stages on each rank, and sizes it can run on."""
     schedule = make_schedule(
-        ScheduleOptions("2bw", chunks=2, warmup=draw(st.sampled_from(["depth", "latency"])))
+        ScheduleOptions("2bw", virtual_stages=2, warmup=draw(st.sampled_from(["depth", "latency"])))
     )
     p = draw(st.integers(2, 7))
     v = draw(st.integers(2, 4))

@@ -102,9 +102,9 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Kind.OFFLOAD, "EVICT0@0: what it moves is not there"),
-        (Kind.EVICT, "RELOAD0@0: what it moves is not there"),
-        (Kind.RELOAD, "B0@0v0: what it needs is in the slow tier"),
+        (Kind.OFFLOAD, "EVICT0@0: the data that it moves is not resident"),
+        (Kind.EVICT, "RELOAD0@0: the data that it moves is not resident"),
+        (Kind.RELOAD, "B0@0v0: the data that it needs is offloaded"),
     ],
 )
 def test_a_move_that_is_missing(kind: Kind, message: str) -> None:
@@ -120,7 +120,7 @@ def test_a_move_of_what_is_not_there() -> None:
     sizes = Sizes(4, 4)
     plan = make_plan(ScheduleOptions("1f1b", offload=2), Sizes(4, 4))
     for text, message in (
-        ("OFFLOAD9@0", "what it moves is not there"),
+        ("OFFLOAD9@0", "the data that it moves is not resident"),
         ("OFFLOAD0@0", "EVICT0@0 comes before"),
     ):
         with pytest.raises(PlanError, match=message):

@@ -59,15 +59,20 @@ OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_ste
 @pytest.mark.parametrize(
     ("name", "option", "value", "rule"),
     [
-        ("gpipe", "warmup", "latency", "schedule gpipe has no such option, only 1f1b and 2bw"),
+        ("gpipe", "warmup", "latency", "not supported with schedule gpipe, only with 1f1b and 2bw"),
         ("2bw", "warmup", "width", "must be depth or latency or bandwidth"),
         ("1f1b", "warmup", "bandwidth", "must be depth or latency with schedule 1f1b"),
-        ("1f1b", "early_switch", 0, "schedule 1f1b has no such option, only 2bw"),
+        ("1f1b", "early_switch", 0, "not supported with schedule 1f1b, only with 2bw"),
         ("2bw", "early_switch", -1, "must be off or at least 0"),
         ("pipedream", "gradient_buffers", 2, "must be 0 or 1 with schedule pipedream"),
         ("2bw", "gradient_buffers", 3, "must be 0 or 1 or 2 with schedule 2bw"),
         ("2bw", "gradient_buffers", -1, "must be 0 or 1 or 2"),
-        ("naive", "sync_steps", 5, "schedule naive has no such option, only 2bw and pipedream"),
+        (
+            "naive",
+            "sync_steps",
+            5,
+            "not supported with schedule naive, only with 2bw and pipedream",
+        ),
         ("2bw", "sync_steps", -5, "must not be negative"),
     ],
 )

@@ -101,7 +101,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
         (("F0 I0 F1 B1",), 2, "must have F0 and either B0"),
         (("B0 F0 F1 B1",), 2, "must run F0 before its backward"),
         (("F0 F1 W0 I0 B1",), 2, "I0 before W0"),
-        (("F0 B0 F1 B1 F2 B2",), 2, "has micro-batch 2, and pipeline.num_microbatches is 2"),
+        (("F0 B0 F1 B1 F2 B2",), 2, "has micro-batch 2, but pipeline.num_microbatches is 2"),
         (("F1 F0 B0 B1",), 2, "must have its F in the order of micro-batches"),
         (("F0 F1 B1 B0",), 2, "must have its B and I in the order"),
         (("F0 F1 I0 I1 W1 W0",), 2, "must have its B and W in the order"),
@@ -119,7 +119,7 @@ def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | No
     if text is None:
         make_schedule(ScheduleOptions("own", order=order)).check_sizes(sizes)
         with pytest.raises(
-            ConfigError, match=r"must have a line for each of parallel.pp = 3 ranks"
+            ConfigError, match=r"must have 3 entries, one for each rank of parallel.pp"
         ):
             make_schedule(ScheduleOptions("own", order=order)).check_sizes(
                 replace(sizes, num_ranks=3)
@@ -165,7 +165,7 @@ def test_options_that_do_not_go_together() -> None:
     ):
         make_schedule(ScheduleOptions("own"))
     with pytest.raises(
-        ConfigError, match=r"pipeline\.order.*schedule 1f1b has no such option, only own"
+        ConfigError, match=r"pipeline\.order.*not supported with schedule 1f1b, only with own"
     ):
         make_schedule(ScheduleOptions("1f1b", order=("F0 B0",)))
     config = make(ZB_H1, 3, pipeline={"split_backward": False})

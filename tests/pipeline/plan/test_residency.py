@@ -100,8 +100,8 @@ def test_what_is_elsewhere_is_added_to_and_made_anew():
     moves, residency = with_residency(accesses, [1] * 3, 2)
     assert text(moves) == "FETCH0 F0 F1 RELEASE0 F2 RELEASE1 F3 RELEASE2 F4 F5 FETCH0 F6"
     for fault, missing in (
-        ("F4@0: item 2 is in the fast tier, where it would be old", "RELEASE2@0"),
-        ("F5@0: item 0 is in the fast tier, where it would be old", "RELEASE0@0"),
+        ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
+        ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
     ):
         tier = FastTier(Residency(residency.touches, [1] * 3, 3))
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
@@ -374,7 +374,7 @@ def test_moves_are_of_ranks_of_which_something_is_known():
     with pytest.raises(PlanError, match="FETCH0@0 is on rank 0, where nothing moves"):
         check(plan, sizes, "1f1b")
     plan = {0: (Action(Kind.FETCH, 1, 0), *plan[0][1:])}
-    with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, not on its own"):
+    with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, which does not hold its stage"):
         check(plan, sizes, "1f1b", residency={0: Residency(lambda _: (), [1], 1)})
 
 

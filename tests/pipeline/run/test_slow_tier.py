@@ -140,8 +140,8 @@ def test_memory_is_taken_before_training_and_checked_before_it_is_taken(
         assert len(made) == 1
         room = 1 << 20
         with pytest.raises(
-            HybridparError, match=r"need 16 MiB more of the host's memory, and 1 MiB can be taken"
+            HybridparError, match=r"need 16 MiB more host memory, and only 1 MiB are free"
         ):
             tier.write(content(49 << 20))
-    with pytest.raises(HybridparError, match="let fewer micro-batches leave"):
+    with pytest.raises(HybridparError, match="offload fewer micro-batches"):
         HostTier(CPU, 2 << 20)

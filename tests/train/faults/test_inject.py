@@ -64,9 +64,9 @@ def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
         ("kill rank 0 at step 51", "0 to train.num_steps = 50"),
         ("kill rank 0 at step 0 micro-batch 1", "1 to train.num_steps = 50"),
         ("nan gradient rank 0 at step 0", "1 to train.num_steps = 50"),
-        ("hang save rank 1 at step 3", "writes no file"),
+        ("hang save rank 1 at step 3", "writes no checkpoint file"),
         ("kill rank 0 at step 2 micro-batch 3", "0 to 2"),
-        ("corrupt shard rank 1 at step 3", "writes no file"),
+        ("corrupt shard rank 1 at step 3", "writes no checkpoint file"),
     ],
 )
 def test_what_cannot_is_explained(text: str, rule: str) -> None:

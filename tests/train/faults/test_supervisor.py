@@ -405,7 +405,7 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--memory.budget", "150000")
     assert code == 1
     assert re.findall(
-        r"memory\.budget = 150000: must hold what .* needs at a time: (\d+) bytes", out
+        r"memory\.budget = 150000: too small: .* needs (\d+) bytes at a time", out
     ) == ["204800"]
     assert "starting again" not in out
     config = from_mapping({"parallel": {"pp": 2}}, Config())
