@@ -40,11 +40,11 @@ from benchmarks.files import write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.state.store import DiskStore
-from hybridpar.state.tiered import TieredMemory
-from hybridpar.state.tiers import Traffic
+from hybridpar.state.residency.store import DiskStore
+from hybridpar.state.residency.tiered import TieredMemory
+from hybridpar.state.residency.tiers import Traffic
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.forecast import TierForecast, forecast
+from hybridpar.train.forecasts.tier_forecast import TierForecast, forecast
 from hybridpar.train.launch import keep_freed_memory
 
 MICROBATCHES = 4

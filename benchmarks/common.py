@@ -48,9 +48,9 @@ from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.train import trace
-from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.engine import Engine
+from hybridpar.train.reporting import trace
+from hybridpar.train.reporting.costs_file import RunCosts, run_costs
 
 RESULTS = Path(__file__).parent / "results"
 LR = 3e-4

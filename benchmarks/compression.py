@@ -47,9 +47,9 @@ from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.state import GradientReducer, Partition, Route
-from hybridpar.state.chunks import Memory
 from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.residency.chunks import Memory
 from hybridpar.train.engine import Engine
 
 RANK = 4

@@ -34,7 +34,7 @@ from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.train.faults.inject import parse_fault
 from hybridpar.train.folder import flight_path
-from hybridpar.train.metrics import last_step, read_metrics
+from hybridpar.train.reporting.run_metrics import last_step, read_metrics
 
 T = TypeVar("T")
 RANKS = 4

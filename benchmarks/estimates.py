@@ -7,7 +7,7 @@ Nothing is measured here. Our H200: the tokens a second of benchmarks/results/gp
 Megatron-LM's table of GPT models from 1.7 to 145.6 billion parameters on 32 to 1,536 A100 (arXiv
 2104.04473, table 1): layers, hidden sizes, degrees, batches and TFLOP/s of a GPU, from memory; its
 micro-batches are not stated, so the best of 1, 2, 4 and 8 counts, and all are in the file. Kernels
-are those of each framework, hardware that of the tables in planner/hardware.py. Of the H200 the
+are those of each framework, hardware that of the tables in planner/machines/hardware.py. Of the H200 the
 rates of a large product, of attention at 1.3B and of AdamW were measured; 345M is another shape.
 """
 
@@ -20,10 +20,10 @@ from typing import Any
 
 from benchmarks.common import RESULTS, SHAPES, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
-from hybridpar.planner.cluster import estimate, machine_of
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.hardware import Cluster, find_device, find_link
-from hybridpar.planner.kernels import MEGATRON_2020, OURS, Kernels
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import estimate, machine_of
+from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
+from hybridpar.planner.machines.kernel_times import MEGATRON_2020, OURS, Kernels
 
 MEASURED = {"345M": "gpu_single.json", "1.3B": "gpu_single_1.3B.json"}
 # billion parameters, heads, hidden, layers, tp, pp, GPUs, samples of a batch, TFLOP/s of a GPU

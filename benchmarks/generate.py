@@ -26,7 +26,7 @@ import torch
 from benchmarks.common import OURS, arguments, case, parse, race, report
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.data.tokenizer import END
-from hybridpar.train.generate import Generator, Sampling
+from hybridpar.train.inference.generate import Generator, Sampling
 
 PEER = "transformers"
 

@@ -45,13 +45,13 @@ from benchmarks.common import (
 from benchmarks.link_sides import pace
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.copies import HostEngines
-from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import exposed_on_host
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.simulate.copy_engines import HostEngines
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.predict import exposed_on_host
 from hybridpar.state.host import HostWork
+from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.engine import Engine, Residency
-from hybridpar.train.step_result import StepResult
 
 SHAPES = {"waits": Shape(6, 64, 2, 64, 64, 2)}
 STAGES = 2

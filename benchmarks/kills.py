@@ -61,7 +61,7 @@ from hybridpar.config import Config, ParallelConfig, from_mapping, to_toml
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
-from hybridpar.train.metrics import read_metrics
+from hybridpar.train.reporting.run_metrics import read_metrics
 
 RANKS = 4
 CONFIG = from_mapping(
@@ -86,7 +86,7 @@ CONFIG = from_mapping(
     }
 )
 END = 10**6
-LATE = "hybridpar.train.loop", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard"
+LATE = "hybridpar.train.job", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard"
 """What every rank would load later: these are loaded once, before they are forked."""
 LOOK_EVERY_S = 0.001
 GIVE_UP_S = 120.0

@@ -24,10 +24,10 @@ from benchmarks.common import FixedLoader, Shape, engine_config, over_ranks, sum
 from hybridpar.config import from_mapping
 from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.simulate import Costs, simulate
-from hybridpar.pipeline.run.recording import HostClock, Recording
+from hybridpar.runtime.recording import HostClock, Recording
+from hybridpar.schedules.action import COMPUTE, Action, Kind
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.simulate.simulator import Costs, simulate
 from hybridpar.train.engine import Engine, StepResult
 
 # bytes, of which IP and TCP take the second

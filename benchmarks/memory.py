@@ -29,9 +29,9 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.schedules import SCHEDULES
 from hybridpar.prediction import measure, predict
 from hybridpar.prediction.predict import batches_to_peak
+from hybridpar.schedules.schedule_table import SCHEDULES
 from hybridpar.train.engine import Engine
 
 BOUND = 0.05

@@ -49,7 +49,7 @@ from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
 from hybridpar.memory_behaviour.events import Category, Header, Span, lives
 from hybridpar.memory_behaviour.recording.memory_trace import EngineRecorder, predict_trace
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
-from hybridpar.train.records import Records
+from hybridpar.train.reporting.records import Records
 from hybridpar.validate import resolve
 
 BOUND = 1.05

@@ -29,7 +29,7 @@ from benchmarks.common import (
 )
 from hybridpar import ModelConfig, ModelSpec, ProcessGrid
 from hybridpar.models.build import build_blocks
-from hybridpar.models.own import Build
+from hybridpar.models.custom_blocks import Build
 
 
 @dataclass(frozen=True)

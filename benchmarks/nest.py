@@ -24,14 +24,14 @@ from typing import Any
 
 from benchmarks.common import RESULTS, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
-from hybridpar.planner.candidates import Candidate, Request, balanced, candidates
-from hybridpar.planner.cluster import estimated
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.hardware import GIB, Cluster, Device, Level, Link
-from hybridpar.planner.machine import Machine
-from hybridpar.planner.memory import MemoryCheck
-from hybridpar.planner.report import describe
-from hybridpar.planner.search import search
+from hybridpar.planner.costs.candidate_memory import MemoryCheck
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import estimated
+from hybridpar.planner.machines.hardware import GIB, Cluster, Device, Level, Link
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.searching.candidates import Candidate, Request, balanced, candidates
+from hybridpar.planner.searching.plan_report import describe
+from hybridpar.planner.searching.search import search
 
 DEVICES = 512
 BATCH = 4096

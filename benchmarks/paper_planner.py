@@ -24,8 +24,13 @@ from dataclasses import dataclass
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.models.cost import layer_matmul_parameters
-from hybridpar.planner.hardware import GIB, Cluster
-from hybridpar.planner.kernels import HALF, MEGATRON_2020, activation_bytes, block_times
+from hybridpar.planner.machines.hardware import GIB, Cluster
+from hybridpar.planner.machines.kernel_times import (
+    HALF,
+    MEGATRON_2020,
+    activation_bytes,
+    block_times,
+)
 
 RECOMPUTE_FACTOR = 4 / 3
 STATE_BYTES = 24

@@ -19,7 +19,7 @@ what the paper leaves open:
                   when they change
 
 Times are costs by `planner.kernels` of `Machine`, its three fitted numbers included; the order of
-all things is a plan of ours on links that are shared (pipeline/plan/network.py). Only tensor
+all things is a plan of ours on links that are shared (schedules/simulate/network.py). Only tensor
 parallelism, which has no pipeline, is a sum.
 
 Legend: b micro-batch, m micro-batches of a batch in a pipeline, d stages, w pipelines, B global
@@ -34,12 +34,8 @@ from functools import cached_property
 
 from hybridpar.config import ModelConfig
 from hybridpar.models.cost import layer_matmul_parameters
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import Sizes, make_schedule
-from hybridpar.pipeline.plan.simulate import Costs, simulate
-from hybridpar.planner.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
-from hybridpar.planner.kernels import (
+from hybridpar.planner.machines.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
+from hybridpar.planner.machines.kernel_times import (
     FULL,
     HALF,
     MEGATRON_2020,
@@ -47,6 +43,10 @@ from hybridpar.planner.kernels import (
     activation_bytes,
     block_times,
 )
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
+from hybridpar.schedules.simulate.simulator import Costs, simulate
 
 MICRO_BATCH = 8
 SIZES = {
@@ -315,7 +315,7 @@ def _simulated(
     theirs = make_schedule(ScheduleOptions(schedule, clip=system != "2bw"))
     plan = make_plan(
         replace(theirs, receive_ahead=1 if ours else 0),
-        Sizes(setting.depth, num_microbatches),
+        PipelineShape(setting.depth, num_microbatches),
         0,
         num_batches,
     )

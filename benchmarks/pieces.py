@@ -4,7 +4,7 @@ sending and decoding overlap?
     python -m benchmarks.pieces
 
 At most what encoding and decoding take, where somebody waits for it. Both are measured, of a
-message of 256 KiB of float32, on one thread; pipeline.plan.simulate says what a step takes with
+message of 256 KiB of float32, on one thread; schedules.simulate.simulator says what a step takes with
 that time on every link, and without it, as if pieces hid all of it. F and B are those of `thin`
 (README, slow links), with 2 p micro-batches.
 """
@@ -21,8 +21,8 @@ import torch
 from benchmarks.common import SHAPES, arguments, engine_config, parse, report
 from hybridpar.config import from_mapping
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.simulate import Costs, simulate
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.simulate.simulator import Costs, simulate
 from hybridpar.state.compression.codec import BlockQuantized, Codec
 from hybridpar.state.compression.methods.dct import TopK
 

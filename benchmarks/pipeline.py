@@ -59,12 +59,12 @@ from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.job.stage_split import stage_split
 from hybridpar.ops.update import Weights
-from hybridpar.pipeline.plan.predict import predict_timeline
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import WARMUPS
-from hybridpar.train import trace
-from hybridpar.train.measure import Measured
-from hybridpar.train.measure import measure as measure_parts
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import WARMUPS
+from hybridpar.schedules.simulate.predict import predict_timeline
+from hybridpar.train.reporting import trace
+from hybridpar.train.reporting.measure import Measured
+from hybridpar.train.reporting.measure import measure as measure_parts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 PEERS: dict[str, Any] = {

@@ -18,13 +18,13 @@ from typing import Any
 from benchmarks.common import RESULTS, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.job import JobPlan
-from hybridpar.planner.candidates import Request
-from hybridpar.planner.cluster import estimated
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.hardware import Cluster, find_device, find_link
-from hybridpar.planner.report import describe
-from hybridpar.planner.search import search
-from hybridpar.train.preview import preview
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import estimated
+from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
+from hybridpar.planner.searching.candidates import Request
+from hybridpar.planner.searching.plan_report import describe
+from hybridpar.planner.searching.search import search
+from hybridpar.train.forecasts.preview import preview
 
 
 def configuration(num_layers: int, *, tp: int = 1, pp: int = 1, dp: int = 1, m: int = 1) -> Config:

@@ -47,14 +47,14 @@ from hybridpar.config import Config, Launch, ModelSpec, import_spec
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.planner.candidates import Request
-from hybridpar.planner.cluster import measured_machine
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.links_report import LinkNeed, link_needs
-from hybridpar.planner.measure_machine import measure_here, measure_machine
-from hybridpar.planner.profile import Profile
-from hybridpar.planner.profile_file import read_profile, write_profile
-from hybridpar.planner.search import search
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import measured_machine
+from hybridpar.planner.measuring.measure_machine import measure_here, measure_machine
+from hybridpar.planner.measuring.profile import Profile
+from hybridpar.planner.measuring.profile_file import read_profile, write_profile
+from hybridpar.planner.searching.candidates import Request
+from hybridpar.planner.searching.links_report import LinkNeed, link_needs
+from hybridpar.planner.searching.search import search
 from hybridpar.prediction import MemoryWatch, predict
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import keep_freed_memory

@@ -40,7 +40,7 @@ from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
-from hybridpar.train.settle import settle
+from hybridpar.train.autotuning.autotune import settle
 
 MICROBATCHES = 2
 WAYS = ("selective", "all")

@@ -28,10 +28,10 @@ from benchmarks import common
 from benchmarks.common import SHAPES, FixedLoader, engine_config, record_costs, run_ranks, summary
 from hybridpar.config import PipelineConfig
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.predict import predict_timeline
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
-from hybridpar.train.costs import RunCosts
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape
+from hybridpar.schedules.simulate.predict import predict_timeline
+from hybridpar.train.reporting.costs_file import RunCosts
 
 BOUND = 0.10
 REFERENCE = 8  # micro-batches whose costs predict other numbers of them
@@ -57,7 +57,7 @@ class Case:
 
     def simulated(self, source: RunCosts) -> float:
         """This case's step time with the costs of another run."""
-        sizes = Sizes(self.stages, self.microbatches, self.chunks)
+        sizes = PipelineShape(self.stages, self.microbatches, self.chunks)
         timeline = predict_timeline(ScheduleOptions(self.schedule), sizes, source.measured.costs)
         return timeline.step_time(self.microbatches)
 

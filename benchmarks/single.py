@@ -60,7 +60,7 @@ from benchmarks.common import (
 from benchmarks.plain import adamw, clip, cross_entropy, full_weights
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.cost import training_flops_per_token
-from hybridpar.train.peak import peak_flops
+from hybridpar.train.reporting.peak import peak_flops
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest relative difference of the losses: sums in another order; bf16 has 8 bits, its rounding

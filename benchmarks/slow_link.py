@@ -27,7 +27,7 @@ What is printed for each side:
                         of what it sends each way at the link's rate: T / max(T, s) where it
                         computes meanwhile, T / (T + s) where it waits (tensor parallelism;
                         synchronous replicas, but for what the last backward hides)
-    simulated           what pipeline.plan.simulate says of the plan that ran, with stages of the
+    simulated           what schedules.simulate.simulator says of the plan that ran, with stages of the
                         same weight. A transfer can be hidden up to half of a forward and backward
                         (2bw with pipeline.warmup = "latency"), a whole one ("bandwidth") or not at
                         all (1f1b; 2bw with "depth")

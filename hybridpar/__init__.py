@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hybridpar.data import Tokenizer
     from hybridpar.errors import ConfigError, HybridparError
     from hybridpar.grid import Axis, ProcessGrid
-    from hybridpar.models.own import Build
+    from hybridpar.models.custom_blocks import Build
     from hybridpar.models.sequential import SequentialSpec
     from hybridpar.nn import (
         ColumnParallelLinear,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
-    from hybridpar.train.errors import CallbackError
+    from hybridpar.train.faults.errors import CallbackError
     from hybridpar.train.stop import STOP
     from hybridpar.trainer import Trainer
 
@@ -73,7 +73,7 @@ _MODULES = (
     "config",
     "errors",
     "grid",
-    "models.own",
+    "models.custom_blocks",
     "models.sequential",
     "nn",
     "trainer",

@@ -273,7 +273,7 @@ class Record:
 
     @property
     def action(self) -> str:
-        """The action as pipeline.plan writes it: 'F12@1v3'."""
+        """The action as a plan writes it: 'F12@1v3'."""
         return f"{self.kind}{self.microbatch}@{self.stage}" + (
             f"v{self.version}" if self.kind in ("F", "B") else ""
         )

@@ -37,7 +37,7 @@ BATCH = ("dp",)
 gradient's sum."""
 APART = ("site",)
 """Axes whose ranks train apart: each with weights of its own, which only the outer step
-(state/outer.py) makes meet."""
+(state/reduction/outer.py) makes meet."""
 _WORDS = {"site": "site", "dp": "replica", "tp": "tensor part"}
 
 
@@ -377,8 +377,8 @@ def lines_of(
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:
-    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is no number
-    of ranks."""
+    """PipelineShape with those of pp, dp and tp that are missing. Raises: ConfigError if one is no
+    number of ranks."""
     if not isinstance(sizes, Mapping):
         raise config_error(
             "sizes",

@@ -35,7 +35,7 @@ from hybridpar.config import (
 from hybridpar.config.samples import SampleSource
 from hybridpar.config.spec import import_class, require_settings
 from hybridpar.errors import config_error, raises_short_errors
-from hybridpar.train import watchdog
+from hybridpar.train.faults import watchdog
 from hybridpar.train.stop import StopFlag
 from hybridpar.validate import resolve
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from hybridpar.models.given import GivenRow
     from hybridpar.prediction import StageMemory
+    from hybridpar.train.batches.step_result import StepResult
     from hybridpar.train.run import Outcome
-    from hybridpar.train.step_result import StepResult
     from hybridpar.verify.run import Report
 
 
@@ -186,7 +186,7 @@ class Trainer:
 
         def train(config: Config, launch: Launch) -> Outcome:
             from hybridpar.train.callbacks import Callbacks
-            from hybridpar.train.loop import train
+            from hybridpar.train.job import train
 
             callbacks = Callbacks(**functions, stop=self._stop)  # type: ignore[arg-type]
             return train(config, launch, callbacks=callbacks, datasets=self.datasets)
@@ -235,7 +235,7 @@ class Trainer:
         Returns:
             All weights, and of modules also their buffers. Empty on all ranks but the first.
         """
-        from hybridpar.train.trained_weights import trained_weights
+        from hybridpar.train.inference.trained_weights import trained_weights
 
         if Launch.from_environment().rank:
             return {}

@@ -27,8 +27,8 @@ from hybridpar.models.build import (
 )
 from hybridpar.models.metrics import require_names
 from hybridpar.ops.registry import select
-from hybridpar.optim.own import find_rule
-from hybridpar.pipeline.run.codecs import Codecs
+from hybridpar.optim.custom_rule import find_rule
+from hybridpar.runtime.codecs import Codecs
 
 
 def resolve(config: Config, world_size: int) -> Config:

@@ -3,7 +3,7 @@ with.
 
 A kernel that can be launched in several ways lists candidates, the default first, and starts by
 `OPTIONS.launch`. What is chosen for a class of launches on this device is set before training
-(hybridpar/train/kernel_options.py times the candidates); a class without a choice has the default.
+(hybridpar/train/autotuning/kernel_options.py times the candidates); a class without a choice has the default.
 A candidate that needs more shared memory than the device has is passed over: Triton refuses it
 before anything runs.
 

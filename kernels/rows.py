@@ -3,7 +3,7 @@
 A tile is ROWS rows of COLS columns, powers of two, in the layout of memory: a thread of a
 full tile reads neighbours, 16 bytes at a time if a row's size is a multiple of 16 elements. A
 thread has 16 elements of it, or 8 if it keeps much for each; narrow rows share a program of 4
-warps, wide ones have more warps. Sizes are the fastest on an H200, and used on every GPU.
+warps, wide ones have more warps. PipelineShape are the fastest on an H200, and used on every GPU.
 
 Sums of columns: each of a number of programs, which depends on the shape alone, adds its own rows
 in order to one row of `partial`; sum_kernel adds those in order. So bits are equal on any GPU,

@@ -31,7 +31,7 @@ _DIGIT = 256
 _SPAN = 16384  # elements of which a program counts digits
 _BLOCK = 1024  # at a time
 _FORMS = {True: {"ROWS": 256, "COLS": 8, "WIDTH": 8}, False: {"ROWS": 8, "COLS": 256, "WIDTH": 255}}
-"""Sizes of pieces, by whether places are bits."""
+"""PipelineShape of pieces, by whether places are bits."""
 
 
 def sparse_threshold(x: Tensor, k: int) -> Tensor:

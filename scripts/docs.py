@@ -96,8 +96,8 @@ def links(page: Path) -> Iterator[str]:
 def picture(name: str) -> str:
     """Two batches of eight micro-batches on four ranks, as an SVG picture."""
     from hybridpar.config import from_mapping
-    from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
-    from hybridpar.train.preview import preview
+    from hybridpar.schedules.draw.svg import FORWARDS, draw_svg
+    from hybridpar.train.forecasts.preview import preview
 
     chunks = 2 if {"virtual_stages", "stage_layout"} & set(PICTURES[name]) else 1
     sizes = {"num_microbatches": 8, "split": [2] + [1] * (4 * chunks - 2) + [2]}

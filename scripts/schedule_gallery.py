@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridpar.pipeline.plan.check import check
-from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.draw import draw
-from hybridpar.pipeline.plan.kinds import ROWS
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
-from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.schedules.draw.draw_text import draw
+from hybridpar.schedules.kinds import ACTION_SPECS
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.proof.check import check
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape, Schedule, make_schedule
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.simulator import simulate
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "all_schedules.md"
 TABLES = (4, 8), (8, 32)
@@ -62,20 +62,20 @@ the fastest.
 """
 
 
-def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
+def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> PipelineShape:
     stage_layout = options.get("stage_layout", "loop")
     default = 2 if stage_layout == "v" or schedule == "interleaved" else 1
-    return Sizes(p, m, options.get("virtual_stages", default), stage_layout)
+    return PipelineShape(p, m, options.get("virtual_stages", default), stage_layout)
 
 
-def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:
+def plan_for(schedule: Schedule, sizes: PipelineShape, num_batches: int) -> Any:
     lowered = schedule.with_options(
         split=sizes.is_v or schedule.options.zero_bubble, clip=schedule.name != "pipedream"
     )
     return make_plan(lowered, sizes, 0, num_batches)
 
 
-def costs_for(sizes: Sizes) -> Costs:
+def costs_for(sizes: PipelineShape) -> Costs:
     return Costs(1 / sizes.chunks, 2 / sizes.chunks)
 
 
@@ -94,7 +94,7 @@ def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, 
         else simulate(plan_for(schedule, sizes, 6), costs).step_time(m)
     )
     sends = sum(
-        ROWS[a.kind].met_by is not None
+        ACTION_SPECS[a.kind].matching_recv is not None
         for actions in plan_for(schedule, sizes, 1).values()
         for a in actions
     )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.train import loop, peak
+from hybridpar.train import job as loop
+from hybridpar.train.reporting import peak
 
 _BEGAN = time.monotonic()
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
-from hybridpar.pipeline.plan.schedules import Schedule
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.action import Action, Plan
+from hybridpar.schedules.kinds import COMPUTE, ROWS, Kind
+from hybridpar.schedules.schedule_table import Schedule
+from hybridpar.schedules.sizes import PipelineShape
 
 
 class Wait(Enum):
@@ -85,7 +85,7 @@ class _Rank:
 
 
 def captures(
-    actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: int, num_places: int
+    actions: Iterable[Action], schedule: Schedule, sizes: PipelineShape, rank: int, num_places: int
 ) -> set[Action]:
     """Return the actions of a rank that capture, by the rules of MicroBatchGraphs.
 
@@ -135,7 +135,7 @@ def captures(
 def stuck(
     plan: Plan,
     schedule: Schedule,
-    sizes: Sizes,
+    sizes: PipelineShape,
     wait: Wait,
     num_places: int = 0,
     window: int = 0,
@@ -166,14 +166,16 @@ def stuck(
     def launch(number: int, rank: _Rank, action: Action) -> bool:
         """Do what the host does with the action; False: it waits."""
         row = ROWS[action.kind]
-        if row.side:
+        if row.peer_offset:
             end = (
-                (row.met_by, action.stage + row.side) if row.met_by else (action.kind, action.stage)
+                (row.matching_recv, action.stage + row.peer_offset)
+                if row.matching_recv
+                else (action.kind, action.stage)
             )
             transfer = _Transfer(behind=len(rank.compute), end=(*end, action.microbatch))
             turn = sizes.turn(action.stage)
             rank.transfers[turn, row.flow].append(transfer)
-            if row.met_by is None:
+            if row.matching_recv is None:
                 rank.received[transfer.end] = transfer
                 return True
             rank.sends.append(transfer)

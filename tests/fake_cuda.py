@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hybridpar.comm import irecv, isend
 from hybridpar.grid import Axis
 from hybridpar.nn import cross_entropy, embedding
-from hybridpar.pipeline.run import executor
-from hybridpar.state.chunks import Buffer
+from hybridpar.runtime import executor
+from hybridpar.state.residency.chunks import Buffer
 
 CPU = torch.device("cpu")
 _WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}

@@ -29,9 +29,9 @@ from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.recording.memory_trace import SampleLoader
-from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
+from hybridpar.schedules.kinds import COMPUTE
 from hybridpar.train.engine import Actions, Engine, Residency, StepResult
 
 Group = tuple[str, tuple[int, ...]]

@@ -24,7 +24,14 @@ BY_OTHERS = {
 """Attributes of objects whose own interface is assignment: none is of a class of ours."""
 SETATTR = {"errors.py", "grid.py", "models/build.py", "verify/boundaries.py"}
 """Files that call setattr: exceptions, axes by their names, tied parameters, doubles of layers."""
-SIMULATED = {"moved_state.py", "send_window.py", "simulate.py"}
+SIMULATED = {
+    "moved_state.py",
+    "send_window.py",
+    "simulator.py",
+    "collectives.py",
+    "exchanges.py",
+    "transfers.py",
+}
 """Files of the simulation, whose ranks and channels are records that several of them fill."""
 BORN_LATE = {
     # declared by a base class of torch, or of the standard library

@@ -111,7 +111,7 @@ def test_it_runs_again_under_the_same_autocast_and_draws_the_same_numbers(
 
 def test_a_run_that_recomputes_imports_no_compiler() -> None:
     """Each would take up to a second of every start."""
-    text = """import sys, torch, hybridpar.train.loop; from hybridpar.autograd import backward_from, recomputed
+    text = """import sys, torch, hybridpar.train.job; from hybridpar.autograd import backward_from, recomputed
 x = torch.ones(2, requires_grad=True)
 backward_from(torch.autograd.graph.get_gradient_edge(recomputed(torch.exp, x)), torch.ones(2))
 sys.exit(", ".join({"sympy", "torch._dynamo", "triton"} & {*sys.modules}) or 0)"""

@@ -16,8 +16,8 @@ from hybridpar.cli.values import as_utf8
 from hybridpar.config import Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import ConfigError, not_utf8
 from hybridpar.train.folder import begin
-from hybridpar.train.generate import check_prompts
-from hybridpar.train.loop import train
+from hybridpar.train.inference.generate import check_prompts
+from hybridpar.train.job import train
 from hybridpar.validate import problems
 
 NAME = os.fsdecode(b"caf\xe9")

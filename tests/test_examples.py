@@ -35,8 +35,8 @@ from hybridpar.errors import HybridparError
 from hybridpar.grid import sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.prediction import MemoryWatch
+from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.engine import Engine
-from hybridpar.train.step_result import StepResult
 from hybridpar.validate import problems, resolve
 from hybridpar.watch import Board
 

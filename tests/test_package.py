@@ -62,8 +62,8 @@ def test_training_and_planning_need_no_source_system(tmp_path):
     code = """
 import sys
 sys.modules["scipy"] = sys.modules["networkx"] = None
-import hybridpar.cli, hybridpar.train.loop, hybridpar.checkpoint.huggingface, hybridpar.checkpoint.megatron
-import hybridpar.planner.local_profile, hybridpar.planner.search
+import hybridpar.cli, hybridpar.train.job, hybridpar.checkpoint.huggingface, hybridpar.checkpoint.megatron
+import hybridpar.planner.measuring.local_profile, hybridpar.planner.searching.search
 rooms = ("hybridpar.placement", "hybridpar.memory_behaviour")
 print([name for name, module in sys.modules.items() if name.startswith(rooms) or (
     module is not None and name.split(".")[0] in ("scipy", "networkx"))])

@@ -14,7 +14,7 @@ from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparE
 from hybridpar.placement import read_document
 from hybridpar.reading import nearest_path, open_regular, read_limited, read_text, read_toml
 from hybridpar.train.bundle import read_bundle
-from hybridpar.train.metrics import read_metrics
+from hybridpar.train.reporting.run_metrics import read_metrics
 from hybridpar.validate import problems
 
 

@@ -26,7 +26,7 @@ import hybridpar
 from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping, load_toml, to_mapping
 from hybridpar.config.elsewhere import ABSENT, ALWAYS, MEGATRON, TORCHRUN
-from hybridpar.pipeline.plan.schedules import SCHEDULES
+from hybridpar.schedules.schedule_table import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

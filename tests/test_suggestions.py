@@ -27,8 +27,8 @@ from hybridpar.cli.values import parse_grid
 from hybridpar.config import Config, from_mapping
 from hybridpar.config.typed import OneOf, hints_of
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.planner.cluster import read_cluster
-from hybridpar.planner.hardware import DEVICES, LINKS, find_device, find_link
+from hybridpar.planner.machines.cluster import read_cluster
+from hybridpar.planner.machines.hardware import DEVICES, LINKS, find_device, find_link
 from hybridpar.validate import problems
 
 SECTIONS = (

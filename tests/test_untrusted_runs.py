@@ -14,7 +14,7 @@ from hybridpar.cli import main
 from hybridpar.config import Config, ModelConfig, UnloadedModel, read_run_config, to_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.train.folder import find_run
-from hybridpar.train.preview import costs_of_run
+from hybridpar.train.forecasts.preview import costs_of_run
 from hybridpar.watch.board import Board
 
 MODULE = """

@@ -26,7 +26,7 @@ from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.errors import ConfigError
 from hybridpar.train.folder import CONFIG, METRICS
-from hybridpar.train.metrics import read_metrics
+from hybridpar.train.reporting.run_metrics import read_metrics
 
 _POLL_S = 0.2
 DONE = "done"

@@ -26,7 +26,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
-from hybridpar.pipeline.run.stage import Stage
+from hybridpar.runtime.stage import Stage
 from hybridpar.state import RankState
 from hybridpar.state.kinds import OuterRemainder, Sent
 

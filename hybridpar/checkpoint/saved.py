@@ -19,8 +19,8 @@ from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import APART, BATCH, MODEL
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
-from hybridpar.state.chunks import block_of
 from hybridpar.state.kinds import Anchor, Master, WeightShares, WeightVersions, saved_kind
+from hybridpar.state.residency.chunks import block_of
 
 
 @dataclass(frozen=True)

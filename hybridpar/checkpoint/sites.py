@@ -21,7 +21,7 @@ from pathlib import Path
 from hybridpar.checkpoint.manifest import Manifest
 from hybridpar.checkpoint.part import Trainee
 from hybridpar.config import Config
-from hybridpar.state.outer_timeline import OuterTimeline
+from hybridpar.state.reduction.outer_timeline import OuterTimeline
 
 _NUMBER = ["parallel.sites"]
 _TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")

@@ -14,7 +14,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 from hybridpar.optim import ParameterSlot
-from hybridpar.pipeline.run.stage import Stage
+from hybridpar.runtime.stage import Stage
 
 
 def whole_model(

@@ -52,16 +52,16 @@ class Check:
         from hybridpar.models.groups import summarize
         from hybridpar.models.groups import table as group_table
         from hybridpar.optim.schedule import describe_points
-        from hybridpar.planner.links_report import link_lines, link_needs, step_line
+        from hybridpar.planner.searching.links_report import link_lines, link_needs, step_line
         from hybridpar.prediction import predict, table
         from hybridpar.prediction.knobs import knobs, savings
         from hybridpar.prediction.memory_report import short_form
         from hybridpar.prediction.predict import default_device
         from hybridpar.train.folder import measured
-        from hybridpar.train.forecast import forecasts
-        from hybridpar.train.host_forecast import forecast_host
-        from hybridpar.train.offload_forecast import forecast_offload
-        from hybridpar.train.site_traffic import site_traffic
+        from hybridpar.train.forecasts.host_forecast import forecast_host
+        from hybridpar.train.forecasts.offload_forecast import forecast_offload
+        from hybridpar.train.forecasts.site_traffic import site_traffic
+        from hybridpar.train.forecasts.tier_forecast import forecasts
 
         config, device = from_mapping(measured(config), config), default_device(config)
         job = JobPlan(config)

@@ -54,7 +54,7 @@ class Train:
             from hybridpar.train.faults.supervisor import supervise
 
             return supervise(self.config, self.ranks, launch.args, self.inject, saves_most)
-        from hybridpar.train.loop import train
+        from hybridpar.train.job import train
 
         outcome = train(self.config, launch, self.inject, is_verbose=self.verbose)
         if self.json and launch.rank == 0:
@@ -160,7 +160,7 @@ class Generate:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.train.generate import Sampling, check_prompts, on_grid
+        from hybridpar.train.inference.generate import Sampling, check_prompts, on_grid
 
         sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed)
         prompts = tuple(map(as_utf8, self.prompt)) or ("",)

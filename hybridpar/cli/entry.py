@@ -46,9 +46,9 @@ from hybridpar.config.names import meant
 from hybridpar.config.old_keys import translate_flags
 from hybridpar.errors import ConfigError, HybridparError, about_file, config_error
 from hybridpar.reading import runs_near
-from hybridpar.train import watchdog
-from hybridpar.train.console import hold_descriptors, lasting_console
-from hybridpar.train.errors import GRACE_S, LostContactError, RankError
+from hybridpar.train.faults import watchdog
+from hybridpar.train.faults.errors import GRACE_S, LostContactError, RankError
+from hybridpar.train.reporting.console import hold_descriptors, lasting_console
 from hybridpar.train.stop import end_at_interrupt
 
 HELP = {"-h", "--help"}

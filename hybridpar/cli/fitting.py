@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import Config, Launch
 
 if TYPE_CHECKING:
-    from hybridpar.planner.candidates import Candidate
-    from hybridpar.planner.machine import Machine
+    from hybridpar.planner.machines.machine import Machine
+    from hybridpar.planner.searching.candidates import Candidate
     from hybridpar.prediction import StageMemory
 
 _GB = 1e9
@@ -32,7 +32,7 @@ class Room:
         """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as
         few processes as it has cores or GPUs. `config`: resolved. Raises: ConfigError,
         DataError."""
-        from hybridpar.planner.local_profile import machine_for
+        from hybridpar.planner.measuring.local_profile import machine_for
 
         machine = None
         if profile or cluster:
@@ -66,7 +66,7 @@ def saves_most(config: Config) -> str:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from hybridpar.job import JobPlan
-    from hybridpar.planner.remedies import Fitting
+    from hybridpar.planner.searching.remedies import Fitting
     from hybridpar.prediction.predict import default_device, predict
 
     try:
@@ -104,7 +104,7 @@ def fit_report(
 ) -> tuple[dict[str, Any], list[str]]:
     """Plain values and lines: whether a resolved configuration fits and what would make it, its
     predicted step time, and the largest model that fits. memory: its prediction."""
-    from hybridpar.planner.remedies import Fitting
+    from hybridpar.planner.searching.remedies import Fitting
     from hybridpar.prediction.predict import default_device
 
     peaks = [stage.needed for stage in memory]
@@ -137,8 +137,8 @@ def fit_report(
 
 def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
     """The step time that a profile predicts, and what of it is waiting for state that moves."""
-    from hybridpar.planner.cost import StepCost
-    from hybridpar.planner.report import exposed_moves
+    from hybridpar.planner.costs.step_cost import StepCost
+    from hybridpar.planner.searching.plan_report import exposed_moves
 
     if room.machine is None:
         return []
@@ -160,9 +160,9 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
 def closest_remedies(failed: Sequence[Candidate], limit: float) -> list[str]:
     """Lines: what would make the configuration fit that lacks the least, of those that were given
     up."""
-    from hybridpar.planner.memory import MemoryCheck
-    from hybridpar.planner.remedies import Fitting
-    from hybridpar.planner.report import describe
+    from hybridpar.planner.costs.candidate_memory import MemoryCheck
+    from hybridpar.planner.searching.plan_report import describe
+    from hybridpar.planner.searching.remedies import Fitting
 
     check = MemoryCheck(limit)
     nearest = min(

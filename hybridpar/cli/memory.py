@@ -1,5 +1,5 @@
-"""Flags of the command `memory`. What it does is in hybridpar/memory_behaviour/commands.py, which is
-imported when it runs."""
+"""Flags of the command `memory`. What it does is in hybridpar/memory_behaviour/commands.py, which
+is imported when it runs."""
 
 from __future__ import annotations
 

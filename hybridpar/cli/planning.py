@@ -21,13 +21,13 @@ from hybridpar.cli.values import (
 )
 from hybridpar.config import Config, Launch, PipelineConfig, read_run_config, to_toml
 from hybridpar.errors import config_error
-from hybridpar.pipeline.plan.predict import predict_timeline
+from hybridpar.schedules.simulate.predict import predict_timeline
 
 if TYPE_CHECKING:
-    from hybridpar.planner.candidates import Candidate, Request
-    from hybridpar.planner.cost import StepCost
-    from hybridpar.planner.machine import Machine
-    from hybridpar.planner.search import Result
+    from hybridpar.planner.costs.step_cost import StepCost
+    from hybridpar.planner.machines.machine import Machine
+    from hybridpar.planner.searching.candidates import Candidate, Request
+    from hybridpar.planner.searching.search import Result
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Profile:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.planner.measure_machine import measure_machine
-        from hybridpar.planner.profile_file import profile_json
-        from hybridpar.planner.report import profile_lines
+        from hybridpar.planner.measuring.measure_machine import measure_machine
+        from hybridpar.planner.measuring.profile_file import profile_json
+        from hybridpar.planner.searching.plan_report import profile_lines
 
         resolved(self.config)
         check_outputs([self.path], output=self.output)
@@ -96,8 +96,8 @@ class Plan:
     batch_size: Annotated[int, Within(0, 2**30)] = 0
     """Samples of a step, in all; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
-    """Sizes to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration are kept,
-    too."""
+    """PipelineShape to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration
+    are kept, too."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains
     on old gradients (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the
@@ -118,11 +118,11 @@ class Plan:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.schedules import find_schedule
-        from hybridpar.planner import report
-        from hybridpar.planner.candidates import Request
-        from hybridpar.planner.local_profile import machine_for
-        from hybridpar.planner.search import search
+        from hybridpar.planner.measuring.local_profile import machine_for
+        from hybridpar.planner.searching import plan_report as report
+        from hybridpar.planner.searching.candidates import Request
+        from hybridpar.planner.searching.search import search
+        from hybridpar.schedules.schedule_table import find_schedule
 
         _of_one_site(self.config)
         resolved(
@@ -181,8 +181,8 @@ class Plan:
         return 0
 
     def _show(self, result: Result, machine: Machine) -> None:
-        from hybridpar.planner import report
-        from hybridpar.planner.assumptions import assumption_lines
+        from hybridpar.planner.machines.assumptions import assumption_lines
+        from hybridpar.planner.searching import plan_report as report
 
         if self.json:
             print(json.dumps(report.as_json(result) | {"assumptions": assumption_lines(machine)}))
@@ -200,9 +200,9 @@ class Plan:
             )
 
     def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
-        from hybridpar.planner import report
-        from hybridpar.planner.fewer import as_fast_on_fewer
-        from hybridpar.planner.links_report import link_lines
+        from hybridpar.planner.searching import plan_report as report
+        from hybridpar.planner.searching.links_report import link_lines
+        from hybridpar.planner.searching.scale_down import as_fast_on_fewer
 
         best = result.ranked[0]
         hardware = machine.profile.hardware
@@ -267,8 +267,8 @@ class Plan:
         return kept | (parse_grid(self.grid) if self.grid else {})
 
     def _draw(self, best: Candidate) -> None:
-        from hybridpar.pipeline.plan.svg import draw_svg
-        from hybridpar.planner.report import describe
+        from hybridpar.planner.searching.plan_report import describe
+        from hybridpar.schedules.draw.svg import draw_svg
 
         timeline = predict_timeline(best.cost.ordering, best.cost.sizes, best.cost.costs, 2)
         write_output(
@@ -281,8 +281,8 @@ class Plan:
 def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:
     """The cost of the configuration, with its grid filled in, on the machine of a profile or a
     cluster."""
-    from hybridpar.planner.cost import StepCost
-    from hybridpar.planner.local_profile import machine_for
+    from hybridpar.planner.costs.step_cost import StepCost
+    from hybridpar.planner.measuring.local_profile import machine_for
 
     _of_one_site(config)
     devices = config.parallel.num_ranks if config.parallel.dp else 0

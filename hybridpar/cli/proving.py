@@ -26,7 +26,8 @@ class Verify:
     path: ConfigFile
     config: Overrides
     grid: str = ""
-    """Sizes such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
+    """PipelineShape such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the
+    configuration."""
     batches: Annotated[int, Within(1, 10_000)] = 4
     """Batches of each run that are compared."""
     nan_batches: tuple[int, ...] = ()

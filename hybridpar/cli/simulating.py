@@ -17,7 +17,7 @@ from hybridpar.cli.values import ConfigFile, Overrides, Within
 from hybridpar.config import Config, Launch
 
 if TYPE_CHECKING:
-    from hybridpar.train.preview import Preview
+    from hybridpar.train.forecasts.preview import Preview
 
 _WIDEST = 400
 """Characters of a line of a picture in a terminal."""
@@ -53,9 +53,9 @@ class Simulate:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.job import JobPlan
-        from hybridpar.planner.stragglers import spread
+        from hybridpar.planner.machines.stragglers import spread
         from hybridpar.prediction import check_size
-        from hybridpar.train.preview import costs_of_run, preview
+        from hybridpar.train.forecasts.preview import costs_of_run, preview
 
         check_outputs(
             [self.path, self.profile, self.cluster],
@@ -128,9 +128,9 @@ class Simulate:
 
     def _draw(self, config: Config, shown: Preview, rank_name: str, timed: bool) -> None:
         """Draws the pipeline, to a terminal and files; `timed`: its times are seconds."""
-        from hybridpar.pipeline.plan.draw import draw
-        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
-        from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
+        from hybridpar.schedules.draw.draw_text import draw
+        from hybridpar.schedules.draw.perfetto import trace_entries, trace_json
+        from hybridpar.schedules.draw.svg import FORWARDS, draw_svg
 
         pipeline = config.pipeline
         ranks = config.parallel.pp

@@ -126,6 +126,6 @@ else:
 
 
 def other_gradients(allows: Callable[[GradientCompression], bool]) -> str:
-    """The method that saves most among those that `allows`, for an error that suggests a value; none
-    if there is no such."""
+    """The method that saves most among those that `allows`, for an error that suggests a value;
+    none if there is no such."""
     return ["none", *(name for name, row in GRADIENTS.items() if allows(row))][-1]

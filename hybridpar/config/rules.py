@@ -69,7 +69,8 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         yield Problem(
             "pipeline.split_backward",
             "false",
-            "must be true with pipeline.stage_layout = v, whose order is of both parts of a backward",
+            "must be true with pipeline.stage_layout = v, whose order is of both parts of a "
+            "backward",
             "true",
         )
     if not pipeline.split_backward and any(

@@ -174,7 +174,8 @@ class ModelSpec:
 
     @property
     def tensor_sizes(self) -> Mapping[str, int]:
-        """Sizes, by name, none of which is larger than the largest dimension of a parameter.
+        """PipelineShape, by name, none of which is larger than the largest dimension of a
+        parameter.
 
         A checkpoint whose tensors are all smaller is damaged, and no block is built for it.
         """

@@ -19,7 +19,7 @@ HIDDEN = 8
 FFN = 21
 VOCAB = 53
 ROWS = 10
-"""Sizes: only the first is divisible by 3 or 4, and the number of rows only by 2."""
+"""PipelineShape: only the first is divisible by 3 or 4, and the number of rows only by 2."""
 HEADS = 4
 GROUPS = 2
 EXPERTS = 12

@@ -1,6 +1,7 @@
 """Everything that follows from a configuration, derived here and nowhere else.
 
-    Config --> JobPlan --> engine, checkpoints, memory prediction, planner, simulation, verify, check
+    Config --> JobPlan --> engine, checkpoints, memory prediction, planner, simulation, verify,
+    check
 
 A function that needs a pipeline shape, the blocks of a stage, a schedule or a state policy takes a
 `JobPlan`, or that part of it. A test counts the derivations.
@@ -14,13 +15,13 @@ from functools import cached_property
 from hybridpar.config import Config
 from hybridpar.job.stage_split import stage_split
 from hybridpar.models.build import Recomputation, recomputed_blocks
-from hybridpar.pipeline.plan.check import CheckReport
-from hybridpar.pipeline.plan.offload import num_away
-from hybridpar.pipeline.plan.prove import prove, send_window
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
-from hybridpar.state.parts import Parts
+from hybridpar.schedules.passes.offload import num_away
+from hybridpar.schedules.proof.check import CheckReport
+from hybridpar.schedules.proof.prove import prove, send_window
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape, Schedule, schedule_of
 from hybridpar.state.policy import StatePolicy
+from hybridpar.state.residency.segments import Parts
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class JobPlan:
     config: Config
 
     @cached_property
-    def shape(self) -> Sizes:
+    def shape(self) -> PipelineShape:
         """Ranks, stages and micro-batches of the pipeline, and which rank has which stage."""
-        return Sizes.of(self.config)
+        return PipelineShape.of(self.config)
 
     @cached_property
     def split(self) -> tuple[range, ...]:

@@ -1,4 +1,5 @@
-"""Memory behaviours: which blocks of memory a rank has, when each is used, and what follows from it.
+"""Memory behaviours: which blocks of memory a rank has, when each is used, and what follows from
+it.
 
     recording/    events of an engine's training, recorded while it runs or predicted on ghosts
     analysis/     behaviour (lifetimes, reuse), swap, fragmentation, arena: without torch

@@ -33,13 +33,13 @@ from hybridpar.memory_behaviour.pictures.sections import (
 )
 from hybridpar.memory_behaviour.recording.memory_trace import predict_trace
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
-from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.prediction import check_size, predict
 from hybridpar.prediction.knobs import Saving, knobs, savings
 from hybridpar.prediction.walk import StageMemory
 from hybridpar.reading import runs_near
+from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.train.folder import MEMORY
-from hybridpar.train.preview import preview
+from hybridpar.train.forecasts.preview import preview
 
 if TYPE_CHECKING:
     from hybridpar.cli.memory import Memory

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hybridpar.pipeline.plan.action import parse_action
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.schedules.action import parse_action
+from hybridpar.schedules.kinds import ACTION_SPECS, Kind
 
 
 class What(str, Enum):
@@ -187,7 +187,7 @@ class Life:
             return Category.INPUTS
         return (
             Category.COMMUNICATION
-            if born in (*_BACKWARDS, Kind.F) or ROWS[born].side
+            if born in (*_BACKWARDS, Kind.F) or ACTION_SPECS[born].peer_offset
             else Category.OTHER
         )
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from hybridpar.errors import ConfigError, DataError, shown
 from hybridpar.memory_behaviour.events import Header, MemoryEvent, Span, What, WrittenEvents
-from hybridpar.pipeline.plan.action import parse_action
 from hybridpar.reading import BoundedReader, errors_as, open_regular, parse_json
+from hybridpar.schedules.action import parse_action
 
 FORMAT = "hybridpar memory 1"
 _COMPACT: Any = {"separators": (",", ":"), "check_circular": False}

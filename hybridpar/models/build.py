@@ -16,8 +16,8 @@ from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+from hybridpar.models.custom_blocks import Build, adopt, construct
 from hybridpar.models.groups import apply_groups, find_groups, require_matches
-from hybridpar.models.own import Build, adopt, construct
 from hybridpar.nn.placement import Placement, named_placements
 
 DTYPES = {
@@ -337,7 +337,8 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> RecomputeSpe
         return RecomputeSpec(what, found)
     if what == "stage":
         rule = (
-            f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.virtual_stages = "
+            f"must name stages from 0 to {num_stages - 1} (parallel.pp, times "
+            "pipeline.virtual_stages = "
             f"{num_stages}), "
             "such as 'stage:0'"
         )

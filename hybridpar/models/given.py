@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hybridpar.config.samples import SampleSource
 from hybridpar.errors import ConfigError, Problem, config_error
-from hybridpar.models.own import constructed
+from hybridpar.models.custom_blocks import constructed
 from hybridpar.models.sequential import SequentialSpec
 
 _WORKS = "nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))"

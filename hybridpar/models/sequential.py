@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridpar.config import ModelSpec, spec_error
 from hybridpar.errors import ConfigError, described, first_line, raised_at
+from hybridpar.models.custom_blocks import Build, Shape, making, require_same_everywhere
 from hybridpar.models.dropout import DropoutCalls
 from hybridpar.models.metrics import is_ghost, require_metrics, require_values
-from hybridpar.models.own import Build, Shape, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
 
 

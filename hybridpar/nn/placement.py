@@ -44,8 +44,8 @@ class Held(Enum):
     summed.
     """
 
-    COPY = "copy"
-    SPLIT = "split"
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
     PARTIAL = "partial"
 
 
@@ -170,10 +170,10 @@ class Placement:
     def along(self, axis: str) -> Held:
         """Return how the ranks along an axis hold it."""
         if axis == "pp":
-            return Held.PARTIAL if self.tied else Held.SPLIT
+            return Held.PARTIAL if self.tied else Held.SHARDED
         if self.shard is not None and self.shard.axis == axis:
-            return Held.SPLIT
-        return Held.PARTIAL if axis in BATCH or axis in self.partial else Held.COPY
+            return Held.SHARDED
+        return Held.PARTIAL if axis in BATCH or axis in self.partial else Held.REPLICATED
 
     def rank_at(self, place: Place) -> int:
         """Return the index of the part that the rank at `place` holds; 0 if it is not split."""

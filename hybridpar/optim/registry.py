@@ -9,10 +9,10 @@ from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis
 from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
+from hybridpar.optim.custom_rule import Own
 from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.muon import Muon
-from hybridpar.optim.own import Own
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 

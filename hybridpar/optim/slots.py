@@ -63,7 +63,7 @@ class ParameterSlot:
         if axis in APART:
             return self.joint
         shared_out = not self.shared and axis in ("pp", *BATCH)
-        return not shared_out and self.placement.along(axis) is not Held.SPLIT
+        return not shared_out and self.placement.along(axis) is not Held.SHARDED
 
     @property
     def counts(self) -> bool:

@@ -35,10 +35,10 @@ from hybridpar.placement.piper import (
     plan_equal_stages,
     plan_stages,
 )
-from hybridpar.planner.cluster import estimated
-from hybridpar.planner.hardware import Cluster, find_device, find_link
-from hybridpar.planner.local_profile import machine_for
-from hybridpar.planner.machine import Machine
+from hybridpar.planner.machines.cluster import estimated
+from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.local_profile import machine_for
 
 if TYPE_CHECKING:
     from hybridpar.cli.placing import Graph, Place

@@ -33,13 +33,13 @@ from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
-from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.placement.operators import INPUT, block_operators
-from hybridpar.planner.hardware import DEVICES, Device
-from hybridpar.planner.machine import Machine
-from hybridpar.planner.profile import Hardware
+from hybridpar.planner.machines.hardware import DEVICES, Device
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import Hardware
 from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.prediction.work import KINDS
+from hybridpar.schedules.schedule_table import PipelineShape
 
 CPU_SLOWDOWN = 23.0
 """Slowdown of a node on a CPU, where nothing was measured: as in the paper's operator graphs."""
@@ -201,7 +201,7 @@ def _of_block(
     of_parameters = _shares([op.parameters for op in operators])
     if training:
         schedule = JobPlan(config).schedule
-        sizes = Sizes(machine.num_devices, config.pipeline.num_microbatches)
+        sizes = PipelineShape(machine.num_devices, config.pipeline.num_microbatches)
         buffers = Buffers(schedule.max_live_versions(sizes, 0), schedule.num_gradient_buffers)
         blocks = range(number, number + 1)
         found = trace_stage(

@@ -174,7 +174,7 @@ class _Graph:
         return math.prod(self._shape(x))
 
     def _shape(self, x: Tensor) -> list[int]:
-        """Sizes that depend on the micro-batch are those of its labels."""
+        """PipelineShape that depend on the micro-batch are those of its labels."""
         return [n if isinstance(n, int) else self._known(n) for n in x.shape]
 
     def _known(self, size: torch.SymInt) -> int:

@@ -23,13 +23,13 @@ from hybridpar.data.mapped import rehearsal
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.pipeline.run.lane import Lane, Packed
-from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stash import Notes
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS
 from hybridpar.random import RandomKey
+from hybridpar.runtime.activation_offloader import Notes
+from hybridpar.runtime.stage import Stage
+from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.state import RankState
 from hybridpar.state.policy import cut_into_parts
 
@@ -197,7 +197,7 @@ class TracedStage:
         )
         """Parameters whose gradients come and go."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
-        lane = Lane.of(job, grid, policy.dtype, device, ends)
+        lane = StageTransport.of(job, grid, policy.dtype, device, ends)
         self.lane, self.next = lane.into(0), lane.into(1)
         into, out = (
             _no_codec if handed else partial(lane.codecs.on, first=first)

@@ -15,8 +15,8 @@ Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose
 keep what those of GPUs do, and are counted as a GPU's allocator would.
 
 Tensors of integers and booleans are real, as code looks into them (which positions have a label);
-they are counted too. With `make_ghosts_of_integers`, only those are real that come from outside, and what is
-computed from these alone.
+they are counted too. With `make_ghosts_of_integers`, only those are real that come from outside,
+and what is computed from these alone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from torch import Tensor
 
 from hybridpar.prediction.ghost import Ghost
-from hybridpar.state.shares import WholeChunk, WholeChunks
+from hybridpar.state.residency.shares import WholeChunk, WholeChunks
 
 
 class _GhostChunk(WholeChunk):

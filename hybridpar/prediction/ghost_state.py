@@ -9,18 +9,18 @@ import torch
 
 from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
-from hybridpar.pipeline.plan.parts import WHOLE, Division
-from hybridpar.pipeline.plan.shared import SharedItems
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.stage import Stage
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
+from hybridpar.runtime.stage import Stage
+from hybridpar.schedules.passes.segments import WHOLE, Division
+from hybridpar.schedules.passes.shared_items import SharedItems
+from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.state import RankState, StatePolicy
-from hybridpar.state.parts import Parts
-from hybridpar.state.shared_touches import SharedTouches
-from hybridpar.state.tiered import ItemMemory
-from hybridpar.state.touches import Touches
+from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.shared_access import SharedTouches
+from hybridpar.state.residency.tiered import ItemMemory
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class GhostState:
         """How the rank's plan is cut into parts."""
         return self.parts.division(self.state)
 
-    def touches(self, sizes: Sizes) -> Touches | None:
+    def touches(self, sizes: PipelineShape) -> AccessMap | None:
         """What its actions touch of the items of its state; None: it has no budget."""
         return (
             None
             if not isinstance(self.memory, ItemMemory)
-            else Touches(self.memory, self.state, self.parts, sizes, norms=self.division.norms)
+            else AccessMap(self.memory, self.state, self.parts, sizes, norms=self.division.norms)
         )
 
-    def shared_items(self, sizes: Sizes, budget: int = 0) -> SharedItems | None:
+    def shared_items(self, sizes: PipelineShape, budget: int = 0) -> SharedItems | None:
         """What it shares with replicas (ZeRO-2 and 3), with its tiers where the budget is enough;
         None: nothing."""
         whole, first = (
@@ -110,7 +110,7 @@ class StateFootprint:
 
 
 def trace_state(
-    job: JobPlan, rank: int, policy: StatePolicy, sizes: Sizes, device: torch.device
+    job: JobPlan, rank: int, policy: StatePolicy, sizes: PipelineShape, device: torch.device
 ) -> StateFootprint:
     """Builds the state of rank `rank`, or that of its replicas which has most, and makes an update;
     takes and computes nothing. rank: the first of its replicas."""

@@ -14,9 +14,9 @@ import torch
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.action import COMPUTE, parse_action
 from hybridpar.prediction.predict import predict
 from hybridpar.prediction.walk import StageMemory
+from hybridpar.schedules.action import COMPUTE, parse_action
 from hybridpar.validate import problems
 
 Changes = Mapping[str, Mapping[str, Any]]

@@ -26,13 +26,13 @@ from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
 from hybridpar.optim import divides_all
-from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes
-from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.ghost_state import StateFootprint, trace_state
 from hybridpar.prediction.walk import StageMemory, together, walk
-from hybridpar.state.parts import Parts
+from hybridpar.runtime.graphs import unsupported
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.schedule_table import PipelineShape, Schedule
+from hybridpar.state.residency.segments import Parts
 
 _MOST_BLOCKS = 2**11
 _MOST_TOKENS = 2**22
@@ -246,8 +246,9 @@ def batches_to_peak(job: JobPlan) -> int:
     return min(needed, job.config.train.num_steps)
 
 
-def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
-    """Sizes with only as many micro-batches as can change the peak: more would repeat these."""
+def _enough(schedule: Schedule, sizes: PipelineShape) -> PipelineShape:
+    """PipelineShape with only as many micro-batches as can change the peak: more would repeat
+    these."""
     if not schedule.repeats(sizes):
         return sizes
     least = sizes.num_ranks - 1 + (schedule.options.early_switch or 0)  # those on older weights

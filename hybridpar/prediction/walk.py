@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
-from hybridpar.pipeline.plan.send_window import min_send_window
-from hybridpar.pipeline.plan.shared import SharedTiers
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.graphs import num_places
 from hybridpar.prediction.footprint import Footprint
 from hybridpar.prediction.ghost_state import StateFootprint
+from hybridpar.runtime.graphs import num_places
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
+from hybridpar.schedules.passes.shared_items import SharedTiers
+from hybridpar.schedules.simulate.send_window import min_send_window
+from hybridpar.schedules.sizes import PipelineShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StageMemory:
 def walk(
     actions: Iterable[Action],
     footprints: Mapping[int, Sequence[Footprint]],
-    sizes: Sizes,
+    sizes: PipelineShape,
     state: StateFootprint | None = None,
     anew: Mapping[int, Sequence[Footprint]] | None = None,
     send_window: int = 0,
@@ -111,7 +111,7 @@ class _Walk:
     def __init__(
         self,
         footprints: Mapping[int, Sequence[Footprint]],
-        sizes: Sizes,
+        sizes: PipelineShape,
         state: StateFootprint,
         anew: Mapping[int, Sequence[Footprint]],
         send_window: int,
@@ -145,19 +145,19 @@ class _Walk:
     def follow(self, action: Action) -> None:
         """Follows an action."""
         kind = action.kind
-        row = ROWS[action.kind]
+        row = ACTION_SPECS[action.kind]
         parts = self._footprints[action.stage]
         if self._shared is not None:
             self._follow_shared(self._shared, action)
             if self._is_anew(self._shared, action):
                 parts = self._anew[action.stage]
         fp = parts[action.part] if kind in COMPUTE else parts[0 if row.flow > 0 else -1]
-        if row.met_by:
+        if row.matching_recv:
             if len(self._sends) == self._sends.maxlen:
                 self._sent -= self._sends[0]
             self._sends.append(self._waiting.pop(kind))
             self._sent += self._sends[-1]
-        elif row.side:
+        elif row.peer_offset:
             self._posted += fp.received if row.flow > 0 else fp.returned
         taken = self._take(action, fp) if row.receive else 0
         self._compare(action, fp, taken)
@@ -184,7 +184,7 @@ class _Walk:
         assert not fault, fault
         if action.kind is Kind.RELEASE:
             self._filled.discard(action.microbatch)
-        elif ROWS[action.kind].adds:
+        elif ACTION_SPECS[action.kind].adds:
             fp = self._footprints[action.stage][action.part]
             if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
                 self._filled.update(shared.added(action))
@@ -210,7 +210,7 @@ class _Walk:
 
     def _take(self, action: Action, fp: Footprint) -> int:
         """Takes the input of an action, and returns its bytes."""
-        forth = ROWS[action.kind].flow > 0
+        forth = ACTION_SPECS[action.kind].flow > 0
         there, own = self._beside(action, -1 if forth else 1)
         if own is not None:
             self._handed -= own.message if forth else fp.message

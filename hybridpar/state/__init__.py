@@ -3,10 +3,10 @@ which part."""
 
 from hybridpar.state.audit import Mismatch, audit_replicas, find_divergence, replicas_along
 from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.partition import Partition, Route
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.rank import RankState
-from hybridpar.state.reducer import GradientReducer
+from hybridpar.state.reduction.partition import Partition, Route
+from hybridpar.state.reduction.reducer import GradientReducer
 
 __all__ = [
     "GradientAccumulator",

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.parameters import StageParameters
-from hybridpar.state.partition import Partition
-from hybridpar.state.shares import FROZEN, Shares
+from hybridpar.state.reduction.partition import Partition
+from hybridpar.state.residency.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.residency.shares import FROZEN, Shares
 
 
 class FrozenWeights:

@@ -12,8 +12,8 @@ from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.matmul import add_
-from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 
 
 class GradientAccumulator:
@@ -32,9 +32,9 @@ class GradientAccumulator:
     reported. Backward must not build a graph itself (create_graph), and gradients must come from
     `backward`, not from torch.autograd.grad.
 
-    With `defers`, `bind` comes before every backward. Parts that are given to a `consumer` may wait:
-    those of the backward that follows `collect(key)` are added by `apply(key)`, in the same order,
-    to the same bits. Some parts are still added at once, but none
+    With `defers`, `bind` comes before every backward. Parts that are given to a `consumer` may
+    wait: those of the backward that follows `collect(key)` are added by `apply(key)`, in the same
+    order, to the same bits. Some parts are still added at once, but none
     of the parameters in `tied`, which are used in several places.
 
 
@@ -143,8 +143,8 @@ class GradientAccumulator:
         return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
-        """Makes the parts that consumers take in the next backward through the bound leaves wait for
-        `apply`."""
+        """Makes the parts that consumers take in the next backward through the bound leaves wait
+        for `apply`."""
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}

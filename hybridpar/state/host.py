@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hybridpar.cpu import numa_node, zeros
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.state.chunks import Buffer, Chunk, Memory
+from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 from hybridpar.state.weights import WeightStore
 
 

@@ -10,12 +10,12 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from hybridpar.optim import GroupedOptimizer, ParameterSlot
-from hybridpar.state.chunks import Buffer, Memory, Use
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates
-from hybridpar.state.outer import OuterStep
-from hybridpar.state.shares import Shares
+from hybridpar.state.reduction.outer import OuterStep
+from hybridpar.state.residency.chunks import Buffer, Memory, Use
+from hybridpar.state.residency.shares import Shares
 from hybridpar.state.weights import WeightStore, copy_all
 
 

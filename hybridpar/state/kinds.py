@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from hybridpar.optim import ParameterSlot
-from hybridpar.state.chunks import Buffer, Use
 from hybridpar.state.kind import BufferKind, RoomKind, StateKind, Stored, Under
+from hybridpar.state.residency.chunks import Buffer, Use
 from hybridpar.state.weights import copy_all
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.nn.placement import Placement, named_placements
-from hybridpar.state.chunks import block_of
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.uses import layout_run
+from hybridpar.state.residency.chunks import block_of
+from hybridpar.state.residency.uses import layout_run
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

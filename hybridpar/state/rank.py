@@ -24,20 +24,20 @@ from hybridpar.nn.placement import ParallelModule
 from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
-from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.compression import Compression
 from hybridpar.state.fp8 import fp8_parameters
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
-from hybridpar.state.outer import OuterStep, Wait, wait_here
 from hybridpar.state.parameters import StageParameters, move_buffers
-from hybridpar.state.partition import Partition, frozen_routes, make_routes
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.reducer import GradientReducer
-from hybridpar.state.shares import Shares, room
-from hybridpar.state.squares import Squares
-from hybridpar.state.uses import uses_of
+from hybridpar.state.reduction.outer import OuterStep, Wait, wait_here
+from hybridpar.state.reduction.partition import Partition, frozen_routes, make_routes
+from hybridpar.state.reduction.reducer import GradientReducer
+from hybridpar.state.reduction.squares import Squares
+from hybridpar.state.residency.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.residency.shares import Shares, room
+from hybridpar.state.residency.uses import uses_of
 from hybridpar.state.weights import WeightStore
 
 

@@ -31,12 +31,12 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import EMPTY, WHOLE, Buffer, Memory, Use, cut
 from hybridpar.state.fp8 import Fp8Weights
 from hybridpar.state.frozen import FrozenWeights
 from hybridpar.state.parameters import StageParameters
-from hybridpar.state.partition import Partition
-from hybridpar.state.shares import Shares
+from hybridpar.state.reduction.partition import Partition
+from hybridpar.state.residency.chunks import EMPTY, WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.residency.shares import Shares
 
 Update = Callable[[Weights], None]
 
@@ -433,7 +433,7 @@ def copy_all(
         tensor = tensors[name]
         if tensor.shape != target.shape:
             raise CheckpointError(
-                f"{what}: {name} has shape {tuple(tensor.shape)}, this model needs "
+                f"{what}: {name} has shape {tuple(tensor.shape)}, but this model requires "
                 f"{tuple(target.shape)}"
             )
         with memory.writing(target):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import first_line
-from hybridpar.train.step_result import StepResult
+from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.stop import STOP, StopFlag
 
 _MOST_FRAMES = 4

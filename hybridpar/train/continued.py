@@ -25,7 +25,7 @@ from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.optim import learning_rate
 from hybridpar.train import folder as run_folder
-from hybridpar.train.metrics import read_metrics
+from hybridpar.train.reporting.run_metrics import read_metrics
 
 
 def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]:

@@ -18,33 +18,33 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
-from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
-from hybridpar.pipeline.plan.parts import Division
-from hybridpar.pipeline.plan.passes import forward_actions, lower
-from hybridpar.pipeline.plan.schedules import drained
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run import graphs
-from hybridpar.pipeline.run.executor import Executor
-from hybridpar.pipeline.run.graphs import MicroBatchGraphs
-from hybridpar.pipeline.run.lane import Lane
-from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
-from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stash import Stash
+from hybridpar.runtime import graphs
+from hybridpar.runtime.activation_offloader import ActivationOffloader
+from hybridpar.runtime.executor import Executor
+from hybridpar.runtime.graphs import MicroBatchGraphs
+from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
+from hybridpar.runtime.stage import Stage
+from hybridpar.runtime.stage_transport import StageTransport
+from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
+from hybridpar.schedules.passes.lowering import forward_actions, lower
+from hybridpar.schedules.passes.segments import Division
+from hybridpar.schedules.schedule_table import drained
+from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.state import RankState, StatePolicy
-from hybridpar.state.device_tier import state_memory
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
-from hybridpar.state.parts import Parts
-from hybridpar.state.shares import WholeChunks
-from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
-from hybridpar.state.touches import Touches
-from hybridpar.train.batch_actions import BatchActions
-from hybridpar.train.batch_results import OnGradients, OnStep, TrainCall
-from hybridpar.train.offload_room import reserved_bytes
-from hybridpar.train.policy import BatchPolicy
+from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.state.residency.device_tier import state_memory
+from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.shares import WholeChunks
+from hybridpar.state.residency.tiered import ItemMemory, TieredMemory, slow_folder
+from hybridpar.train.batches.batch_actions import BatchActions
+from hybridpar.train.batches.batch_policy import BatchPolicy
+from hybridpar.train.batches.batch_results import OnGradients, OnStep, TrainCall
+from hybridpar.train.batches.source import LoaderSource
+from hybridpar.train.batches.step_result import StepResult
+from hybridpar.train.forecasts.offload_room import reserved_bytes
 from hybridpar.train.replicas import SharedChunks
-from hybridpar.train.source import LoaderSource
-from hybridpar.train.step_result import StepResult
 from hybridpar.train.tiers import RankTiers
 
 __all__ = ["Engine", "Residency", "StepResult"]
@@ -70,7 +70,7 @@ class Residency:
 
     memory: ItemMemory | WholeChunks | None = None
     host_work: HostWork | None = None
-    stash: Stash | None = None
+    stash: ActivationOffloader | None = None
 
 
 AS_CONFIGURED = Residency()
@@ -148,7 +148,7 @@ class Engine:
         self.executor = Executor(
             stages,
             self.state.weights,
-            Lane.of(job, grid, states.dtype, device),
+            StageTransport.of(job, grid, states.dtype, device),
             self.sizes,
             tiers=self.replicas or self.tiers,
             stash=self._build_stash(residency),
@@ -159,15 +159,17 @@ class Engine:
         )
         self.data_start = DataStart()
 
-    def _build_stash(self, residency: Residency) -> Stash | None:
+    def _build_stash(self, residency: Residency) -> ActivationOffloader | None:
         """Build the store of this rank's activations that leave; None if none do."""
         if not self.job.num_away(self.grid.pp.rank):
             return None
         if residency.stash is not None:
             return residency.stash
         if in_host_memory(self.device):
-            return Stash(HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank)))
-        return Stash(FileTier(slow_folder(self.config)))
+            return ActivationOffloader(
+                HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank))
+            )
+        return ActivationOffloader(FileTier(slow_folder(self.config)))
 
     @property
     def batches_done(self) -> int:
@@ -353,17 +355,17 @@ def build_touches(
     memory: ItemMemory | WholeChunks | None,
     state: RankState,
     parts: Parts,
-    sizes: Sizes,
+    sizes: PipelineShape,
     division: Division,
-) -> Touches | None:
+) -> AccessMap | None:
     """Build the map from actions to the state that they touch; None if state does not move."""
     if not isinstance(memory, ItemMemory):
         return None
-    return Touches(memory, state, parts, sizes, norms=division.norms)
+    return AccessMap(memory, state, parts, sizes, norms=division.norms)
 
 
 def build_tiers(
-    memory: ItemMemory | WholeChunks | None, touches: Touches | None
+    memory: ItemMemory | WholeChunks | None, touches: AccessMap | None
 ) -> RankTiers | None:
     """Build the tiers of the state; None if all of it is always resident."""
     if touches is None or not isinstance(memory, TieredMemory):

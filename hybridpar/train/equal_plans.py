@@ -14,9 +14,9 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config, ModelSpec, to_mapping
 from hybridpar.data import Data
 from hybridpar.errors import DataError, HybridparError, config_error
-from hybridpar.pipeline.plan.action import Action
+from hybridpar.schedules.action import Action
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import SetupError
+from hybridpar.train.faults.errors import SetupError
 from hybridpar.train.launch import Job
 
 _BATCHES = 4

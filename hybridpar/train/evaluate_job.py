@@ -17,18 +17,18 @@ from hybridpar.flight import FAILED, LOST, Flight
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.train import folder as run_folder
-from hybridpar.train import watchdog
+from hybridpar.train.autotuning.autotune import settle
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import (
     require_equal_data,
     require_equal_settings,
     require_equal_start,
 )
-from hybridpar.train.errors import LostContactError, describe_failure
 from hybridpar.train.evaluation import Evaluator, as_told
+from hybridpar.train.faults import watchdog
+from hybridpar.train.faults.errors import LostContactError, describe_failure
+from hybridpar.train.job import open_job_data, with_kept_batch
 from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
-from hybridpar.train.loop import open_job_data, with_kept_batch
-from hybridpar.train.settle import settle
 from hybridpar.validate import resolve
 
 

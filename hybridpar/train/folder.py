@@ -56,9 +56,9 @@ from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_err
 from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.job import JobPlan
+from hybridpar.train.faults.watchdog import ORPHAN_S, record_name
 from hybridpar.train.launch import Job
-from hybridpar.train.metrics import last_step
-from hybridpar.train.watchdog import ORPHAN_S, record_name
+from hybridpar.train.reporting.run_metrics import last_step
 from hybridpar.validate import problems
 
 CONFIG = "config.toml"

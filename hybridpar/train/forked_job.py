@@ -15,7 +15,7 @@ import torch
 from hybridpar.config import Config, Launch
 from hybridpar.errors import ConfigError, HybridparError, Problem, config_error, shown
 from hybridpar.scratch import scratch_folder
-from hybridpar.train.errors import GRACE_S, LostContactError, RankError
+from hybridpar.train.faults.errors import GRACE_S, LostContactError, RankError
 from hybridpar.train.faults.forked import supervise_forks
 
 Action = Callable[[Config, Launch], Any]

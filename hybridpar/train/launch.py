@@ -34,7 +34,7 @@ from hybridpar.cores import available_cores
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import NO_FLIGHT, RENDEZVOUS, Flight, Waiting
 from hybridpar.reading import parse_json
-from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
+from hybridpar.train.faults.errors import TO_CONNECT, LostContactError, RankError
 
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridpar.comm import Works
-from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.check import PlanError
-from hybridpar.pipeline.plan.residency import Mode
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.plan.shared import SharedTiers, Sums
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.passes.residency import Mode
+from hybridpar.schedules.passes.shared_items import SharedTiers, Sums
+from hybridpar.schedules.proof.check import PlanError
+from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
-from hybridpar.state.parts import Parts
-from hybridpar.state.shared_touches import SharedTouches
-from hybridpar.state.shares import FROZEN, WholeChunks
+from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.shared_access import SharedTouches
+from hybridpar.state.residency.shares import FROZEN, WholeChunks
 from hybridpar.train.tiers import RankTiers
 
 
@@ -39,7 +39,7 @@ class SharedChunks:
         memory: WholeChunks,
         state: RankState,
         parts: Parts,
-        sizes: Sizes,
+        sizes: PipelineShape,
         tiers: RankTiers | None = None,
     ):
         self._state = state

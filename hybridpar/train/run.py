@@ -33,17 +33,17 @@ from hybridpar.prediction import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.errors import CallbackError
 from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
-from hybridpar.train.history import History
-from hybridpar.train.links import LinkWatch
-from hybridpar.train.metrics import BatchClock, evaluation_at
-from hybridpar.train.progress import Reporter
-from hybridpar.train.report import RunReport, is_evaluated
-from hybridpar.train.rollback import AnomalyHandler
+from hybridpar.train.faults.errors import CallbackError
+from hybridpar.train.faults.links import LinkWatch
+from hybridpar.train.faults.rollback import AnomalyHandler
+from hybridpar.train.faults.watchdog import SAVING
+from hybridpar.train.reporting.history import History
+from hybridpar.train.reporting.progress import Reporter
+from hybridpar.train.reporting.run_metrics import BatchClock, evaluation_at
+from hybridpar.train.reporting.run_report import RunReport, is_evaluated
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals
-from hybridpar.train.watchdog import SAVING
 
 if TYPE_CHECKING:
     from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hybridpar.checkpoint import Saver
 from hybridpar.errors import CheckpointError, NotFiniteError
-from hybridpar.train.errors import SaveError
+from hybridpar.train.faults.errors import SaveError
 
 _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
 """Pauses between the tries of a save that must succeed."""

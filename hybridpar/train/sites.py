@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from math import isfinite
 
-from hybridpar.state.outer import OuterStep
-from hybridpar.train.step_result import SiteNews, StepResult
+from hybridpar.state.reduction.outer import OuterStep
+from hybridpar.train.batches.step_result import SiteNews, StepResult
 
 
 class SiteTalk:

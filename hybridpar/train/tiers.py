@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.check import PlanError
-from hybridpar.pipeline.plan.residency import FastTier, Mode, add_residency
-from hybridpar.state.tiered import TieredMemory
-from hybridpar.state.touches import Touches
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.passes.residency import FastTier, Mode, add_residency
+from hybridpar.schedules.proof.check import PlanError
+from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.state.residency.tiered import TieredMemory
 
 
 class RankTiers:
     """The tiers of a rank's state, along its plan. Raises: ConfigError, where the budget is too
     small for any plan."""
 
-    def __init__(self, memory: TieredMemory, touches: Touches):
+    def __init__(self, memory: TieredMemory, touches: AccessMap):
         self.memory = memory
         self._tiers = memory.tiers
         self.touches = touches

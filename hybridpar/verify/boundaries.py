@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.run.codecs import Codecs, through
+from hybridpar.runtime.codecs import Codecs, through
 from hybridpar.state.compression.codec import Codec
 
 

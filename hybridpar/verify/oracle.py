@@ -82,8 +82,8 @@ class Oracle:
     def __post_init__(self) -> None:
         model = self.config.model
         axis = Axis("tp")
-        # blocks are built separately: a tied weight is then several tensors that start equal and must
-        # stay so
+        # blocks are built separately: a tied weight is then several tensors that start equal and
+        # must stay so
         self.blocks: dict[int, nn.Module] = {}
         for number in range(model.num_blocks):
             self.blocks |= build_blocks(

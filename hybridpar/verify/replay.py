@@ -36,14 +36,14 @@ from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.state.chunks import block_of
+from hybridpar.state.residency.chunks import block_of
 from hybridpar.train import folder as run_folder
-from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.bundle import Bundle, content_hash, read_bundle
 from hybridpar.train.continued import settings_of
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.metrics import stream_metrics
-from hybridpar.train.policy import BatchPolicy
+from hybridpar.train.faults.anomalies import DIVERGENCE, RecordedAnomalies
+from hybridpar.train.reporting.run_metrics import stream_metrics
 from hybridpar.validate import resolve
 from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.staged import StagedPolicy, staged_engine
@@ -249,7 +249,7 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
         evaluates=config.train.eval_interval > 0,
     )
     _check_data(bundle, data)
-    judge = KnownJudge(bundle.skipped)
+    judge = RecordedAnomalies(bundle.skipped)
     job = JobPlan(config)
     original = JobPlan(bundle.config)
     staged = None

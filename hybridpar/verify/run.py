@@ -27,10 +27,10 @@ from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.nn.placement import Placement
-from hybridpar.pipeline.plan.action import Action
+from hybridpar.schedules.action import Action
 from hybridpar.scratch import scratch_folder
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.policy import BatchPolicy
 from hybridpar.verify.causes import likely_causes
 from hybridpar.verify.oracle import GRADIENT_FLOOR, TOLERANCE, Oracle, OracleStep
 from hybridpar.verify.sites import SiteOracles

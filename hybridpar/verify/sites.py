@@ -1,7 +1,7 @@
 """The reference training for several sites: an oracle for each, and the outer step written out; in
 one process.
 
-It shares no code with hybridpar.state.outer or its timeline.
+It shares no code with hybridpar.state.reduction.outer or its timeline.
 """
 
 from __future__ import annotations

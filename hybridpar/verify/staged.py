@@ -21,17 +21,18 @@ from torch import nn
 
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.action import Action
-from hybridpar.train.anomalies import Judge
+from hybridpar.schedules.action import Action
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine
-from hybridpar.train.policy import BatchPolicy
+from hybridpar.train.faults.anomalies import AnomalyDetector
 from hybridpar.train.run import mark_intervals
 
 
 class StagedPolicy(BatchPolicy):
-    """The decisions of the run `original`, for training with `job`, which is the same on one process."""
+    """The decisions of the run `original`, for training with `job`, which is the same on one
+    process."""
 
-    def __init__(self, job: JobPlan, original: JobPlan, judge: Judge):
+    def __init__(self, job: JobPlan, original: JobPlan, judge: AnomalyDetector):
         super().__init__(job, judge, original=original)
         self._marks = mark_intervals(original.config)
         self._start = 0

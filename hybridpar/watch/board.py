@@ -18,9 +18,9 @@ from hybridpar.config import Config, read_run_config, unloaded_code
 from hybridpar.config.row_names import metrics_in, valid_name, valid_numbers_in
 from hybridpar.errors import ConfigError, HybridparError, config_error, printable, shown
 from hybridpar.reading import names_in, read_limited, reason, runs_in, runs_near
-from hybridpar.train.costs import read_costs
 from hybridpar.train.folder import CHANGES, CONFIG, COSTS, FAILURES, FLIGHT, METRICS, NOTES
-from hybridpar.train.metrics import MOST_CURVES
+from hybridpar.train.reporting.costs_file import read_costs
+from hybridpar.train.reporting.run_metrics import MOST_CURVES
 from hybridpar.validate import resolve, value_problems
 from hybridpar.watch.tail import GREATEST, Curve, Tail
 

@@ -32,10 +32,15 @@ from benchmarks.paper_systems import (
     throughput,
 )
 from hybridpar.models.cost import forward_flops_per_token
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Sizes, find_schedule
-from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.planner.kernels import MEGATRON_2020, BlockTime, activation_bytes, block_times
+from hybridpar.planner.machines.kernel_times import (
+    MEGATRON_2020,
+    BlockTime,
+    activation_bytes,
+    block_times,
+)
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_table import PipelineShape, find_schedule
+from hybridpar.schedules.simulate.simulator import simulate
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def test_on_one_server_the_plain_simulator_says_the_same(system: str, schedule: 
     num_batches = 4 if schedule == "2bw" else 1
     plan = make_plan(
         replace(find_schedule(schedule).with_options(clip=system != "2bw"), receive_ahead=0),
-        Sizes(setting.depth, m),
+        PipelineShape(setting.depth, m),
         0,
         num_batches,
     )

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper_planner import memory_bytes, plan, ranked
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
-from hybridpar.planner.hardware import DEVICES, LINKS, Cluster
+from hybridpar.planner.machines.hardware import DEVICES, LINKS, Cluster
 
 SIZES = {"355m": (24, 1024, 16), "2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}
 

@@ -22,7 +22,7 @@ from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
-from hybridpar.pipeline.run.stage import Stage
+from hybridpar.runtime.stage import Stage
 from hybridpar.train.engine import Engine
 
 OURS = {

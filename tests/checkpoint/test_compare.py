@@ -29,8 +29,8 @@ from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
-from hybridpar.pipeline.run.stage import Stage
-from hybridpar.train.loop import train
+from hybridpar.runtime.stage import Stage
+from hybridpar.train.job import train
 
 pytest.importorskip("transformers")
 

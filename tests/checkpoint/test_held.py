@@ -24,8 +24,8 @@ from hybridpar.checkpoint.folders import MOST_HELD, Hold, prune
 from hybridpar.checkpoint.huggingface import export_folder
 from hybridpar.config import CheckpointConfig, Config, Launch
 from hybridpar.errors import CheckpointError
-from hybridpar.train.generate import Generator
-from hybridpar.train.loop import train
+from hybridpar.train.inference.generate import Generator
+from hybridpar.train.job import train
 from hybridpar.verify.replay import replay
 
 KEEP_ONE = CheckpointConfig(keep=1)

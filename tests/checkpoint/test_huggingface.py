@@ -39,7 +39,7 @@ from hybridpar.cli import main
 from hybridpar.config import Launch, load_toml
 from hybridpar.errors import CheckpointError
 from hybridpar.train.engine import Engine
-from hybridpar.train.loop import train
+from hybridpar.train.job import train
 
 transformers = pytest.importorskip("transformers")
 

@@ -28,8 +28,8 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
-from hybridpar.train.generate import Generator, Sampling
-from hybridpar.train.loop import train
+from hybridpar.train.inference.generate import Generator, Sampling
+from hybridpar.train.job import train
 
 transformers = pytest.importorskip("transformers")
 

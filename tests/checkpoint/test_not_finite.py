@@ -26,8 +26,8 @@ from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.grid import Axis
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import StepResult
-from hybridpar.train.policy import BatchPolicy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CHUNK = 64

@@ -24,7 +24,7 @@ from hybridpar.config import (
     TrainConfig,
     from_mapping,
 )
-from hybridpar.pipeline.plan.schedules import SCHEDULES
+from hybridpar.schedules.schedule_table import SCHEDULES
 from hybridpar.train.engine import StepResult
 
 MODEL = ModelConfig(

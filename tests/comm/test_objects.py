@@ -16,9 +16,9 @@ from hybridpar.comm import gather_objects
 from hybridpar.comm.objects import from_bytes, to_bytes
 from hybridpar.config import Config, PipelineConfig
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.simulate.costs import Costs
 
 OBJECTS: list[Any] = [
     None,

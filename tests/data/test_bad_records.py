@@ -18,7 +18,7 @@ from hybridpar.data.bad_records import NUM_NAMED, BadRecords
 from hybridpar.data.corpus import corpus_files, read_parts
 from hybridpar.data.prepared import BAD_RECORDS, open_prepared
 from hybridpar.errors import DataError
-from hybridpar.train.loop import train
+from hybridpar.train.job import train
 
 FINE = '{"text": "fine"}'
 LINES = [

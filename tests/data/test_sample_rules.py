@@ -15,7 +15,7 @@ from hybridpar import ModelConfig, Trainer
 from hybridpar.config import DataConfig, Launch
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.train.loop import train
+from hybridpar.train.job import train
 
 GPT = ModelConfig(seq_length=8, vocab_size=300)
 BERT = ModelConfig(kind="bert", seq_length=8, vocab_size=300)

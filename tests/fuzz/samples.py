@@ -7,8 +7,8 @@ import json
 from hybridpar.config import Config, from_mapping
 from hybridpar.memory_behaviour.events import Header, MemoryEvent, Span, What
 from hybridpar.memory_behaviour.trace_file import header_line, span_line
-from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
+from hybridpar.planner.measuring.links import Curve, MeasuredLink
+from hybridpar.planner.measuring.profile import BlockCost, Hardware, Profile, settings_of
 from hybridpar.prediction.work import KINDS
 
 TINY: Config = from_mapping(

@@ -17,16 +17,16 @@ from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.trace_file import read_trace
 from hybridpar.placement import make_workload, read_document, read_split
 from hybridpar.placement.piper import is_instance, make_instance
-from hybridpar.planner.cluster import read_cluster
-from hybridpar.planner.profile_file import read_profile, write_profile
-from hybridpar.train import trace
+from hybridpar.planner.machines.cluster import read_cluster
+from hybridpar.planner.measuring.profile_file import read_profile, write_profile
 from hybridpar.train.bundle import Bundle, read_bundle
 from hybridpar.train.continued import settings_of
-from hybridpar.train.costs import read_costs, run_costs, write_costs
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import find_run, measured
-from hybridpar.train.metrics import read_metrics
-from hybridpar.train.peak import read_peaks
+from hybridpar.train.reporting import trace
+from hybridpar.train.reporting.costs_file import read_costs, run_costs, write_costs
+from hybridpar.train.reporting.peak import read_peaks
+from hybridpar.train.reporting.run_metrics import read_metrics
 from hybridpar.validate import problems
 from hybridpar.watch import Board, page
 

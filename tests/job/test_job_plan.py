@@ -10,7 +10,7 @@ DERIVATIONS = (
     "recomputed_blocks",
     "schedule_of",
     "send_window",
-    "Sizes.of",
+    "PipelineShape.of",
     "StatePolicy.of",
     "Parts.of",
 )

@@ -18,7 +18,7 @@ from hybridpar.ops import registry
 from hybridpar.ops.dropout import dropout_torch
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.prediction.ghost import Tracker
-from hybridpar.train import kernel_options
+from hybridpar.train.autotuning import kernel_options
 
 
 def test_triton_runs_here():

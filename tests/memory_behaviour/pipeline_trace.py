@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from hybridpar.memory_behaviour.events import Header, MemoryEvent, Span, What
-from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.schedule_table import PipelineShape
 
 KIB = 2**10
 TAKES = {Kind.F: 0.010, Kind.B: 0.020, Kind.UPDATE: 0.005}
@@ -63,7 +63,7 @@ def trace(
 
     Weights and gradients have 4 units a layer, the optimizer's state 8.
     """
-    sizes = Sizes(ranks, 4)
+    sizes = PipelineShape(ranks, 4)
     write = _Writer()
     weights, gradients, moments = (
         write.make(n * unit * layers, "", name=name)

@@ -25,7 +25,7 @@ from hybridpar.memory_behaviour.analysis.arena import (
 from hybridpar.memory_behaviour.analysis.fragmentation import replay
 from hybridpar.memory_behaviour.events import Span, lives
 from hybridpar.memory_behaviour.recording.memory_trace import predict_trace
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.sizes import PipelineShape
 
 CONFIGS = Path(__file__).parents[2] / "scripts" / "configs"
 BLOCKS = st.lists(
@@ -122,12 +122,12 @@ def test_check_finds_faults(offsets: list[int], num_bytes: int, what: str) -> No
 RANKS = {
     "interleaved": Rank(),
     "interleaved recomputed": Rank(recompute=True),
-    "three chunks recomputed": Rank(rank=2, recompute=True, sizes=Sizes(4, 8, 3)),
+    "three chunks recomputed": Rank(rank=2, recompute=True, sizes=PipelineShape(4, 8, 3)),
     "interleaved zero bubble": Rank(split=True),
-    "1f1b": Rank("1f1b", Sizes(4, 8)),
-    "2bw": Rank("2bw", Sizes(4, 8), num_batches=4),
-    "gpipe": Rank("gpipe", Sizes(2, 6), rank=1),
-    "deep": Rank(recompute=True, num_layers=8, sizes=Sizes(4, 16, 2)),
+    "1f1b": Rank("1f1b", PipelineShape(4, 8)),
+    "2bw": Rank("2bw", PipelineShape(4, 8), num_batches=4),
+    "gpipe": Rank("gpipe", PipelineShape(2, 6), rank=1),
+    "deep": Rank(recompute=True, num_layers=8, sizes=PipelineShape(4, 16, 2)),
 }
 
 

@@ -15,7 +15,7 @@ from memory_behaviour.traces import Rank, random_spans
 from hybridpar.memory_behaviour.analysis import behaviour
 from hybridpar.memory_behaviour.analysis.behaviour import Distribution, analyse
 from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What, lives
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.sizes import PipelineShape
 
 M = What.MALLOC
 F = What.FREE
@@ -254,7 +254,7 @@ def test_percentiles_are_near(values: list[float], percent: int) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "2bw", "pipedream"])
 def test_steps_of_a_schedule_repeat(name: str) -> None:
     """Also where actions of several steps come by turns, and versions differ within a step."""
-    sizes = Sizes(4, 4, 2 if name == "interleaved" else 1)
+    sizes = PipelineShape(4, 4, 2 if name == "interleaved" else 1)
     found = analyse(Rank(name, sizes, num_batches=6).spans())
     assert found.num_steps == 6
     assert found.stable_from is not None

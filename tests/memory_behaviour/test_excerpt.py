@@ -8,10 +8,10 @@ from memory_behaviour.pipeline_trace import KIB, trace
 
 from hybridpar.memory_behaviour.analysis.excerpt import excerpt, levels, retimed, simulated_times
 from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What, lives
-from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.plan.simulate import simulate
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.simulator import simulate
 
 
 def events(spans: list[Span]) -> list[MemoryEvent]:
@@ -45,7 +45,7 @@ def test_an_excerpt_reads_no_further_than_it_must() -> None:
 
 def test_simulated_times_keep_the_order_and_what_happens_at_once() -> None:
     spans = trace(2, ranks=2, rank=1)
-    timeline = simulate(make_plan("1f1b", Sizes(2, 4), 0, 2), Costs(1, 2))
+    timeline = simulate(make_plan("1f1b", PipelineShape(2, 4), 0, 2), Costs(1, 2))
     moved = list(retimed(spans, simulated_times(timeline, 1)))
     assert [[e._replace(time=0) for e in span.events] for span in moved] == [
         [e._replace(time=0) for e in span.events] for span in spans

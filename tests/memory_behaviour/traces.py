@@ -9,11 +9,11 @@ from random import Random
 
 from hybridpar.memory_behaviour.events import MemoryEvent, Span, What
 from hybridpar.memory_behaviour.recording.recorder import Recorder
-from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import PER_BATCH, Kind
-from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.schedules import find_schedule
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import PER_BATCH, Kind
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.schedule_table import find_schedule
+from hybridpar.schedules.sizes import PipelineShape
 
 KEPT = {
     "norm": 16,
@@ -34,7 +34,7 @@ class Rank:
     their input alone."""
 
     schedule: str = "interleaved"
-    sizes: Sizes = field(default_factory=lambda: Sizes(4, 8, 2))
+    sizes: PipelineShape = field(default_factory=lambda: PipelineShape(4, 8, 2))
     rank: int = 0
     num_layers: int = 3
     unit: int = 70_000

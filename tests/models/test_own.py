@@ -19,7 +19,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token
-from hybridpar.models.own import Build, adopt
+from hybridpar.models.custom_blocks import Build, adopt
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
 from hybridpar.validate import problems

@@ -19,7 +19,7 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 from hybridpar.state.parameters import move_buffers
-from hybridpar.train.preview import stage_costs
+from hybridpar.train.forecasts.preview import stage_costs
 
 
 @dataclass(frozen=True)

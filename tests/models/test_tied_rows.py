@@ -17,7 +17,7 @@ from hybridpar import SequentialSpec, Trainer, checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
-from hybridpar.models.own import constructed
+from hybridpar.models.custom_blocks import constructed
 from hybridpar.nn.placement import named_placements
 
 WORDS = 12

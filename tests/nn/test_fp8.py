@@ -21,13 +21,13 @@ from hybridpar.models.build import build_blocks
 from hybridpar.nn import fp8
 from hybridpar.nn.fp8 import Fp8Weight
 from hybridpar.nn.placement import ParallelModule
-from hybridpar.pipeline.run.stage import Stage
 from hybridpar.prediction import measure, predict
+from hybridpar.runtime.stage import Stage
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import set_precision
-from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import resolve
 
 CPU = torch.device("cpu")
@@ -326,7 +326,7 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    """Sizes that are no multiples of 16; and modules of torch."""
+    """PipelineShape that are no multiples of 16; and modules of torch."""
     Engine(JobPlan(make()), ProcessGrid(), CPU)
     assert "train.fp8" not in caplog.text
     Engine(JobPlan(make(model={"hidden_size": 24})), ProcessGrid(), CPU)

@@ -26,10 +26,10 @@ from hybridpar.placement import (
 from hybridpar.placement import operator_graph as module
 from hybridpar.placement.operator_graph import operator_graph
 from hybridpar.placement.operators import Operator, block_operators
-from hybridpar.planner.cluster import count_parameters, estimate, machine_of
-from hybridpar.planner.hardware import Cluster, find_device, find_link
-from hybridpar.planner.machine import Machine
-from hybridpar.planner.split import best_split
+from hybridpar.planner.machines.cluster import count_parameters, estimate, machine_of
+from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.searching.split import best_split
 from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.prediction.work import KINDS
 from hybridpar.validate import problems

@@ -11,7 +11,7 @@ from planner import made
 from hybridpar.config import Config
 from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.placement.operators import INPUT, block_operators
-from hybridpar.planner.cluster import count_parameters
+from hybridpar.planner.machines.cluster import count_parameters
 from hybridpar.prediction.work import KINDS
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import load_toml
 from hybridpar.placement import make_workload, read_workload
-from hybridpar.planner.profile_file import write_profile
+from hybridpar.planner.measuring.profile_file import write_profile
 
 from .graphs import document
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridpar.planner import memory, remedies
+from hybridpar.planner.costs import candidate_memory as memory
+from hybridpar.planner.searching import remedies
 from hybridpar.prediction import Footprints
 
 

@@ -13,9 +13,9 @@ from hybridpar.config import (
     PipelineConfig,
     TrainConfig,
 )
-from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.planner.machine import Machine
-from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.links import Curve, MeasuredLink
+from hybridpar.planner.measuring.profile import BlockCost, Hardware, Profile, settings_of
 from hybridpar.prediction.work import KINDS
 
 MODEL = ModelConfig(num_layers=6, hidden_size=64, num_heads=4, seq_length=32, vocab_size=128)

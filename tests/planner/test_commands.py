@@ -12,9 +12,9 @@ from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml
-from hybridpar.planner import local_profile
-from hybridpar.planner.profile import settings_of
-from hybridpar.planner.profile_file import read_profile, write_profile
+from hybridpar.planner.measuring import local_profile
+from hybridpar.planner.measuring.profile import settings_of
+from hybridpar.planner.measuring.profile_file import read_profile, write_profile
 
 CLUSTER = (
     'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = '

@@ -26,16 +26,16 @@ from hybridpar.config import (
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks, recomputed_blocks
-from hybridpar.planner.candidates import Request
-from hybridpar.planner.cluster import estimate, measured_machine
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.fewer import least_work
-from hybridpar.planner.hardware import Cluster, find_device, find_link
-from hybridpar.planner.measure_machine import measure_machine
-from hybridpar.planner.memory import MemoryCheck
-from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
-from hybridpar.planner.profile_file import read_profile, write_profile
-from hybridpar.planner.search import search
+from hybridpar.planner.costs.candidate_memory import MemoryCheck
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import estimate, measured_machine
+from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
+from hybridpar.planner.measuring.measure_machine import measure_machine
+from hybridpar.planner.measuring.profile import BlockCost, Hardware, Profile, settings_of
+from hybridpar.planner.measuring.profile_file import read_profile, write_profile
+from hybridpar.planner.searching.candidates import Request
+from hybridpar.planner.searching.scale_down import least_work
+from hybridpar.planner.searching.search import search
 from hybridpar.prediction import Footprints, predict
 from hybridpar.prediction.work import BlockWork, block_kinds, block_work
 

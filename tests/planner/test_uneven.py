@@ -13,16 +13,16 @@ from planner import made
 
 from hybridpar.config import Config, ParallelConfig, TrainConfig
 from hybridpar.errors import ConfigError
-from hybridpar.planner import report
-from hybridpar.planner.candidates import Candidate, Request, balanced
-from hybridpar.planner.cluster import estimate, estimated, machine_of, read_cluster
-from hybridpar.planner.cost import StepCost
-from hybridpar.planner.fewer import as_fast_on_fewer, least_work
-from hybridpar.planner.hardware import Cluster, Link, find_device, find_link
-from hybridpar.planner.links import MeasuredLink
-from hybridpar.planner.machine import Machine
-from hybridpar.planner.search import search
-from hybridpar.planner.stragglers import spread
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.cluster import estimate, estimated, machine_of, read_cluster
+from hybridpar.planner.machines.hardware import Cluster, Link, find_device, find_link
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.machines.stragglers import spread
+from hybridpar.planner.measuring.links import MeasuredLink
+from hybridpar.planner.searching import plan_report as report
+from hybridpar.planner.searching.candidates import Candidate, Request, balanced
+from hybridpar.planner.searching.scale_down import as_fast_on_fewer, least_work
+from hybridpar.planner.searching.search import search
 
 CLUSTER = """
 servers = 1

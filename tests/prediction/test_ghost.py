@@ -16,10 +16,10 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.ops.dropout import dropout
-from hybridpar.pipeline.run.stage import Stage
 from hybridpar.prediction import Usage, measure
 from hybridpar.prediction.ghost import Ghost, Tracker
 from hybridpar.random import RandomKey
+from hybridpar.runtime.stage import Stage
 from hybridpar.state import RankState, StatePolicy
 
 CPU = torch.device("cpu")

@@ -26,14 +26,14 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
-from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
-from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.predict import default_device
 from hybridpar.prediction.walk import walk
-from hybridpar.state.tiered import TieredMemory
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape
+from hybridpar.schedules.simulate.send_window import min_send_window
+from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
@@ -86,7 +86,9 @@ NOTHING = Footprint(
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: [footprint]}, Sizes(p, m))
+    return walk(
+        lower(schedule, PipelineShape(p, m), stage, 0, 6), {stage: [footprint]}, PipelineShape(p, m)
+    )
 
 
 @pytest.mark.thorough(keep=6)
@@ -97,7 +99,9 @@ def test_activations_are_those_in_flight(schedule: str, p: int, m: int) -> None:
         found = walked(
             schedule, p, m, stage, replace(NOTHING, kept=10, first_backward=1, backward=1)
         )
-        assert found.in_flight == SCHEDULES[schedule].max_live_activations(Sizes(p, m), stage)
+        assert found.in_flight == SCHEDULES[schedule].max_live_activations(
+            PipelineShape(p, m), stage
+        )
         assert (found.activations, found.transient) == (10 * found.in_flight, 1)
         assert found.during.startswith("B")
 
@@ -115,11 +119,11 @@ def test_each_action_counts_on_top_of_what_is_there(schedule: str) -> None:
     assert forward.during.startswith("F")
     assert forward.total == 7 + 1000 + 10 * forward.in_flight
     # the micro-batch that runs forward is not among those that keep anything yet
-    assert forward.in_flight == SCHEDULES[schedule].max_live_activations(Sizes(4, 4), 1) - 1
+    assert forward.in_flight == SCHEDULES[schedule].max_live_activations(PipelineShape(4, 4), 1) - 1
 
 
 def sent(part: int, whole: int) -> dict[str, int]:
-    """Sizes of messages of which a rank sends `part`."""
+    """PipelineShape of messages of which a rank sends `part`."""
     return {
         "input": whole,
         "message": whole,

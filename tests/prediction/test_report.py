@@ -13,7 +13,7 @@ from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml, to_toml
 from hybridpar.job import JobPlan
 from hybridpar.prediction import Comparison, predict, table
-from hybridpar.train import loop
+from hybridpar.train import job as loop
 from hybridpar.validate import resolve
 
 MODEL = {"hidden_size": 128, "num_heads": 4, "seq_length": 64}

@@ -23,8 +23,8 @@ from hybridpar.ops import quantize
 from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
 from hybridpar.state.compression.methods.powersgd import orthonormal
-from hybridpar.train.policy import BatchPolicy
-from hybridpar.train.step_result import StepResult
+from hybridpar.train.batches.batch_policy import BatchPolicy
+from hybridpar.train.batches.step_result import StepResult
 
 DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradients_smallest": 100}
 BF16 = {"gradients": "bf16", "gradients_smallest": 100}

@@ -14,7 +14,7 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
-from hybridpar.planner.bench import Unit
+from hybridpar.planner.measuring.bench import Unit
 from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.train.engine import Engine
 

@@ -26,9 +26,9 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement, split_ranges
 from hybridpar.state import Partition, Route, find_divergence
-from hybridpar.state.chunks import Memory
 from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.residency.chunks import Memory
 
 Factors = list[tuple[Tensor, Tensor]]
 Estimate = tuple[Tensor, Tensor, Tensor]

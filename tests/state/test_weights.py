@@ -18,12 +18,12 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
-from hybridpar.pipeline.run.stage import Stage
 from hybridpar.prediction import measure
-from hybridpar.state.chunks import Memory
+from hybridpar.runtime.stage import Stage
 from hybridpar.state.parameters import StageParameters
-from hybridpar.state.partition import Partition, Route
-from hybridpar.state.uses import uses_of
+from hybridpar.state.reduction.partition import Partition, Route
+from hybridpar.state.residency.chunks import Memory
+from hybridpar.state.residency.uses import uses_of
 from hybridpar.state.weights import WeightStore
 from hybridpar.train.engine import Engine
 

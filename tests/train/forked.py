@@ -22,7 +22,7 @@ import torch.distributed.run
 from train.runs import LONG_S
 
 import hybridpar.train.faults.supervisor
-import hybridpar.train.loop  # noqa: F401  # here once, else in every rank
+import hybridpar.train.job  # noqa: F401  # here once, else in every rank
 from hybridpar.cli import main
 from hybridpar.train.faults.inject import Fault, Injector
 

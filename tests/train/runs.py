@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from hybridpar.config import Config, Launch, from_mapping, load_toml
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.plan.action import Action
+from hybridpar.schedules.action import Action
+from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.launch import Job
-from hybridpar.train.policy import BatchPolicy
 
 with suppress(ImportError):
     import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job

@@ -18,7 +18,7 @@ from hybridpar.checkpoint import read_manifest
 from hybridpar.config import Config, Launch, from_mapping, load_toml
 from hybridpar.data import Blend, DataStart
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.train import loop
+from hybridpar.train import job as loop
 from hybridpar.verify.replay import replay
 
 ALONE = Launch(0, 0, 1, 1)

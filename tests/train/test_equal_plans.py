@@ -25,7 +25,7 @@ from hybridpar.train.equal_plans import (
     require_equal_plans,
     require_equal_settings,
 )
-from hybridpar.train.errors import SetupError
+from hybridpar.train.faults.errors import SetupError
 from hybridpar.train.launch import Job
 
 

@@ -21,7 +21,7 @@ from hybridpar import flight
 from hybridpar.cli import main
 from hybridpar.errors import CheckpointError
 from hybridpar.train import saves
-from hybridpar.train.errors import SaveError
+from hybridpar.train.faults.errors import SaveError
 from hybridpar.train.folder import flight_path
 from hybridpar.train.saves import Saves
 

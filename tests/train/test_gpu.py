@@ -67,7 +67,7 @@ OVERFLOWS: Sections = {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**
 
 
 def make(grid: dict[str, int], sections: Sections) -> Config:
-    """Sizes that divide by nothing, dropout on; a batch is the same samples on every grid."""
+    """PipelineShape that divide by nothing, dropout on; a batch is the same samples on every grid."""
     dp = grid.get("dp", 1)
     return from_mapping(
         {

@@ -29,13 +29,13 @@ from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
 from hybridpar.models.cost import training_flops_per_token
-from hybridpar.pipeline.plan.action import Kind
-from hybridpar.pipeline.run.recording import HostClock, Recording
 from hybridpar.prediction import predict
-from hybridpar.state.chunks import Chunk, Memory
+from hybridpar.runtime.recording import HostClock, Recording
+from hybridpar.schedules.action import Kind
 from hybridpar.state.host import HostMemory, HostUpdates, HostWork
+from hybridpar.state.residency.chunks import Chunk, Memory
 from hybridpar.train.engine import Engine, Residency
-from hybridpar.train.host_forecast import Speeds, forecast_host
+from hybridpar.train.forecasts.host_forecast import Speeds, forecast_host
 from hybridpar.validate import resolve
 
 

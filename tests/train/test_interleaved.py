@@ -19,11 +19,11 @@ from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.train.costs import read_costs
+from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.train.engine import StepResult
-from hybridpar.train.generate import Generator, Sampling
-from hybridpar.train.preview import costs_of_run, preview
+from hybridpar.train.forecasts.preview import costs_of_run, preview
+from hybridpar.train.inference.generate import Generator, Sampling
+from hybridpar.train.reporting.costs_file import read_costs
 from hybridpar.validate import problems
 from hybridpar.verify.run import verify
 
@@ -162,7 +162,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     )
     folder = tmp_path / "runs" / "run"
     costs = read_costs(folder / "costs.json")
-    assert (costs.sizes, costs.ordering.schedule) == (Sizes(2, 3, 2), "interleaved")
+    assert (costs.sizes, costs.ordering.schedule) == (PipelineShape(2, 3, 2), "interleaved")
     assert [
         len(of_stages)
         for of_stages in (costs.measured.costs.forward, costs.measured.costs.backward)

@@ -15,8 +15,8 @@ from train.runs import LONG_S, metrics, run_job, steps, write_config
 
 from hybridpar import flight
 from hybridpar.train import stop
-from hybridpar.train.costs import read_costs
 from hybridpar.train.folder import flight_path
+from hybridpar.train.reporting.costs_file import read_costs
 
 pytestmark = pytest.mark.ranks
 LONG = (

@@ -29,7 +29,7 @@ from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.faults.errors import LostContactError, RankError
 from hybridpar.train.launch import (
     Job,
     _loopback_store,

@@ -20,10 +20,10 @@ from hybridpar.checkpoint.background import Task
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError, HybridparError
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
-from hybridpar.train import loop
-from hybridpar.train.errors import RankError
+from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, Schedule
+from hybridpar.train import job as loop
 from hybridpar.train.evaluation import Evaluator
+from hybridpar.train.faults.errors import RankError
 from hybridpar.train.folder import in_use, measured, require_shared, with_kept_batch
 from hybridpar.train.launch import Job
 from hybridpar.train.run import Run
@@ -164,7 +164,7 @@ def test_a_wrong_plan_is_refused_before_the_first_step(
     """A schedule that uses weights older than the two versions that it keeps."""
 
     def too_old(
-        schedule: Schedule, sizes: Sizes, stage: int, microbatch: int, first_batch: int
+        schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
     ) -> int:
         return max(microbatch // sizes.num_microbatches - 3, 0)
 

@@ -24,16 +24,16 @@ from hybridpar.config.rules import conflicts
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.run import slow_tier
-from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
-from hybridpar.pipeline.run.stash import STORAGES, Notes
 from hybridpar.prediction import measure, predict
+from hybridpar.runtime import slow_tier
+from hybridpar.runtime.activation_offloader import STORAGES, Notes
+from hybridpar.runtime.slow_tier import FileTier, HostTier
 from hybridpar.state.host import CopyTime, HostWork
-from hybridpar.state.store import DiskStore
+from hybridpar.state.residency.store import DiskStore
 from hybridpar.train import engine
+from hybridpar.train.autotuning.autotune import settle
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.offload_forecast import OffloadSpeeds, forecast_offload
-from hybridpar.train.settle import settle
+from hybridpar.train.forecasts.offload_forecast import OffloadSpeeds, forecast_offload
 
 CPU = torch.device("cpu")
 M = 6

@@ -22,23 +22,30 @@ from train.test_offload import CPU, M, make
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.action import parse_actions
-from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.pipeline.run import slow_tier
-from hybridpar.pipeline.run.slow_tier import HostTier
 from hybridpar.prediction import predict
+from hybridpar.runtime import slow_tier
+from hybridpar.runtime.slow_tier import HostTier
+from hybridpar.schedules.action import parse_actions
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.state.host import StreamWork
-from hybridpar.train import auto_offload, engine, offload_room, trial
-from hybridpar.train.auto_offload import find_numbers_for
+from hybridpar.train import engine
+from hybridpar.train.autotuning import auto_offload, trial
+from hybridpar.train.autotuning.auto_offload import find_numbers_for
+from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.trial import Moves, Trial
 from hybridpar.train.engine import Engine
-from hybridpar.train.errors import SetupError
-from hybridpar.train.offload_room import OffloadRoom, most_places, reserved_bytes, with_away
-from hybridpar.train.settle import settle
-from hybridpar.train.trial import Moves, Trial
+from hybridpar.train.faults.errors import SetupError
+from hybridpar.train.forecasts import offload_room
+from hybridpar.train.forecasts.offload_room import (
+    OffloadRoom,
+    most_places,
+    reserved_bytes,
+    with_away,
+)
 
 MIB = 1 << 20
 CUDA = torch.device("cuda")
@@ -151,7 +158,7 @@ def test_as_many_as_a_modelled_link_lets_go(
         factor = slower if away else 1.0
         costs = Costs(factor * forward, factor * 2 * forward, offload=seconds, reload=seconds)
         return simulate(
-            make_plan(ScheduleOptions("gpipe", offload=away), Sizes(1, M), 0, 12), costs
+            make_plan(ScheduleOptions("gpipe", offload=away), PipelineShape(1, M), 0, 12), costs
         ).step_time(M)
 
     expected = max(number for number in range(M - 1) if step(number) <= 1.02 * step(0))
@@ -228,7 +235,7 @@ def test_places_at_once() -> None:
     )
     assert most_places(actions) == 2
     for away in range(7):
-        plan = make_plan(ScheduleOptions("gpipe", offload=away), Sizes(1, 8), 0, 2)[0]
+        plan = make_plan(ScheduleOptions("gpipe", offload=away), PipelineShape(1, 8), 0, 2)[0]
         assert away <= most_places(plan) <= away + 2
         assert (most_places(plan) == 0) == (away == 0)
 

@@ -13,10 +13,10 @@ from train.test_gpu import make, trained
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.run.slow_tier import HostTier
+from hybridpar.runtime.slow_tier import HostTier
+from hybridpar.train.autotuning.autotune import settle
 from hybridpar.train.engine import Engine
-from hybridpar.train.offload_room import reserved_bytes, with_away
-from hybridpar.train.settle import settle
+from hybridpar.train.forecasts.offload_room import reserved_bytes, with_away
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,17 +21,17 @@ from hybridpar.errors import DataError
 from hybridpar.flight import Record
 from hybridpar.grid import Axis
 from hybridpar.job import JobPlan
-from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.run.recording import Event, Recording
-from hybridpar.train import peak as peak_module
-from hybridpar.train.errors import LostContactError, RankError, describe_failure
-from hybridpar.train.log import RunLog
-from hybridpar.train.metrics import BatchClock, read_metrics
-from hybridpar.train.peak import peak_flops
-from hybridpar.train.plot import plot_loss, smooth
-from hybridpar.train.preview import stage_costs
-from hybridpar.train.progress import PlainReporter, Reporter
-from hybridpar.train.trace import (
+from hybridpar.runtime.recording import Event, Recording
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.train.faults.errors import LostContactError, RankError, describe_failure
+from hybridpar.train.forecasts.preview import stage_costs
+from hybridpar.train.reporting import peak as peak_module
+from hybridpar.train.reporting.log import RunLog
+from hybridpar.train.reporting.peak import peak_flops
+from hybridpar.train.reporting.plot import plot_loss, smooth
+from hybridpar.train.reporting.progress import PlainReporter, Reporter
+from hybridpar.train.reporting.run_metrics import BatchClock, read_metrics
+from hybridpar.train.reporting.trace import (
     RankEvents,
     Recorder,
     draw_executed,

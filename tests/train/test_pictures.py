@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 import pytest
 from train.runs import run_job, write_config
 
-from hybridpar.train import loop, plot, report
-from hybridpar.train.log import TensorBoard
+from hybridpar.train import job as loop
+from hybridpar.train.reporting import plot
+from hybridpar.train.reporting import run_report as report
+from hybridpar.train.reporting.log import TensorBoard
 
 OPENBLAS = b"OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n"
 """What OpenBLAS says before it ends the process."""

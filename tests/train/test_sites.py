@@ -20,9 +20,10 @@ from hybridpar.cli.planning import cost_on_machine
 from hybridpar.comm import Work, all_gather_async, barrier
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.state import find_divergence, outer
+from hybridpar.state import find_divergence
+from hybridpar.state.reduction import outer
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.site_traffic import SiteTraffic, site_traffic
+from hybridpar.train.forecasts.site_traffic import SiteTraffic, site_traffic
 
 pytestmark = pytest.mark.ranks
 STREAMED = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.5, "precision": "bf16"}

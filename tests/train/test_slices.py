@@ -19,9 +19,9 @@ from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_sizes
-from hybridpar.pipeline.plan.kinds import Kind
-from hybridpar.pipeline.run.lane import Lane
-from hybridpar.pipeline.run.recording import Recording
+from hybridpar.runtime.recording import Recording
+from hybridpar.runtime.stage_transport import StageTransport
+from hybridpar.schedules.kinds import Kind
 from hybridpar.state.audit import bit_hash
 from hybridpar.state.compression.codec import Codec
 from hybridpar.train.engine import Engine, StepResult
@@ -42,7 +42,7 @@ def make(tp: int, pp: int, dp: int = 1, **sections: dict[str, Any]) -> Config:
 
 
 @dataclass(frozen=True)
-class Whole(Lane):
+class Whole(StageTransport):
     """A lane on which each rank sends all that it holds; `sent`: hashes of that."""
 
     sent: list[int] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Slow(Lane):
+class Slow(StageTransport):
     """A lane on which gathering takes a second of `clock`."""
 
     clock: Counted = field(default_factory=Counted)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hybridpar import SequentialSpec
 from hybridpar.config import Config, ParallelConfig, PipelineConfig, TrainConfig
-from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import Kind
-from hybridpar.pipeline.plan.passes import split_backward
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.passes.lowering import split_backward
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import StepResult
 from hybridpar.verify.run import verify

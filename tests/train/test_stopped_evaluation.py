@@ -19,7 +19,7 @@ from hybridpar.checkpoint.folders import folder_of
 from hybridpar.config import Config, Launch
 from hybridpar.train.callbacks import Callbacks
 from hybridpar.train.engine import Engine
-from hybridpar.train.loop import train
+from hybridpar.train.job import train
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Config:

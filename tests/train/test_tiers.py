@@ -25,15 +25,16 @@ from hybridpar.config import Config, MemoryConfig
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
-from hybridpar.state import StatePolicy, device_tier
-from hybridpar.state.device_tier import DeviceTieredMemory
-from hybridpar.state.pages import Region
-from hybridpar.state.shares import WholeChunks
-from hybridpar.state.store import PAGE, DiskStore
-from hybridpar.state.tiered import TieredMemory
-from hybridpar.train import trace
-from hybridpar.train.costs import describe, run_costs
+from hybridpar.state import StatePolicy
+from hybridpar.state.residency import device_tier
+from hybridpar.state.residency.device_tier import DeviceTieredMemory
+from hybridpar.state.residency.pages import Region
+from hybridpar.state.residency.shares import WholeChunks
+from hybridpar.state.residency.store import PAGE, DiskStore
+from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine, Residency
+from hybridpar.train.reporting import trace
+from hybridpar.train.reporting.costs_file import describe, run_costs
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30

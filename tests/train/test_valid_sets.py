@@ -28,8 +28,8 @@ from hybridpar.data.datasets import absent_sources
 from hybridpar.errors import ConfigError
 from hybridpar.train.callbacks import Callbacks
 from hybridpar.train.engine import Engine
-from hybridpar.train.loop import train
-from hybridpar.train.metrics import read_curves
+from hybridpar.train.job import train
+from hybridpar.train.reporting.run_metrics import read_curves
 from hybridpar.validate import problems
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=300, seq_length=16)

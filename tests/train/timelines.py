@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from hybridpar.pipeline.plan.action import COMPUTE, PER_BATCH, Kind
-from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.kinds import ROWS
-from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.plan.simulate import simulate
-from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.pipeline.run.recording import Event, Usage
-from hybridpar.train.trace import Host, RankEvents
+from hybridpar.runtime.recording import Event, Usage
+from hybridpar.schedules.action import COMPUTE, PER_BATCH, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.simulator import simulate
+from hybridpar.schedules.simulate.timeline import Timeline
+from hybridpar.train.reporting.trace import Host, RankEvents
 
 STARTED = (Kind.REDUCE, Kind.NORM, Kind.HOST)
 
 
 def recorded(
     schedule: str,
-    sizes: Sizes,
+    sizes: PipelineShape,
     costs: Costs,
     num_batches: int,
     *,
@@ -49,14 +49,14 @@ def recorded(
     ]
 
 
-def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[Event]:
+def _events(timeline: Timeline, stage: int, sizes: PipelineShape, costs: Costs) -> list[Event]:
     own = {Kind.F: costs.forward, Kind.B: costs.backward, Kind.UPDATE: costs.update, **costs.calls}
     made = []
     before = 0.0
     for action, start, done, end in timeline.actions(stage):
         waits = ((before, start),) if start > before else ()
         size = sizes.num_stages if action.kind in COMPUTE else sizes.num_ranks
-        in_parts = ROWS[action.kind].cut and any(a.part for a in timeline.plan[stage])
+        in_parts = ACTION_SPECS[action.kind].cut and any(a.part for a in timeline.plan[stage])
         own_time = (
             done - start
             if in_parts or action.kind in (Kind.I, Kind.W, *costs.variation)

@@ -13,10 +13,10 @@ from train.runs import run_job, tiny, write_config
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, to_toml
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.train import loop
-from hybridpar.train.batch_updates import WeightUpdates
-from hybridpar.train.errors import AnomalyError
-from hybridpar.train.policy import StepResult
+from hybridpar.train import job as loop
+from hybridpar.train.batches.batch_policy import StepResult
+from hybridpar.train.batches.batch_updates import WeightUpdates
+from hybridpar.train.faults.errors import AnomalyError
 from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import bundle_of_step, replay
 

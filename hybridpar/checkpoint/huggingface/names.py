@@ -18,7 +18,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.attention import HeadLayout
 from hybridpar.nn.placement import Placement, named_placements
-from hybridpar.pipeline.run.stage import Stage
+from hybridpar.runtime.stage import Stage
 
 Shape = tuple[int, ...]
 _SHOWN = 8

@@ -28,7 +28,7 @@ from hybridpar.checkpoint.load import FullWeights
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, config_error
-from hybridpar.pipeline.run.stage import Stage
+from hybridpar.runtime.stage import Stage
 
 TOLERANCE = 1e-5
 """Share of the largest logit: float32 in their model usually leaves 1e-7, another form of gelu

@@ -14,8 +14,8 @@ from hybridpar.memory_behaviour.analysis.excerpt import Level, excerpt, levels
 from hybridpar.memory_behaviour.analysis.fragmentation import Usage, replay
 from hybridpar.memory_behaviour.analysis.swap import LINKS, feasible, saved_at_peak
 from hybridpar.memory_behaviour.events import Category, Header, Life, Span, What, lives
-from hybridpar.pipeline.plan.svg import FORWARDS
 from hybridpar.prediction.knobs import Saving, sorted_savings
+from hybridpar.schedules.draw.svg import FORWARDS
 
 
 class Gap(NamedTuple):

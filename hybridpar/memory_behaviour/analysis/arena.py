@@ -167,7 +167,8 @@ def _block(block: Given) -> Block:
 
 
 def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
-    """Sizes in units of the alignment; starts and stops as places in the row of all times."""
+    """PipelineShape in units of the alignment; starts and stops as places in the row of all
+    times."""
     sizes = np.array([-(-block.num_bytes // ALIGNMENT) for block in blocks], np.int64)
     begin = np.array([block.start for block in blocks], np.float64)
     end = np.array([math.inf if block.end is None else block.end for block in blocks], np.float64)

@@ -31,7 +31,7 @@ import numpy as np
 from hybridpar.memory_behaviour.analysis.distribution import Distribution
 from hybridpar.memory_behaviour.analysis.reuse import ReuseDistances
 from hybridpar.memory_behaviour.events import Access, Category, Life, MemoryEvent, Span, What
-from hybridpar.pipeline.plan.action import parse_action
+from hybridpar.schedules.action import parse_action
 
 MOST_POINTS = 4096
 MOST_OUTLIERS = 2048

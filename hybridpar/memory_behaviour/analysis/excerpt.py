@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from hybridpar.memory_behaviour.events import Category, Span, What
-from hybridpar.pipeline.plan.action import Kind, parse_action
-from hybridpar.pipeline.plan.timeline import Timeline
+from hybridpar.schedules.action import Kind, parse_action
+from hybridpar.schedules.simulate.timeline import Timeline
 
 Times = Mapping[tuple[Kind, int, int], tuple[float, float]]
 """Start and end of an action, by its kind, stage and micro-batch."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log, log10
 
-from hybridpar.pipeline.plan.shapes import IDLE, rect
+from hybridpar.schedules.draw.shapes import IDLE, rect
 
 _APART = 56
 """Least pixels between two ticks of an axis."""

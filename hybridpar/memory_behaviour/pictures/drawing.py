@@ -20,8 +20,8 @@ from hybridpar.memory_behaviour.pictures.chart import (
     note,
     sized,
 )
-from hybridpar.pipeline.plan.action import Kind, parse_action
-from hybridpar.pipeline.plan.shapes import IDLE, INK, page, rect
+from hybridpar.schedules.action import Kind, parse_action
+from hybridpar.schedules.draw.shapes import IDLE, INK, page, rect
 
 COLOURS = {
     Category.WEIGHTS: "#2c6ab1",

@@ -9,9 +9,9 @@ from html import escape
 from hybridpar.memory_behaviour.analysis.account import Account
 from hybridpar.memory_behaviour.pictures.drawing import pictures
 from hybridpar.memory_behaviour.pictures.sections import Section
-from hybridpar.pipeline.plan.action import parse_action
-from hybridpar.pipeline.plan.perfetto import Slice, counter_entries, process_entries, trace_json
-from hybridpar.pipeline.plan.shapes import INK, MUTED
+from hybridpar.schedules.action import parse_action
+from hybridpar.schedules.draw.perfetto import Slice, counter_entries, process_entries, trace_json
+from hybridpar.schedules.draw.shapes import INK, MUTED
 
 _SEEN = 500
 """A change is shown from one part of so many of the peak on."""

@@ -28,18 +28,18 @@ from hybridpar.memory_behaviour.recording.allocator_history import compare
 from hybridpar.memory_behaviour.recording.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.nn.placement import partial_rows
-from hybridpar.pipeline.plan.kinds import COMPUTE
-from hybridpar.pipeline.run.stash import Stash
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.footprint import sample_microbatch
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.prediction.predict import default_device
-from hybridpar.state.shares import WholeChunk
-from hybridpar.state.tiered import ItemMemory
+from hybridpar.runtime.activation_offloader import ActivationOffloader
+from hybridpar.schedules.kinds import COMPUTE
+from hybridpar.state.residency.shares import WholeChunk
+from hybridpar.state.residency.tiered import ItemMemory
 from hybridpar.train.engine import Actions, Engine, Residency
 from hybridpar.train.folder import MEMORY
-from hybridpar.train.records import Records
+from hybridpar.train.reporting.records import Records
 
 Write = Callable[[Span], object]
 _MOST_ENTRIES = 1_000_000
@@ -339,7 +339,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         states = job.state_policy(1, 1)
         whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
-        residency = Residency(memory, stash=Stash(_Nowhere(), GHOSTS))
+        residency = Residency(memory, stash=ActivationOffloader(_Nowhere(), GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

@@ -31,9 +31,9 @@ from torch import Tensor
 from hybridpar import native
 from hybridpar.memory_behaviour.events import Span, WrittenEvents
 from hybridpar.memory_behaviour.recording.mode_observer import ModeObserver, Reading
-from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
-from hybridpar.pipeline.run import recording
 from hybridpar.prediction.operators import described
+from hybridpar.runtime import recording
+from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 
 
 class Clock(Protocol):

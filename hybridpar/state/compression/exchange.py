@@ -23,14 +23,14 @@ from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
 from hybridpar.cpu import zeros
 from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
-from hybridpar.state.chunks import Buffer, Memory
 from hybridpar.state.compression.feedback import NONE, Feedback
 from hybridpar.state.compression.method import Entry, Sent
 from hybridpar.state.compression.registry import gradient_method
 from hybridpar.state.layout import Bucket
-from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.shares import Shares
+from hybridpar.state.reduction.partition import Partition
+from hybridpar.state.residency.chunks import Buffer, Memory
+from hybridpar.state.residency.shares import Shares
 
 
 class Exchange:

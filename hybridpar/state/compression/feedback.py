@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from hybridpar.state.chunks import Buffer, Memory
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.residency.chunks import Buffer, Memory
 
 Shapes = Mapping[str, Sequence[int]]
 NONE: Mapping[str, Tensor] = MappingProxyType({})

@@ -15,7 +15,7 @@ from hybridpar.models.cost import block_placements
 from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.method import Entry, Method, add
 from hybridpar.state.compression.wire import Reader
-from hybridpar.state.precision import Precision
+from hybridpar.state.reduction.precision import Precision
 
 
 class LowRank(Method):

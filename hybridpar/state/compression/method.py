@@ -17,11 +17,11 @@ from hybridpar.config import CompressionConfig, Config, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Placement
-from hybridpar.state.chunks import Buffer
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
 from hybridpar.state.layout import Bucket
-from hybridpar.state.shares import Shares
+from hybridpar.state.residency.chunks import Buffer
+from hybridpar.state.residency.shares import Shares
 
 PIECE = 1 << 18
 """Elements that are converted at a time, so that no copy of all of them is made."""
@@ -85,8 +85,8 @@ class Method(ABC):
 
     A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends
     of operators. `name`: the value of compression.gradients. `rounds`: most messages that follow
-    each other. `scaled`: what it learns that is in the units of gradients. What others ask of it is in
-    its row of config/compression_methods.py.
+    each other. `scaled`: what it learns that is in the units of gradients. What others ask of it is
+    in its row of config/compression_methods.py.
     """
 
     name: ClassVar[str]

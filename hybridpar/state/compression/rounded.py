@@ -13,7 +13,7 @@ from hybridpar.comm import Works
 from hybridpar.config import Config
 from hybridpar.state.compression.method import PIECE, Method, add
 from hybridpar.state.compression.wire import Reader
-from hybridpar.state.precision import Precision
+from hybridpar.state.reduction.precision import Precision
 
 
 class Rounded(Method):

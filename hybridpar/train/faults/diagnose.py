@@ -21,7 +21,7 @@ from typing import Any
 from hybridpar.config import STOP_SIGNALS
 from hybridpar.flight import LOST, REFUSED, RENDEZVOUS, Record, hang_text
 from hybridpar.grid import describe
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, Kind
 
 _ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 
@@ -238,11 +238,11 @@ def _transfer(record: Record | None) -> tuple[Kind, int] | None:
     stages."""
     if record is None or record.kind not in Kind.__members__:
         return None
-    row = ROWS[Kind[record.kind]]
+    row = ACTION_SPECS[Kind[record.kind]]
     if record.operation == "recv" and row.receive is not None:
         return row.receive, record.stage
-    if record.operation == "send" and row.met_by is not None:
-        return row.met_by, record.stage + row.side
+    if record.operation == "send" and row.matching_recv is not None:
+        return row.matching_recv, record.stage + row.peer_offset
     return None
 
 
@@ -254,7 +254,7 @@ def _message(record: Record | None) -> str:
         return ""
     kind, stage = transfer
     receive = f"{kind.value}{record.microbatch}@{stage}"
-    name = ROWS[kind].name
+    name = ACTION_SPECS[kind].name
     return (
         f", for {receive} to take the {name}"
         if record.operation == "send"

@@ -48,9 +48,9 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.flight import Flight
 from hybridpar.grid import Axis, place_of, sizes_of
-from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
-from hybridpar.pipeline.plan.kinds import ROWS
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS
+from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import CHECKPOINTS, INJECTED
 
@@ -336,18 +336,22 @@ class Injector:
             os.fsync(file.fileno())
 
 
-def _is_over_link(action: Action, axis: Axis, sizes: Sizes, peer: int) -> bool:
+def _is_over_link(action: Action, axis: Axis, sizes: PipelineShape, peer: int) -> bool:
     """Whether this rank sends to another one in an action; where it never does, whether all meet in
     it."""
     ends = [
-        (kind, sizes.peer(stage, row.side))
+        (kind, sizes.peer(stage, row.peer_offset))
         for stage in sizes.stages_of(axis.rank)
-        for kind, row in ROWS.items()
-        if row.met_by
+        for kind, row in ACTION_SPECS.items()
+        if row.matching_recv
     ]
     if all(end is None or axis.ranks[end] != peer for _, end in ends):
         return action.kind in (Kind.NORM, Kind.UPDATE)
-    end = sizes.peer(action.stage, ROWS[action.kind].side) if ROWS[action.kind].met_by else None
+    end = (
+        sizes.peer(action.stage, ACTION_SPECS[action.kind].peer_offset)
+        if ACTION_SPECS[action.kind].matching_recv
+        else None
+    )
     return end is not None and axis.ranks[end] == peer
 
 

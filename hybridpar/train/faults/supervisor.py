@@ -52,11 +52,11 @@ from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.out_of_memory import OomKiller
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.faults.starting import StartWatch, waiting
+from hybridpar.train.faults.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launch import LOOPBACK
-from hybridpar.train.records import Records
+from hybridpar.train.reporting.records import Records
 from hybridpar.train.stop import numbers_of
-from hybridpar.train.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1

@@ -13,8 +13,8 @@ import pytest
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import NO_FLIGHT
-from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.train.faults.inject import Fault, Injector, _is_over_link, parse_fault, parse_faults
 
 CONFIG = from_mapping(
@@ -84,16 +84,16 @@ def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_fir
 @pytest.mark.parametrize(
     ("sizes", "peer", "sends"),
     [
-        (Sizes(3, 4, 2), 0, ["SEND_F2"]),
-        (Sizes(3, 4, 2), 1, ["SEND_B2", "SEND_B5"]),
-        (Sizes(3, 4), 1, ["SEND_B2"]),
-        (Sizes(3, 4), 0, ["NORM2", "UPDATE2"]),
-        (Sizes(3, 4, 2, "v"), 1, ["SEND_B2", "SEND_F3"]),
+        (PipelineShape(3, 4, 2), 0, ["SEND_F2"]),
+        (PipelineShape(3, 4, 2), 1, ["SEND_B2", "SEND_B5"]),
+        (PipelineShape(3, 4), 1, ["SEND_B2"]),
+        (PipelineShape(3, 4), 0, ["NORM2", "UPDATE2"]),
+        (PipelineShape(3, 4, 2, "v"), 1, ["SEND_B2", "SEND_F3"]),
     ],
     ids=str,
 )
 def test_what_the_last_of_three_ranks_sends_to_another(
-    sizes: Sizes, peer: int, sends: list[str]
+    sizes: PipelineShape, peer: int, sends: list[str]
 ) -> None:
     """By kind and stage; all meet in NORM and UPDATE."""
     axis = SimpleNamespace(rank=2, ranks=(0, 1, 2))

@@ -15,7 +15,7 @@ from train.runs import LONG_S, write_config
 from hybridpar.cli import main
 from hybridpar.config import Config
 from hybridpar.flight import Flight, Record
-from hybridpar.train import loop
+from hybridpar.train import job as loop
 from hybridpar.train.faults import starting, supervisor
 from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.starting import StartWatch

@@ -29,13 +29,13 @@ from hybridpar.cli import main
 from hybridpar.config import JOB, Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight, read
-from hybridpar.train import loop
+from hybridpar.train import job as loop
 from hybridpar.train.faults import agent, supervisor
 from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
+from hybridpar.train.faults.watchdog import is_stopped
 from hybridpar.train.folder import flight_path, in_use
 from hybridpar.train.stop import SAME_REQUEST_S
-from hybridpar.train.watchdog import is_stopped
 
 pytestmark = pytest.mark.ranks
 FASTER = 30

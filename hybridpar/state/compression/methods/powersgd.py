@@ -28,7 +28,7 @@ from hybridpar.config import CompressionConfig, Config
 from hybridpar.state.compression.low_rank import LowRank, factor_share
 from hybridpar.state.compression.method import Entry
 from hybridpar.state.compression.wire import Reader
-from hybridpar.state.precision import Precision
+from hybridpar.state.reduction.precision import Precision
 
 _FACTOR = "factor"
 

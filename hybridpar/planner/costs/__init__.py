@@ -1,0 +1,1 @@
+"""The time and memory of a configuration on a machine."""

@@ -1,0 +1,322 @@
+"""Cost of the stages of a configuration on a machine: what ranks compute, and what passes within a
+tp group.
+
+    block        its times at this tp degree and micro-batch size, measured or estimated, and
+                 collectives over tp
+    stage        its blocks; recomputed ones forward once more, or in part; gathers of what comes
+                 from other stages, on the slowest link within a tp group; codecs; norm and
+                 optimizer of its own parameters; ZeRO-1: a share
+    rank         its stages
+
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hybridpar.config import Config
+from hybridpar.job import JobPlan
+from hybridpar.models.build import DTYPES, Recomputation
+from hybridpar.models.cost import untied_parameters
+from hybridpar.planner.costs.sequence import split_rows
+from hybridpar.planner.costs.transfer_costs import Moves
+from hybridpar.planner.machines.codec_costs import CodecCosts
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import BlockCost, Profile
+from hybridpar.prediction.work import block_kinds
+from hybridpar.runtime.graphs import unsupported
+from hybridpar.schedules.schedule_table import Schedule
+
+GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Time and parameters of a stage, or of all stages of a rank; `blocks`: the numbers of those it
+    holds.
+
+    forward, backward: of a micro-batch, with recomputation and collectives over tp. norm, update:
+    of a batch. tied: those of `parameters` that the other end holds too.
+    """
+
+    blocks: Sequence[int]
+    forward: float
+    backward: float
+    norm: float
+    update: float
+    parameters: int
+    tied: int
+    idle: float = 0.0
+    """Of forward and backward, what the device waits for launches of kernels."""
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+
+class StageCosts:
+    """Costs of the blocks, stages and ranks of one configuration (resolved: dp is known) on a
+    machine.
+
+    Raises: ConfigError where the profile has nothing of its tp degree, or of what moves its state;
+        or the split does
+    not fit the model.
+    """
+
+    def __init__(self, config: Config, machine: Machine):
+        self.job = JobPlan(config)
+        self.config = config
+        self.machine = machine
+        parallel = config.parallel
+        self.tp = parallel.tp
+        self.pp = parallel.pp
+        self.dp = max(parallel.dp, 1)
+        self.moves = Moves.of(self.job, machine)
+        self.zero_share = self.dp if parallel.zero else 1
+        self.splits = parallel.zero if self.dp > 1 else 0
+        """State that replicas split: 2: gradients, too; 3: weights, too. These come and go block by
+        block, but for gradients that are compressed."""
+        self.updates_here = not config.memory.host_optimizer
+        """Whether ranks update on their own time."""
+        self.sizes = self.job.shape
+        profile = machine.profile
+        self.is_cpu = profile.hardware.cores > 0
+        self.launches_ahead = (
+            not self.is_cpu and config.train.cuda_graphs and unsupported(self.job) is None
+        )
+        """Whether CUDA graphs save what a device waits for launches of kernels."""
+        self._kind_of = block_kinds(config.model)
+        self.kinds_on = self._kinds_on()
+        """By rank of the pipeline, cost of each kind of block: that of the slowest of its
+        devices."""
+        self.kinds = self.kinds_on[0]
+        self.item = DTYPES[config.train.dtype].itemsize
+        self.gradient_bytes = GRADIENT_BYTES[config.train.dtype]
+        self.codecs = CodecCosts(self.job, profile)
+        self.message_bytes = self.codecs.message_bytes
+        """Bytes of an activation."""
+
+    def _kinds_on(self) -> list[dict[str, BlockCost]]:
+        machine = self.machine
+        size = self.tp * self.dp
+        b = self.config.train.micro_batch_size
+
+        def table(profile: Profile) -> dict[str, BlockCost]:
+            costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
+            with_it = profile.settings.get("parallel", {}).get("sequence", False)
+            if self.config.parallel.sequence and self.tp > 1 and not with_it:
+                costs = split_rows(costs, self.config)
+            return (
+                {
+                    kind: replace(
+                        cost,
+                        forward=cost.forward - cost.forward_idle,
+                        forward_idle=0.0,
+                        backward=cost.backward - cost.backward_idle,
+                        backward_idle=0.0,
+                    )
+                    for kind, cost in costs.items()
+                }
+                if self.launches_ahead
+                else costs
+            )
+
+        if not machine.others:
+            return [table(machine.profile)] * self.pp
+        return [
+            max(
+                map(table, machine.profiles(range(r * size, (r + 1) * size))), key=self._layers_time
+            )
+            for r in range(self.pp)
+        ]
+
+    @property
+    def _inner(self) -> tuple[str, ...]:
+        """The kinds of the blocks between the ends, or of all."""
+        return self._kind_of[1:-1] or self._kind_of
+
+    def _layers_time(self, costs: dict[str, BlockCost]) -> float:
+        return sum(costs[kind].forward + costs[kind].backward for kind in self._inner)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """That of the configuration."""
+        return self.job.schedule
+
+    @cached_property
+    def slowness(self) -> list[float]:
+        """By stage, the time of the layers there over that on the first rank."""
+        if not self.machine.others:
+            return [1.0] * self.sizes.num_stages
+        times = [
+            self._layers_time(self.kinds_on[self.sizes.rank_of(stage)])
+            for stage in range(self.sizes.num_stages)
+        ]
+        return [time / times[0] for time in times]
+
+    @cached_property
+    def limits(self) -> list[float]:
+        """By rank of the pipeline, bytes that training may take of the smallest of its devices."""
+        machine = self.machine
+        size = self.tp * self.dp
+        if not machine.others:
+            return [machine.memory_limit] * self.pp
+        return [min(machine.memory_limits(range(r * size, (r + 1) * size))) for r in range(self.pp)]
+
+    @cached_property
+    def waits(self) -> dict[str, tuple[float, float]]:
+        """Time of a block's collectives over tp, forward and backward, by its kind."""
+        return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
+
+    def _waits(self, cost: BlockCost) -> tuple[float, float]:
+        if self.tp == 1:
+            return 0.0, 0.0
+        group = range(self.tp)
+        machine = self.machine
+        was_measured = cost.forward_wait + cost.backward_wait > 0
+        if was_measured and machine.measured and machine.link(group) is machine.inner:
+            return cost.forward_wait, cost.backward_wait
+        own = machine.profile.links.get("local") or machine.profile.links.get("network")
+
+        part = 2 if self.config.parallel.sequence else 1  # a scatter or a gather is half of a sum
+
+        def on_this_machine(wait: float, messages: Sequence[int]) -> float:
+            here = sum(machine.all_reduce(part * n, group, self._groups) for n in messages) / part
+            there = (
+                sum(own.ring_time(part * n, self.tp) for n in messages) / part
+                if own and was_measured
+                else 0.0
+            )
+            return max(here, wait + here - there)
+
+        return (
+            on_this_machine(cost.forward_wait, cost.forward_messages),
+            on_this_machine(cost.backward_wait, cost.backward_messages),
+        )
+
+    @property
+    def _groups(self) -> int:
+        """Number of tp groups that leave a server at the same time."""
+        return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
+
+    def gathers(self, blocks: Sequence[int]) -> tuple[float, float]:
+        """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring,
+        the second half."""
+        if self.config.parallel.sequence:  # ranks work on the part that they receive
+            return 0.0, 0.0
+
+        def gather(flow: int, first: int) -> float:
+            sent = self.codecs.gathered_bytes(flow, first)
+            return self.machine.all_reduce(sent, range(self.tp), self._groups) / 2
+
+        first = blocks[0]
+        behind = blocks[-1] + 1
+        return (
+            gather(1, first) if first else 0.0,
+            gather(-1, behind) if behind < self.config.model.num_blocks else 0.0,
+        )
+
+    def kind(self, number: int) -> str:
+        """The kind of a block, by its number in the model."""
+        return self._kind_of[number]
+
+    def block(self, number: int, rank: int = 0) -> BlockCost:
+        """The cost of a block, by its number in the model, on a rank of the pipeline."""
+        return self.kinds_on[rank][self.kind(number)]
+
+    def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
+        """Forward and backward of a block, collectives over tp included."""
+        cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
+        return cost.forward + forward, cost.backward + backward
+
+    @cached_property
+    def stages(self) -> list[StageCost]:
+        """Cost of every stage."""
+        found = []
+        known = dict[object, StageCost]()
+        for stage, (blocks, one) in enumerate(
+            zip(self.job.split, self.job.recomputed, strict=True)
+        ):
+            rank = self.sizes.rank_of(stage)
+            ends = (blocks.start, blocks.stop)
+            key = (
+                self._kind_of[blocks.start : blocks.stop],
+                0 in ends,
+                self.config.model.num_blocks in ends,
+                one.whole,
+                tuple((n in one.blocks, n in one.selective) for n in blocks),
+                tuple(n in self.codecs.exact for n in ends),
+                rank if self.machine.others else 0,
+            )
+            if key not in known:  # most are alike
+                known[key] = self._stage(blocks, one, rank)
+            found.append(replace(known[key], blocks=blocks))
+        return found
+
+    def _stage(self, blocks: range, recompute: Recomputation, rank: int) -> StageCost:
+        """The cost of these blocks there, of which some are recomputed, or what is cheap of
+        them."""
+        again = set(blocks) if recompute.whole else set(recompute.blocks)
+        selective = recompute.selective
+        model = self.config.model
+        profile = self.machine.profile
+        last = self.config.model.num_blocks - 1
+        costs = [self.block(n, rank) for n in blocks]
+        times = [self.block_time(n, rank) for n in blocks]
+        gather_input, gather_gradient = self.gathers(blocks)
+        coding, coding_back = self.codecs.times(blocks, recompute.whole)
+        embedding = self.block(0, rank)
+        tied = (
+            max(0, embedding.parameters - untied_parameters(model)) if model.tie_embeddings else 0
+        )
+        both = 0 in blocks and last in blocks
+        ends = 0 in blocks or last in blocks
+        twice = embedding if both and model.tie_embeddings else None  # held once
+        return StageCost(
+            blocks,
+            sum(f for f, _ in times) + profile.per_microbatch + gather_input + coding,
+            sum(b for _, b in times)
+            + sum(times[n - blocks.start][0] for n in again)
+            + gather_gradient
+            + coding_back
+            + sum(self.block(n, rank).remake for n in selective),
+            sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
+            (sum(c.update for c in costs) - (twice.update if twice else 0.0))
+            / self.zero_share
+            * self.updates_here
+            + profile.per_batch,
+            sum(c.parameters for c in costs) - (tied if twice else 0),
+            tied if ends and not both and not self.sizes.is_v else 0,
+            sum(
+                c.forward_idle * (1 + (n in again)) + c.backward_idle
+                for n, c in zip(blocks, costs, strict=True)
+            ),
+        )
+
+    @cached_property
+    def ranks(self) -> list[StageCost]:
+        """Cost of every rank of the pipeline, for its stages together."""
+        return [
+            self._together([self.stages[stage] for stage in self.sizes.stages_of(r)])
+            for r in range(self.pp)
+        ]
+
+    def _together(self, stages: Sequence[StageCost]) -> StageCost:
+        """The cost of stages on one rank, which pays once for what a batch takes besides its
+        parameters."""
+        if len(stages) == 1:
+            return stages[0]
+        more_than_once = (len(stages) - 1) * self.machine.profile.per_batch
+        return StageCost(
+            [number for stage in stages for number in stage.blocks],
+            sum(s.forward for s in stages),
+            sum(s.backward for s in stages),
+            sum(s.norm for s in stages),
+            sum(s.update for s in stages) - more_than_once,
+            sum(s.parameters for s in stages),
+            sum(s.tied for s in stages),
+            sum(s.idle for s in stages),
+        )

@@ -1,0 +1,355 @@
+"""Costs a step of a configuration on a machine: its stages, the links between them, and its time by
+simulation.
+
+    stages       stage_cost.py
+    pp           messages, a slice from each tp rank, on links that all pipelines across them share;
+                 their CPU time
+    dp           ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather),
+                 or compressed messages to all; tied weights over both ends; hidden or not, by the
+                 schedule
+    moves        of state that is split over replicas (ZeRO-2 and 3), on a host, or in a file:
+                 moves.py
+
+`schedules.simulate.simulator` puts these together, so bubbles, slack and warm-up are those of the
+plan that would run. All replicas and tp ranks of a stage run in step, so one pipeline stands for
+all.
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from hybridpar.config.compression_methods import GRADIENTS
+from hybridpar.planner.costs.compressed import gradient_share
+from hybridpar.planner.costs.stage_cost import StageCost, StageCosts
+from hybridpar.planner.costs.transfer_costs import with_activations
+from hybridpar.planner.machines.machine import AnyLink
+from hybridpar.schedules.action import Kind
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import make_schedule
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.network import Network, Route
+from hybridpar.schedules.simulate.predict import extended, predict_step_time, smallest_early_switch
+from hybridpar.state.reduction.partition import BUCKET_BYTES
+
+TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
+_NORM_BYTES = 64
+_FEWEST_MOVED = 16
+"""Micro-batches, beyond a full pipeline's, whose moves are simulated where there are many."""
+
+
+class StepCost(StageCosts):
+    """Cost of a step of one configuration on a machine: stages, and traffic between ranks.
+
+    Raises: ConfigError, as its stages do.
+    """
+
+    # -- what goes between ranks
+
+    def ranks_of(self, stage: int) -> range:
+        """The replicas of a stage, each by its first tp rank."""
+        size = self.dp * self.tp
+        return range(stage * size, (stage + 1) * size, self.tp)
+
+    @cached_property
+    def links(self) -> list[tuple[float, float, float]]:
+        """Of each link between ranks: the time that an activation takes it, the latency after that,
+        the CPU time.
+
+        A link leads from a rank to the next, in a ring also from the last to the first. All
+        pipelines and links run in step, so messages that leave a server one way share its
+        bandwidth.
+        """
+        return self._links(1)
+
+    @cached_property
+    def links_back(self) -> list[tuple[float, float, float]]:
+        """The same for a gradient, from the later rank to the earlier."""
+        return self._links(-1)
+
+    def _links(self, flow: int) -> list[tuple[float, float, float]]:
+        size = self.dp * self.tp
+        sources = np.arange(self.sizes.num_links * size).reshape(-1, size)
+        targets = (sources + size) % (self.pp * size)
+        crossed: list[list[tuple[AnyLink, float]]] = [
+            [] for _ in sources
+        ]  # by link: what it crosses, and its flows
+        for of_group, link, links in self.machine.borders:
+            groups = sources // of_group
+            others = targets // of_group
+            if (crosses := groups != others).any():
+                ends = (
+                    np.concatenate((groups[crosses], others[crosses]))
+                    if link.half_duplex
+                    else groups[crosses]
+                )
+                most = np.where(
+                    crosses, np.bincount(ends, minlength=self.pp * size)[groups], 0
+                ).max(axis=1)
+                for of_link, number in zip(crossed, most.tolist(), strict=True):
+                    of_link += [(link, max(number / links, 1))] if number else []
+        return [
+            self._link(
+                flow if flat[0] < flat[1] else -flow,
+                self._sent_bytes(flow, r),
+                self._sent_bytes(1, r),
+                of_link or [(self.machine.inner, 1)],
+            )
+            for r, (flat, of_link) in enumerate(
+                zip(
+                    zip(sources[:, 0].tolist(), targets[:, 0].tolist(), strict=True),
+                    crossed,
+                    strict=True,
+                )
+            )
+        ]
+
+    def _link(
+        self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]
+    ) -> tuple[float, float, float]:
+        """The slowest of the links that a message crosses, each shared by all messages that leave a
+        group there."""
+        whole, link = max(
+            ((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
+            key=lambda pair: pair[0],
+        )
+        latency = link.transfer_time(1)
+        work = link.transfer_work(carried)
+        return max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work
+
+    def _sent_bytes(self, flow: int, r: int) -> int:
+        """Bytes that a tp rank sends of a message between pipeline ranks r and r + 1."""
+        return -(
+            -self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.sizes.num_stages].blocks[0])
+            // self.tp
+        )
+
+    def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
+        """Seconds, and CPU time, to reduce those of a rank's gradients that are reduced once a
+        batch."""
+        machine = self.machine
+        ranks = self.ranks_of(index)
+        own = (
+            0
+            if self.splits > 1 and not self.config.feeds_back
+            else (self.gradient_bytes * (stage.parameters - stage.tied))
+        )
+        if self.config.feeds_back:
+            return self._compressed(own, ranks, stage)
+        seconds = self._in_buckets(own, ranks)
+        work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
+        if stage.tied:
+            ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
+            seconds += self._in_buckets(self.gradient_bytes * stage.tied, ends)
+            work += machine.link(ends).ring_work(self.gradient_bytes * stage.tied, len(ends))
+        return seconds, work
+
+    def _compressed(
+        self, own: float, ranks: Sequence[int], stage: StageCost
+    ) -> tuple[float, float]:
+        """The same where every replica sends compressed messages to all."""
+        share = gradient_share(self.config)
+        method = self.config.compression.gradients
+        speeds = None
+        if GRADIENTS[method].coded_as_messages:
+            speeds = self.machine.profile.codecs.get(method)
+        groups = [(own, ranks)]
+        seconds = 0.0
+        work = 0.0
+        if stage.tied:
+            groups.append(
+                (self.gradient_bytes * stage.tied, [*self.ranks_of(0), *self.ranks_of(self.pp - 1)])
+            )
+        for num_bytes, group in groups:
+            taken, used = self.machine.half_ring(
+                "gather", share * num_bytes * len(group), group, self.tp
+            )
+            coding = 0.0
+            if speeds is not None and len(group) > 1:
+                coding = num_bytes / speeds.encoded + len(group) * num_bytes / speeds.decoded
+            seconds = seconds + taken + coding
+            work = work + used + coding
+        return seconds, work
+
+    def _in_buckets(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of all-reduces over these ranks, of all tp parts at the same time."""
+        whole, rest = divmod(num_bytes, BUCKET_BYTES)
+        return sum(
+            times * self.machine.all_reduce(size, ranks, self.tp)
+            for times, size in ((whole, BUCKET_BYTES), (1, rest))
+        )
+
+    # -- together
+
+    @cached_property
+    def ordering(self) -> ScheduleOptions:
+        """The order of the plan's actions, with early_switch = "auto" settled."""
+        ordering = self.job.options
+        if self.config.pipeline.early_switch == "auto":
+            return replace(
+                ordering, early_switch=smallest_early_switch(self.costs, self.sizes, ordering)
+            )
+        return ordering
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Costs of the plan's actions, for `simulate`."""
+        machine = self.machine
+        stages = self.stages
+        ranks = self.ranks
+        p = self.pp
+        hardware = machine.profile.hardware
+        calls: dict[Kind, float | list[float]] = {Kind.NORM: [rank.norm for rank in ranks]}
+        if p > 1:
+            calls |= dict.fromkeys(TRANSFERS, machine.inner.call)
+        reductions = [self.reduction(rank, r) for r, rank in enumerate(ranks)]
+        if any(work for _, work in reductions):
+            calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
+        halved = (
+            self.splits > 0 and not self.config.feeds_back
+        )  # an all-reduce: sums, and what UPDATE makes of them
+        reduce = [max(0.0, seconds - work) / (1 + halved) for seconds, work in reductions]
+        gather = list(reduce) if halved else [0.0] * p
+        if self.splits == 2 or (
+            self.splits == 1 and not halved
+        ):  # what UPDATE makes is whole again
+            gathers = [
+                machine.half_ring("gather", self.item * rank.parameters, self.ranks_of(r), self.tp)
+                for r, rank in enumerate(ranks)
+            ]
+            gather = [max(0.0, seconds - work) for seconds, work in gathers]
+            tied = [min(seconds, work) for seconds, work in reductions]
+            calls[Kind.REDUCE] = [own + work for own, (_, work) in zip(tied, gathers, strict=True)]
+        if (
+            not self.is_cpu
+        ):  # half of a last backward hides them, on a stream of its own, in buckets
+            reduce = [
+                max(t - 0.5 * rank.backward, min(t, t * BUCKET_BYTES / max(4 * rank.parameters, 1)))
+                for t, rank in zip(reduce, ranks, strict=True)
+            ]
+        world = self.tp * self.pp * self.dp
+        norm = machine.all_reduce(_NORM_BYTES, range(world))
+        cores = None
+        if self.is_cpu:
+            here = min(world, machine.devices_per_server)
+            cores = (
+                max(0.1, p * hardware.cores * hardware.efficiency / (here * hardware.threads))
+                / self._at_work
+            )
+        transfer, latency, work = ([link[i] for link in self.links] for i in range(3))
+        back = [taken for taken, _, _ in self.links_back]
+        network = None
+        if p > 1 and self._half_duplex and cores is None:
+            network = Network(
+                dict.fromkeys(range(len(transfer)), 1.0),
+                *(
+                    [Route({r: taken}, latency[r]) for r, taken in enumerate(times)]
+                    for times in (transfer, back)
+                ),
+            )
+        elif p > 1 and self._half_duplex:  # where cores are shared, each takes the time of both
+            transfer = back = [a + b for a, b in zip(transfer, back, strict=True)]
+        costs = Costs(
+            [s.forward for s in stages],
+            [s.backward for s in stages],
+            [r.update for r in ranks],
+            calls,
+            reduce=reduce,
+            norm=norm,
+            gather=gather if self.splits else 0.0,
+            transfer=transfer,
+            transfer_back=None if back == transfer else back,
+            latency=latency,
+            tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
+            blocking_norm=self.is_cpu,
+            serial_links=not self.is_cpu,
+            cores=cores,
+            transfer_work=work,
+            backward_input=self.backward_input,
+            network=network,
+        )
+        if self.moves:
+            costs = self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp)
+        return with_activations(costs, self.job, machine)
+
+    @property
+    def _half_duplex(self) -> bool:
+        """Whether activations and gradients share a link between stages."""
+        return any(
+            self.machine.link((r * self.tp * self.dp, (r + 1) * self.tp * self.dp)).half_duplex
+            for r in range(self.pp - 1)
+        )
+
+    @property
+    def backward_input(self) -> list[float] | None:
+        """The part of each stage's split backward that the stage before waits for; None: it was not
+        measured."""
+        if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
+            return None
+        costs = [
+            [self.block(n, self.sizes.rank_of(s)) for n in stage.blocks]
+            for s, stage in enumerate(self.stages)
+        ]
+        return [
+            stage.backward - sum(cost.backward - cost.backward_input for cost in of_stage)
+            for stage, of_stage in zip(self.stages, costs, strict=True)
+        ]
+
+    @property
+    def _at_work(self) -> float:
+        """Share of a forward and backward in which a CPU rank computes or sends, rather than waits
+        for its tp group."""
+        if self.tp == 1:
+            return 1.0
+        link = self.machine.link(range(self.tp))
+        inner = self._inner
+        layers = [self.kinds[kind] for kind in inner]
+        sent = sum(
+            link.ring_work(n, self.tp)
+            for layer in layers
+            for n in (*layer.forward_messages, *layer.backward_messages)
+        )
+        computed = sum(layer.forward + layer.backward for layer in layers)
+        return min(
+            1.0, (computed + sent) / (computed + sum(sum(self.waits[kind]) for kind in inner))
+        )
+
+    @cached_property
+    def step_time(self) -> float:
+        """Time of a batch in the steady state, simulated."""
+        return self.simulated(self.costs)
+
+    def simulated(self, costs: Costs) -> float:
+        """The step time with these costs."""
+        ordering = self.ordering
+        moves = self.moves
+        sizes = self.sizes
+        if moves is None:
+            return predict_step_time(ordering, sizes, costs)
+        few = max(2 * self.pp, make_schedule(ordering).warmup(sizes, 0)) + _FEWEST_MOVED
+        few += (sizes.num_microbatches - few) % self.pp if sizes.is_ring else 0
+
+        def takes(m: int) -> float:
+            return moves.step_time(ordering, replace(sizes, num_microbatches=m), costs)
+
+        whole = sizes.num_microbatches <= 2 * few
+        return extended(
+            takes,
+            sizes,
+            sizes.num_microbatches if whole else few,
+            max(r.compute for r in self.ranks),
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.config.batch_tokens / self.step_time
+
+    @property
+    def price(self) -> float:
+        """Price of a million tokens, in the currency of the machine's; 0: not known."""
+        return self.machine.price * self.machine.num_devices / 3600 * 1e6 / self.tokens_per_s

@@ -1,0 +1,240 @@
+"""What a step costs where a rank's state moves: split over replicas (ZeRO-2 and 3), on a host, or
+in a file.
+
+    ZeRO-2 and 3    FETCH gathers the weights of a part, RELEASE sums its gradients: as the link
+                    between replicas was measured; the rank's own is what they take beside computing
+                    (beside.py)
+    host            gradients leave, the host updates, weights arrive: at speeds of the profile; on
+                    CPUs, on their cores
+    budget          FETCH and RELEASE read and write the file, at speeds of the profile; what they
+                    take beside computing is the rank's own where ranks and their moves are more
+                    than the cores
+    activations     as the file of a budget
+
+The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds,
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from statistics import fmean
+
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError, Problem
+from hybridpar.job import JobPlan
+from hybridpar.models.build import DTYPES
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.prediction import predict
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.passes.shared_items import MIB, SharedItems
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.simulator import simulate
+from hybridpar.train.forecasts.ghost_rank import GhostRank
+
+_SETTLING = 3
+_COUNTED = 3
+_AHEAD = 4
+"""Batches that are simulated: before those that count, these, and so many that the moves of a
+budget look ahead."""
+_GRADIENT_BYTES = 4
+_GIB = 2**30
+HOSTED = ("adamw", "sgd", "own")
+"""Optimizers that update each element alone; of others it is not known how long a part takes."""
+
+
+class Moves:
+    """The moves of a job, and their costs on a machine."""
+
+    def __init__(self, job: JobPlan, machine: Machine):
+        config = job.config
+        self.job = job
+        self.config = config
+        self.machine = machine
+        if wrong := next(_without_costs(config, machine), None):
+            raise ConfigError(wrong)
+        self._plans: dict[tuple[ScheduleOptions, PipelineShape], dict[int, tuple[Action, ...]]] = {}
+
+    @staticmethod
+    def of(job: JobPlan, machine: Machine) -> Moves | None:
+        """None where nothing moves. Raises: ConfigError where it is not known what moving costs."""
+        memory = job.config.memory
+        return (
+            Moves(job, machine)
+            if job.config.state_moves or memory.host_optimizer or memory.budget
+            else None
+        )
+
+    @property
+    def what(self) -> str:
+        """What ranks wait for, where it is not hidden, in words."""
+        memory = self.config.memory
+        return (
+            "the optimizer on the host"
+            if memory.host_optimizer
+            else "the file of the state"
+            if memory.budget
+            else "weights and gradients of other replicas"
+        )
+
+    @cached_property
+    def ghosts(self) -> list[GhostRank]:
+        """The ranks of a pipeline."""
+        device = self.machine.device.type
+        train = replace(self.config.train, device=device)  # type: ignore[arg-type]
+        return GhostRank.pipeline(JobPlan(replace(self.config, train=train)))
+
+    def added_to(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
+        """The costs of the plan's actions, with those of its moves.
+
+        replicas: of each rank of the pipeline, by number. rings: groups of replicas of a stage that
+        use links at once.
+        """
+        memory = self.config.memory
+        speeds = self.machine.profile.state
+        if memory.host_optimizer:
+            shares = [ghost.hosted for ghost in self.ghosts]
+            working = DTYPES[self.config.train.dtype].itemsize
+            numbers = [sum(groups) for groups in shares]
+            return replace(
+                costs,
+                to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
+                host=[n / speeds.updated for n in numbers],
+                from_host=[working * n / speeds.copied for n in numbers],
+                host_shares=shares,
+                host_works=True,
+            )
+        shared = self._collectives(costs, replicas, rings) if self.config.state_moves else None
+        if memory.budget:
+            whole = MIB / speeds.read, MIB / speeds.written
+            if self._share_cores(
+                costs
+            ):  # all of a time is the rank's own where it is not known how much is
+                work = [
+                    time if seconds is None else seconds / 1024
+                    for time, seconds in zip(
+                        whole, (speeds.read_work, speeds.written_work), strict=True
+                    )
+                ]
+            else:
+                work = [0.0, 0.0]
+            fetch, release = (max(0.0, time - used) for time, used in zip(whole, work, strict=True))
+            calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
+            return replace(costs, calls=calls, fetch=fetch, release=release, shared=shared)
+        assert shared is not None
+        return shared
+
+    def _collectives(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
+        """Those of collectives as moves, arguments as above."""
+        gathers, sums = (
+            [self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
+            for op in ("gather", "scatter")
+        )
+        calls = {
+            **costs.calls,
+            Kind.FETCH: [work for _, work in gathers],
+            Kind.RELEASE: [work for _, work in sums],
+        }
+        return replace(
+            costs,
+            calls=calls,
+            fetch=[max(0.0, seconds - work) for seconds, work in gathers],
+            release=[max(0.0, seconds - work) for seconds, work in sums],
+        )
+
+    def _share_cores(self, costs: Costs) -> bool:
+        return costs.cores is not None and costs.cores < 2 * len(self.ghosts)
+
+    def _collective(
+        self, op: str, rank: int, replicas: Sequence[int], rings: int
+    ) -> tuple[float, float]:
+        """Seconds that a MiB takes, of items of the usual size, and of these the rank's own."""
+        items = self.ghosts[rank].residency(self.job.shape)
+        assert isinstance(items, SharedItems)
+        sizes = [
+            num_bytes
+            for item, num_bytes in enumerate(items.weights.num_bytes)
+            if num_bytes and (item in items.summed) == (op == "scatter")
+        ]
+        if not sizes:
+            return 0.0, 0.0
+        seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
+        hardware = self.machine.profile.hardware
+        speeds = self.machine.profile.state
+        measured = hardware.devices_per_host * hardware.hosts
+        number = len(replicas)
+        beside = ((speeds.gathered_work if op == "gather" else speeds.summed_work) or 0.0) / 1024
+        if measured > 1:  # of a chunk, what other ranks have
+            beside *= (1 - 1 / number) / (1 - 1 / measured)
+        return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
+
+    def step_time(self, ordering: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
+        """Time of a batch in the steady state, simulated."""
+        number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1)
+        ranks = self.ghosts
+        if (ordering, sizes) not in self._plans:
+            self._plans[ordering, sizes] = {
+                r: tuple(ghost.moved(ordering, sizes, number)) for r, ghost in enumerate(ranks)
+            }
+        found = ((r, ghost.residency(sizes)) for r, ghost in enumerate(ranks))
+        timeline = simulate(
+            self._plans[ordering, sizes],
+            costs,
+            {r: items for r, items in found if items is not None},
+        )
+        starts = timeline.batch_starts(sizes.num_microbatches)
+        return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
+
+
+def with_activations(costs: Costs, job: JobPlan, machine: Machine) -> Costs:
+    """The costs with those of activations that wait in a file, which is as fast as that of a
+    budget; unchanged where none do, or no speeds are known."""
+    speeds = machine.profile.state
+    if not job.config.memory.num_away or not (speeds.read and speeds.written):
+        return costs
+    moved = [stage.moved for stage in predict(job, device=machine.device)]
+    times = [[size / speed for size in moved] for speed in (speeds.written, speeds.read)]
+    work = [[0.0] * len(moved)] * 2
+    if costs.cores is not None and costs.cores < 2 * len(moved):
+        work = [
+            time if per_gib is None else [per_gib * size / _GIB for size in moved]
+            for time, per_gib in zip(times, (speeds.written_work, speeds.read_work), strict=True)
+        ]
+    offload, reload = (
+        [max(0.0, t - w) for t, w in zip(*both, strict=True)]
+        for both in zip(times, work, strict=True)
+    )
+    calls = {**costs.calls, Kind.OFFLOAD: work[0], Kind.RELOAD: work[1]}
+    return replace(costs, calls=calls, offload=offload, reload=reload)
+
+
+def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
+    """Settings whose moves have no known cost on a machine."""
+    memory = config.memory
+    speeds = machine.profile.state
+    again = "measure this machine with hybridpar profile"
+    moved = {"memory.host_optimizer": memory.host_optimizer, "memory.budget": memory.budget > 0}
+    values = {"memory.host_optimizer": ("true", "false"), "memory.budget": (memory.budget, "0")}
+    if machine.device.type != "cpu":
+        for field in (field for field, is_set in moved.items() if is_set):
+            yield Problem(
+                field,
+                values[field][0],
+                f"has known costs on CPUs only; this machine has {machine.device.type}",
+                values[field][1],
+            )
+    if memory.host_optimizer and config.optim.name not in HOSTED:
+        yield Problem(
+            "optim.name",
+            config.optim.name,
+            f"has no estimated costs with memory.host_optimizer; {', '.join(HOSTED)} have",
+            HOSTED[0],
+        )
+    if memory.host_optimizer and not (speeds.updated and speeds.copied):
+        yield Problem("memory.host_optimizer", "true", "has no costs in this profile", again)
+    if memory.budget and not (speeds.read and speeds.written):
+        yield Problem("memory.budget", memory.budget, "has no costs in this profile", again)

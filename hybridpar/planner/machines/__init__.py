@@ -1,0 +1,1 @@
+"""Machines to plan for: devices, links, clusters, and what kernels take on them."""

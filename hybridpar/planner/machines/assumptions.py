@@ -1,0 +1,97 @@
+"""What a plan takes for granted: values that nobody measured, and keys that a cluster file left
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridpar.planner.machines.hardware import GIB, Device, Link
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.prediction.limit import RESERVED
+
+
+def assumption_lines(machine: Machine) -> list[str]:
+    """Return what a plan for this machine assumes, a line each; what can be said otherwise is named
+    by its key."""
+    lines = (
+        []
+        if machine.measured
+        else [*_links(machine), *map(_device, machine.devices), *_overlap(machine)]
+    )
+    return [*lines, _memory(machine)]
+
+
+def _links(machine: Machine) -> Iterator[str]:
+    per = machine.devices_per_server
+    if machine.outer is not None:
+        count = machine.outer_links
+        outer = _name(machine.outer)
+        if "outer_links" in machine.assumed and per > 1:
+            yield (
+                f"outer_links is left out, so a server has one {outer} link, which its {per} "
+                "devices share; with a "
+                f"link for each device: outer_links = {per}"
+            )
+        elif per > 1:
+            yield f"the {per} devices of a server share its {count} {outer} link{'s' * (count > 1)} (outer_links)"
+        for number, level in enumerate(machine.levels):
+            if f"levels[{number}].links" in machine.assumed:
+                yield (
+                    f"levels[{number}].links is left out, so the {level.devices} devices of a "
+                    "group share one "
+                    f"{_name(level.link)} link beyond it"
+                )
+    found = dict.fromkeys(
+        link
+        for link in (machine.inner, machine.outer, *(one.link for one in machine.levels))
+        if isinstance(link, Link)
+    )
+    yield (
+        "links: "
+        + ", ".join(
+            f"{link.name} at {link.share:.0%} of {8e-9 * link.bandwidth:,.4g} Gbit/s and "
+            f"{1e6 * link.latency:.3g} us"
+            for link in found
+        )
+        + " (a table in the place of the name: gbit_per_s, share, latency_us)"
+    )
+
+
+def _name(link: object) -> str:
+    return getattr(link, "name", "measured")
+
+
+def _device(device: Device) -> str:
+    return (
+        f"{device.name}: large matrix products at {device.matmul_share:.0%} of "
+        f"{1e-12 * device.peak_flops:,.4g} "
+        f"TFLOP/s (matmul_share), element-wise kernels at {device.memory_share:.0%} of "
+        f"{1e-9 * device.memory_bandwidth:,.4g} GB/s; small products less, by their shapes"
+    )
+
+
+def _overlap(machine: Machine) -> Iterator[str]:
+    late = (
+        "no device is slower than the others (stragglers)"
+        if not machine.stragglers
+        else (
+            f"devices are slower than the fastest by {machine.stragglers:.0%} on average "
+            "(stragglers)"
+        )
+    )
+    yield f"messages between stages and sums of gradients run beside kernels and do not slow them down; {late}"
+
+
+def _memory(machine: Machine) -> str:
+    limit = machine.memory_limit / GIB
+    memory = machine.memory / GIB
+    if machine.profile.hardware.cores:
+        return (
+            f"memory: a process may take {limit:.3g} of its {memory:.3g} GiB; a tenth is left to "
+            "others"
+        )
+    return (
+        f"memory: training may take {limit:.3g} of {memory:.3g} GiB, as context and communicators "
+        "take "
+        f"{RESERVED / GIB:g} GiB and an allocator cannot hand out all of the rest"
+    )

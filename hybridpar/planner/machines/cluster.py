@@ -1,0 +1,549 @@
+"""cluster.toml: machines that are not at hand, and what the blocks of a model take on them,
+estimated.
+
+docs/clusters.md explains the keys of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar.config import MAX_TOML, Config, ModelConfig
+from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.models.build import build_blocks
+from hybridpar.planner.machines.hardware import (
+    GIB,
+    GIGABIT,
+    Cluster,
+    Device,
+    Level,
+    Link,
+    find_device,
+    find_link,
+)
+from hybridpar.planner.machines.kernel_times import (
+    OURS,
+    Kernels,
+    block_times,
+    remake_time,
+    work_time,
+)
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import BlockCost, Hardware, Key, Profile, settings_of
+from hybridpar.prediction.fake_neighbours import silent_axis
+from hybridpar.prediction.limit import RESERVED
+from hybridpar.prediction.work import KINDS, block_kinds, block_work, messages_by_kind
+from hybridpar.reading import nearest_path, read_toml
+
+NORM_TRAFFIC = 4
+UPDATE_TRAFFIC = 28 + 2 + 2
+"""Bytes for each parameter: the norm reads the gradient; Adam reads and writes fp32 weight and two
+moments and reads the gradient, which is emptied; the new version is written."""
+SWEPT = (1, 2, 4, 8, 16)
+"""Micro-batch sizes that are estimated; others lie between."""
+
+_MOST = 1e9
+_MOST_DEVICES = 100_000
+_DEVICE = {
+    "name": str,
+    "tflops": float,
+    "memory_gib": float,
+    "memory_gb_per_s": float,
+    "matmul_share": float,
+}
+_LINK = {
+    "name": str,
+    "gbit_per_s": float,
+    "back_gbit_per_s": float,
+    "latency_us": float,
+    "share": float,
+    "half_duplex": bool,
+}
+_KEYS = {
+    "servers": int,
+    "devices_per_server": int,
+    "device": (str, dict),
+    "inner": (str, dict),
+    "outer": (str, dict),
+    "outer_links": int,
+    "levels": list,
+    "price": float,
+    "stragglers": float,
+    "others": list,
+}
+_LEVEL = {"groups": int, "link": (str, dict), "links": int}
+_OTHER = {"servers": int, "device": (str, dict)}
+_USUAL = {
+    "servers": "2",
+    "devices_per_server": "8",
+    "device": '"a100-80gb"',
+    "inner": '"nvlink3"',
+    "outer": '"ethernet-25"',
+    "outer_links": "1",
+    "levels": '[{ groups = 2, link = "infiniband-hdr" }]',
+    "price": "2.5",
+    "stragglers": "0.05",
+    "others": '[{ servers = 2, device = "a100-80gb" }]',
+    "groups": "2",
+    "link": '"infiniband-hdr"',
+    "links": "1",
+    "name": '"mine"',
+    "tflops": "312",
+    "memory_gib": "80",
+    "memory_gb_per_s": "2000",
+    "matmul_share": "0.6",
+    "gbit_per_s": "25",
+    "back_gbit_per_s": "25",
+    "latency_us": "10",
+    "share": "0.8",
+    "half_duplex": "true",
+}
+"""By key, a value that is always accepted, as TOML."""
+
+
+_SAME = {
+    "nodes": "servers",
+    "hosts": "servers",
+    "machines": "servers",
+    "gpus": "devices_per_server",
+    "gpu": "device",
+    "gpus_per_node": "devices_per_server",
+    "intra": "inner",
+    "inter": "outer",
+    "network": "outer",
+    "nics": "outer_links",
+    "bandwidth": "gbit_per_s",
+    "latency": "latency_us",
+    "memory": "memory_gib",
+    "memory_gb": "memory_gib",
+    "flops": "tflops",
+}
+"""Names that others give to these keys."""
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
+    try:
+        document = read_toml(path, MAX_TOML)
+    except OSError as error:
+        raise config_error(
+            "cluster", str(path), f"cannot be read ({error.strerror})", nearest_path(path)
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
+    if (
+        document
+        and all(isinstance(table, dict) for table in document.values())
+        and not set(document) & set(_KEYS)
+    ):
+        rule = f"not a description of a cluster: it has none of the keys {', '.join(_KEYS)}"
+        raise config_error("cluster", str(path), rule, "the example in docs/clusters.md")
+    try:
+        return _cluster(document)
+    except ConfigError as error:
+        raise ConfigError(
+            *(replace(p, field=f"{path.name}: {p.field}") for p in error.problems)
+        ) from None
+
+
+def _cluster(document: Mapping[str, Any]) -> Cluster:
+    """Return the cluster of a document. Raises: ConfigError with everything that is wrong with
+    it."""
+    problems = [
+        *_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))
+    ]
+    wrong = {problem.field for problem in problems}
+    usable = {key: value for key, value in document.items() if key not in wrong}
+    levels = usable.get("levels", [])
+    others = usable.get("others", [])
+    problems += _tables("levels", levels, _LEVEL, ("groups", "link"))
+    problems += _tables("others", others, _OTHER, ("servers", "device"))
+    problems += [
+        problem
+        for key, make in _MAKERS.items()
+        if key in usable
+        for problem in _wrong_table(make, usable[key], key)
+    ]
+    if not problems:
+        problems += _wrong_count(document, others)
+    if problems:
+        raise ConfigError(*problems)
+    inner = _link(document["inner"], "inner")
+    return Cluster(
+        _device(document["device"], "device"),
+        document["devices_per_server"],
+        document["servers"] + sum(other["servers"] for other in others),
+        inner,
+        _link(document["outer"], "outer") if "outer" in document else inner,
+        document.get("outer_links", 1),
+        tuple(_levels(levels, document["devices_per_server"])),
+        document.get("price", 0.0),
+        tuple(
+            (other["servers"], _device(other["device"], f"others[{i}].device"))
+            for i, other in enumerate(others)
+        ),
+        document.get("stragglers", 0.0),
+        tuple(_left_out(document, levels)),
+    )
+
+
+def _left_out(document: Mapping[str, Any], levels: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Yield keys of links that are left out, whose usual value of 1 may be far off."""
+    if "outer" in document and "outer_links" not in document:
+        yield "outer_links"
+    yield from (f"levels[{i}].links" for i, level in enumerate(levels) if "links" not in level)
+
+
+def _wrong_count(
+    document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> Iterable[Problem]:
+    """Yield what is wrong if there are too many devices, or several servers that nothing joins."""
+    servers = {"servers": document["servers"]}
+    servers |= {f"others[{i}].servers": other["servers"] for i, other in enumerate(others)}
+    number = sum(servers.values())
+    per = document["devices_per_server"]
+    if number > 1 and "outer" not in document:
+        yield Problem(
+            "outer", None, f"missing: names the link between the {number} servers", _USUAL["outer"]
+        )
+    if number * per <= _MOST_DEVICES:
+        return
+    rule = f"must give at most {_MOST_DEVICES} devices in all; this gives {number * per}"
+    if number <= _MOST_DEVICES:
+        yield Problem("devices_per_server", per, rule, str(_MOST_DEVICES // number))
+    else:
+        most = max(servers, key=servers.__getitem__)
+        yield Problem(most, servers[most], rule, "1024")
+
+
+def _tables(
+    name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str]
+) -> Iterable[Problem]:
+    """Yield what is wrong with the tables of an array."""
+    for i, table in enumerate(tables):
+        if not isinstance(table, dict):
+            yield Problem(f"{name}[{i}]", table, "must be a table", _USUAL[name].strip("[]"))
+            continue
+        where = f"{name}[{i}]."
+        found = [*_problems(where, table, known, needed)]
+        yield from found
+        wrong = {problem.field for problem in found}
+        for key, make in _MAKERS.items():
+            if key in known and key in table and f"{where}{key}" not in wrong:
+                yield from _wrong_table(make, table[key], f"{where}{key}")
+
+
+def _wrong_table(
+    make: Callable[[Any, str], object], given: object, where: str
+) -> Sequence[Problem]:
+    """Return what keeps a device or a link from being made."""
+    try:
+        make(given, where)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
+    for i, table in enumerate(tables):
+        devices *= table["groups"]
+        yield Level(devices, _link(table["link"], f"levels[{i}].link"), table.get("links", 1))
+
+
+def _problems(
+    where: str, table: Mapping[str, Any], known: Mapping[str, Any], needed: Iterable[str]
+) -> Iterable[Problem]:
+    for key, value in table.items():
+        if key not in known:
+            near = _meant(key, table, known)
+            yield Problem(
+                f"{where}{key}",
+                value,
+                f"unknown key. Keys: {', '.join(known)}",
+                near or "without it",
+                is_guess=bool(near),
+            )
+            continue
+        kinds = (int, float) if known[key] is float else known[key]
+        if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
+            yield Problem(f"{where}{key}", value, "has the wrong type", _USUAL[key])
+        elif kinds is bool:
+            continue
+        elif (
+            isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us"
+        ):  # true for NaN
+            yield Problem(
+                f"{where}{key}", value, f"must be positive, and at most {_MOST:g}", _USUAL[key]
+            )
+        elif key == "latency_us" and not 0 <= value <= _MOST:
+            yield Problem(f"{where}{key}", value, "must not be negative, or too large", _USUAL[key])
+        elif key in ("share", "matmul_share", "stragglers") and value > 1:
+            yield Problem(f"{where}{key}", value, "must be at most 1", _USUAL[key])
+    misspelled = {_meant(key, table, known) for key in table if key not in known}
+    for key in needed:
+        if key not in table and key not in misspelled:
+            yield Problem(f"{where}{key}", None, "is missing", _USUAL[key])
+
+
+def _meant(key: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return the key that an unknown one probably stands for; empty if none is like it."""
+    free = [one for one in known if one not in table]
+    if (elsewhere := _SAME.get(key.lower())) in free and elsewhere is not None:
+        return elsewhere
+    return next(iter(get_close_matches(key.lower(), free, 1)), "")
+
+
+def _device(given: str | Mapping[str, Any], where: str) -> Device:
+    if isinstance(given, str):
+        return find_device(
+            given,
+            where,
+            ", or a table of any other: { tflops = .., memory_gib = .., memory_gb_per_s = .. }",
+        )
+    if found := [
+        *_problems(f"{where}.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))
+    ]:
+        raise ConfigError(*found)
+    if GIB * given["memory_gib"] <= RESERVED:
+        rule = f"must be above {RESERVED / GIB}, which a GPU's context and communicators take"
+        raise config_error(f"{where}.memory_gib", given["memory_gib"], rule, _USUAL["memory_gib"])
+    return Device(
+        given.get("name", "own device"),
+        1e12 * given["tflops"],
+        GIB * given["memory_gib"],
+        1e9 * given["memory_gb_per_s"],
+        given.get("matmul_share", 0.6),
+    )
+
+
+def _link(given: str | Mapping[str, Any], where: str) -> Link:
+    if isinstance(given, str):
+        return find_link(given, where)
+    if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
+        raise ConfigError(*found)
+    return Link(
+        given.get("name", where),
+        GIGABIT * given["gbit_per_s"],
+        1e-6 * given.get("latency_us", 10.0),
+        given.get("share", 0.8),
+        back_bandwidth=GIGABIT * given.get("back_gbit_per_s", 0.0),
+        half_duplex=given.get("half_duplex", False),
+    )
+
+
+_MAKERS: dict[str, Callable[[Any, str], object]] = {
+    "device": _device,
+    "inner": _link,
+    "outer": _link,
+    "link": _link,
+}
+"""Keys whose value is a name or a table, and what makes a device or a link of it."""
+
+
+# -- what it is to a planner
+
+
+def estimated(
+    config: Config, cluster: Cluster, num_devices: int = 0, profile: Profile | None = None
+) -> Machine:
+    """The cluster for a model whose blocks are estimated; profile: those of its first devices,
+    where they are known.
+
+    Raises: ConfigError as `estimate` and `machine_of`.
+    """
+    others = [estimate(config, replace(cluster, device=device)) for _, device in cluster.others]
+    return machine_of(cluster, profile or estimate(config, cluster), num_devices, others)
+
+
+def machine_of(
+    cluster: Cluster, profile: Profile, num_devices: int = 0, others: Sequence[Profile] = ()
+) -> Machine:
+    """The cluster with these blocks; of its devices the first `num_devices` (0: all). others: of
+    its other devices.
+
+    Raises: ConfigError if it has fewer.
+    """
+    if num_devices > cluster.num_devices:
+        raise config_error(
+            "ranks",
+            num_devices,
+            f"must be at most {cluster.num_devices}, the number of devices in the cluster",
+            str(cluster.num_devices),
+        )
+    assert len(others) == len(cluster.others), "a profile for each kind of device"
+    counts = [servers * cluster.devices_per_server for servers, _ in cluster.others]
+    starts = accumulate(counts, initial=cluster.num_devices - sum(counts))
+    return Machine(
+        profile,
+        num_devices or cluster.num_devices,
+        cluster.devices_per_server,
+        cluster.inner,
+        cluster.outer if cluster.num_servers > 1 else None,
+        cluster.device.memory_bytes,
+        cluster.outer_links,
+        measured=False,
+        levels=cluster.levels,
+        price=cluster.price,
+        others=tuple(zip(starts, others, strict=False)),
+        stragglers=cluster.stragglers,
+        devices=(
+            *([cluster.device] if profile.estimated else []),
+            *(one for _, one in cluster.others),
+        ),
+        assumed=cluster.assumed,
+    )
+
+
+def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
+    """The machine that was measured; 0: as many devices as it has.
+
+    Raises: ConfigError if there are fewer, or nothing is known of a link that they need.
+    """
+    hardware = profile.hardware
+    most = hardware.devices_per_host * hardware.hosts
+    number = num_devices or most
+    if number > most and hardware.cores == 0:
+        raise config_error(
+            "ranks",
+            number,
+            f"must be at most {most}, the number of ranks in the profile, unless a --cluster is "
+            f"given",
+            str(most),
+        )
+    per = (
+        hardware.devices_per_host if hardware.hosts > 1 else max(hardware.devices_per_host, number)
+    )
+    inner = profile.links.get("local")
+    outer = profile.links.get("network")
+    inner = inner or outer
+    outer = outer if hardware.hosts > 1 else None
+    if number > 1 and inner is None:
+        raise config_error(
+            "profile",
+            "no links",
+            f"was measured with one rank, so it has no links to plan {number} ranks with",
+            f"hybridpar profile with {number} ranks, or a --cluster",
+        )
+    if number > per and outer is None:
+        raise config_error(
+            "ranks",
+            number,
+            f"must be at most {per}, as the profile has no links between more devices",
+            str(per),
+        )
+    memory = hardware.memory * hardware.devices_per_host / per
+    return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
+
+
+def estimate(
+    config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
+) -> Profile:
+    """The profile of a model on a cluster's device: of GPT and BERT by formulas, of other models by
+    their operators.
+
+    Raises: ConfigError if the model is not in 16 bits.
+    """
+    if config.train.dtype not in ("bf16", "fp16"):
+        raise config_error(
+            "train.dtype",
+            config.train.dtype,
+            "estimated profiles support bf16 and fp16 only; measured profiles support every dtype",
+            "bf16",
+        )
+    device = cluster.device
+    degrees = [
+        t for t in (1, 2, 4, 8, 16, 32) if t <= min(config.model.max_tp, cluster.num_devices)
+    ]
+    if (formulas := config.model.cost_model) is None:
+        blocks = _counted_costs(config, device, degrees, sizes, kernels)
+    else:
+        blocks = _transformer_costs(formulas, device, degrees, sizes, kernels)
+    hardware = Hardware(
+        device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers
+    )
+    settings = settings_of(replace(config, parallel=replace(config.parallel, sequence=False)))
+    return Profile(
+        hardware, blocks, {}, settings, estimated=True, about={"source": "planner.kernels"}
+    )
+
+
+def _counted_costs(
+    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+) -> dict[Key, BlockCost]:
+    """Estimate each kind of block from its operators, run on ghosts."""
+    kinds = block_kinds(config.model)
+    blocks = dict[Key, BlockCost]()
+    for tp, b in product(degrees, sizes):
+        at = replace(
+            config,
+            optim=replace(config.optim, groups=()),  # blocks of a kind may be trained or frozen
+            train=replace(config.train, micro_batch_size=b),
+            parallel=replace(config.parallel, tp=tp, pp=1, dp=1, zero=0),
+        )
+        for kind in dict.fromkeys(kinds):
+            work = block_work(at, kinds.index(kind), torch.device("cuda"))
+            forward, idle = work_time(work.forward, device, kernels)
+            backward, idle_back = work_time(work.backward, device, kernels)
+            n = work.parameters
+            blocks[kind, tp, b] = BlockCost(
+                forward,
+                backward,
+                device.memory_time(NORM_TRAFFIC * n),
+                device.memory_time(UPDATE_TRAFFIC * n),
+                forward_messages=work.forward_messages,
+                backward_messages=work.backward_messages,
+                parameters=n,
+                kept=work.kept,
+                forward_idle=idle,
+                backward_idle=idle_back,
+            )
+    return blocks
+
+
+def _transformer_costs(
+    model: ModelConfig,
+    device: Device,
+    degrees: Sequence[int],
+    sizes: Sequence[int],
+    kernels: Kernels,
+) -> dict[Key, BlockCost]:
+    """Estimate embedding, layer and head of a GPT or BERT by formulas."""
+    blocks = dict[Key, BlockCost]()
+    for tp in degrees:
+        parameters = count_parameters(model, tp)
+        messages = (
+            messages_by_kind(model, 2) if tp > 1 else dict.fromkeys(KINDS, ((), ()))
+        )  # as large of more ranks
+        for b in sizes:
+            times = block_times(model, b, device, tp, kernels)
+            for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
+                forward, backward = (tuple(b * n for n in sizes) for sizes in messages[kind])
+                n = parameters[kind]
+                blocks[kind, tp, b] = BlockCost(
+                    time.forward,
+                    time.backward,
+                    device.memory_time(NORM_TRAFFIC * n),
+                    device.memory_time(UPDATE_TRAFFIC * n),
+                    forward_messages=forward,
+                    backward_messages=backward,
+                    remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0,
+                    parameters=n,
+                    forward_idle=time.forward_idle,
+                    backward_idle=time.backward_idle,
+                )
+    return blocks
+
+
+def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Parameters of each kind of block on the first of `tp` ranks; nothing is allocated."""
+    built = build_blocks(
+        replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3)
+    )
+    return {kind: sum(p.numel() for p in built[n].parameters()) for n, kind in enumerate(KINDS)}

@@ -1,0 +1,87 @@
+"""Steps on devices that are not equally fast: a distribution, by drawing how slow each device is.
+
+    slow-down of a device    1 + x, x exponential with mean `machine.stragglers`
+    of a rank                the most among its tp devices, which wait for each other in every layer
+    of a step                that of the replica which has the slowest rank, since all wait for it
+                             at the end
+
+Each draw is simulated with what its ranks then take. Source: shifted exponential times, arXiv
+1512.02673, section III.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import quantiles
+
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.schedules.simulate.costs import Costs, expand
+
+DRAWS = 40
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Step times over all draws, seconds. late: the 95th percentile."""
+
+    median: float
+    late: float
+
+    def __str__(self) -> str:
+        return (
+            f"with stragglers {1e3 * self.median:.4g} ms in the median, in 95 % within "
+            f"{1e3 * self.late:.4g} ms"
+        )
+
+
+def spread(cost: StepCost, seed: int = 0, draws: int = DRAWS) -> Spread | None:
+    """How long a step takes where devices are slower than the fastest, as the machine says; None:
+    all are equal."""
+    if not cost.machine.stragglers:
+        return None
+    times = [
+        cost.simulated(slowed(cost, _drawn(cost, random.Random(seed * draws + i))))
+        for i in range(draws)
+    ]
+    cuts = quantiles(times, n=20, method="inclusive")
+    return Spread(cuts[9], cuts[18])
+
+
+def slowed(cost: StepCost, factors: list[float]) -> Costs:
+    """Costs where the work of each rank of the pipeline takes so many times as long."""
+    costs = cost.costs
+    sizes = cost.sizes
+
+    def of_stages(times: float | Sequence[float]) -> list[float]:
+        return [
+            time * factors[sizes.rank_of(stage)]
+            for stage, time in enumerate(expand(times, sizes.num_stages))
+        ]
+
+    return replace(
+        costs,
+        forward=of_stages(costs.forward),
+        backward=of_stages(costs.backward),
+        update=[
+            time * factor
+            for time, factor in zip(expand(costs.update, cost.pp), factors, strict=True)
+        ],
+        backward_input=None if costs.backward_input is None else of_stages(costs.backward_input),
+    )
+
+
+def _drawn(cost: StepCost, source: random.Random) -> list[float]:
+    """Slow-downs of the ranks of the replica that the others wait for."""
+    rate = 1 / cost.machine.stragglers
+    replicas = [
+        [1 + max(source.expovariate(rate) for _ in range(cost.tp)) for _ in range(cost.pp)]
+        for _ in range(cost.dp)
+    ]
+    return max(
+        replicas,
+        key=lambda factors: max(
+            rank.compute * factor for rank, factor in zip(cost.ranks, factors, strict=True)
+        ),
+    )

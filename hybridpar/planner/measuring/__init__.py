@@ -1,0 +1,1 @@
+"""Profiles: blocks, links and state traffic, measured on this machine."""

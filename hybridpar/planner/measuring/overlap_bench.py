@@ -1,0 +1,269 @@
+"""Measures what a rank's state takes of the rank as it comes and goes beside computing: blocks are
+run as in training.
+
+    a pass              F embedding, F layer, .., F head,  B head, B layer, .., B embedding
+    the same, gathers   each block's weights are gathered from shares one block ahead, awaited, and
+                        dropped behind it
+    sums                its gradients are summed into shares behind its backward, and awaited one
+                        block later
+    reads, writes       an item of its size comes from the file one block ahead, and leaves behind
+                        it, changed or not
+
+What such a pass takes more, though all of it is under way while blocks compute, is what no
+bandwidth says: CPU time for calls, copies and pages that change hands, and time in which ranks wait
+for each other. Not counted is how long a rank has no core, which is other programs' doing where it
+is not that of the CPU time; and waiting where a link between hosts is crossed, whose time is known.
+
+Units: seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+
+from hybridpar.comm import Works, barrier, gather_objects
+from hybridpar.config import UNCOMPRESSED, Config, OuterConfig, ParallelConfig
+from hybridpar.errors import HybridparError
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
+from hybridpar.models.build import build_blocks
+from hybridpar.planner.measuring.bench import Bench, Beside
+from hybridpar.runtime.stage import Stage
+from hybridpar.state import Partition
+from hybridpar.state.parameters import StageParameters
+from hybridpar.state.reduction.partition import make_routes
+from hybridpar.state.residency.chunks import Buffer, cut
+from hybridpar.state.residency.pages import Region, SparePages
+from hybridpar.state.residency.shares import Shares, WholeChunk, WholeChunks
+from hybridpar.state.residency.store import DiskStore
+from hybridpar.state.residency.tiers import Tiers
+from hybridpar.state.residency.uses import uses_of
+
+GIB = 1 << 30
+_PASSES = 10
+_QUICK_PASSES = 4
+_ROOM = 4
+"""Items that have room at a time: one in use, one that comes, and room for two."""
+
+
+class Moving(Beside):
+    """What comes and goes with the blocks of a pass; of this class, nothing. num_bytes: of a pass,
+    at the begin of which what its first block needs is here."""
+
+    num_bytes = 0
+
+    def end(self) -> None:
+        """The pass is over."""
+
+
+class Shared(Moving):
+    """Chunks of some blocks, one of 'weights' or 'gradients', that the replicas of `grid` share."""
+
+    def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid, kind: str):
+        sharing = replace(
+            config,
+            parallel=ParallelConfig(dp=grid.dp.size, zero=3),
+            compression=UNCOMPRESSED,
+            outer=OuterConfig(),
+        )
+        policy = JobPlan(sharing).state_policy(1, 1)
+        parameters = StageParameters(
+            Stage(
+                build_blocks(
+                    config.model, Axis("tp"), numbers, kernels=config.kernels, dtype=policy.dtype
+                )
+            ),
+            policy.dtype,
+        )
+        uses = uses_of(
+            [range(n, n + 1) for n in numbers],
+            parameters.placements,
+            parameters.blocks,
+            elementwise=True,
+        )
+        partition = Partition(
+            parameters.layout, make_routes(policy, parameters.placements, grid), uses=uses
+        )
+        memory = WholeChunks(torch.device("cpu"), policy)
+        dtype = parameters.dtype if kind == "weights" else parameters.master_dtype
+        whole = Buffer(parameters.layout, dtype, memory, cut(parameters.layout, uses), f"{kind}/0")
+        self.shares = Shares(partition, whole, dtype, memory)
+        self.chunks = [
+            [chunk for chunk in memory.chunks if chunk.use.parts[0] == i]
+            for i in range(len(numbers))
+        ]
+        self.sizes = [sum(chunk.num_bytes for chunk in chunks) for chunks in self.chunks]
+        self.under_way: dict[int, list[Works]] = {}
+
+
+class Gathers(Shared):
+    """Weights, which are gathered for every forward and every backward."""
+
+    def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
+        super().__init__(config, numbers, grid, "weights")
+        self.num_bytes = 2 * sum(self.sizes) - self.sizes[0]
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        for one in (place, following):
+            if one is not None and one not in self.under_way:
+                self.under_way[one] = [self._gather(chunk) for chunk in self.chunks[one]]
+        for works in self.under_way[place]:
+            works.wait()
+
+    def after(self, place: int, *, backward: bool) -> None:
+        del self.under_way[place]
+        for chunk in self.chunks[place]:
+            chunk.give_back()
+
+    def _gather(self, chunk: WholeChunk) -> Works:
+        chunk.take()
+        return self.shares.gather(chunk.use)
+
+
+class Sums(Shared):
+    """Gradients, which are summed after every backward, and awaited before the second one after
+    it."""
+
+    def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
+        super().__init__(config, numbers, grid, "gradients")
+        self.num_bytes = sum(self.sizes)
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        if backward:
+            self._complete(1)
+            for chunk in self.chunks[place]:
+                chunk.take()
+
+    def after(self, place: int, *, backward: bool) -> None:
+        if backward:
+            self.under_way[place] = [
+                self.shares.reduce_scatter(chunk.use) for chunk in self.chunks[place]
+            ]
+
+    def end(self) -> None:
+        self._complete(0)
+
+    def _complete(self, left: int) -> None:
+        """Ends the oldest sums but so many."""
+        for place in list(self.under_way)[: len(self.under_way) - left]:
+            for chunk, works in zip(self.chunks[place], self.under_way.pop(place), strict=True):
+                works.wait()
+                self.shares.take(self.shares.names(chunk.use), add=True)
+                chunk.give_back()
+
+
+class InFile(Moving):
+    """An item of so many bytes for each block. changed: they are written back. Raises:
+    HybridparError: no room."""
+
+    def __init__(self, folder: Path, sizes: Sequence[int], *, changed: bool):
+        self._changed, store = changed, DiskStore(folder, sizes)
+        regions = [Region(size) for size in sizes]
+        taken = [len(region.view) for region in regions]
+        self.num_bytes = 2 * sum(taken) - taken[0]
+        self.tiers = Tiers(regions, frozenset(), _ROOM * max(taken), store, SparePages())
+        for i, region in enumerate(regions):
+            with self.tiers.using([i], changing=True):
+                region.tensor.fill_(1)
+            self.tiers.release(i)
+        self.end()
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        for one in (place, following):
+            if one is not None and self.tiers.is_absent(one):
+                self.tiers.fetch(one)
+        self.tiers.await_item(place, changing=self._changed)
+
+    def after(self, place: int, *, backward: bool) -> None:
+        self.tiers.release(place)
+
+    def end(self) -> None:
+        self.tiers.settle()
+
+
+def measure_beside(config: Config, world: Axis, folder: Path, *, quick: bool) -> dict[str, float]:
+    """Seconds of its own that a rank takes for a GiB, by what moves: 'gathers', 'sums', 'reads',
+    'writes', without what is not measured, as there is one rank, or no room. Collectives: on all
+    ranks of the job."""
+    bench = Bench(config, config.train.micro_batch_size, Axis("tp"), torch.device("cpu"))
+    moves = {"": Moving()}
+    if world.size > 1:
+        grid = ProcessGrid(dp=world.size)
+        moves |= {
+            "gathers": Gathers(config, bench.numbers, grid),
+            "sums": Sums(config, bench.numbers, grid),
+        }
+    files = _files(bench, folder)
+    if all(gather_objects(bool(files), world)):
+        moves |= zip(("reads", "writes"), files, strict=True)
+    try:
+        return _seconds(bench, moves, world, _QUICK_PASSES if quick else _PASSES)
+    finally:
+        for file in files:
+            file.tiers.close()
+
+
+def _files(bench: Bench, folder: Path) -> list[InFile]:
+    """Items that are read, and items that are written, too; none where there is no room."""
+    files: list[InFile] = []
+    sizes = [
+        max(1, unit.num_parameters * unit.state.weights.dtype.itemsize) for unit in bench.units
+    ]
+    try:
+        for changed in (False, True):
+            files.append(InFile(folder, sizes, changed=changed))
+    except HybridparError:
+        for file in files:
+            file.tiers.close()
+        return []
+    return files
+
+
+def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -> dict[str, float]:
+    """All kinds of passes take turns; the first of each does not count. Collectives: on all
+    ranks."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in moves}
+    wall = own = 0.0
+    for i in range(passes + 1):
+        for name, moving in moves.items():
+            moving.before(0, None, backward=False)
+            barrier(world)
+            start, busy = _times(bench), time.process_time()
+            bench.a_pass(moving)
+            there, mine, thread = (b - a for a, b in zip(start, _times(bench), strict=True))
+            moving.end()  # what is still under way is waited for later, in training, but is work
+            if i:
+                wall = wall + there
+                own = own + mine
+                taken[name].append((time.process_time() - busy, mine - thread))
+    # of the time, that it had a core: where it seldom has, others let it wait as long; between
+    # hosts, the link does
+    share = own / wall if len(set(gather_objects(platform.node(), world))) == 1 else 0.0
+    typical = {
+        name: sum(
+            median(column) * weight
+            for column, weight in zip(zip(*rows, strict=True), (1, share), strict=True)
+        )
+        for name, rows in taken.items()
+    }
+    everyone = gather_objects(typical, world)
+    took = {name: fmean(rank[name] for rank in everyone) for name in moves}
+    return {
+        name: max(0.0, took[name] - took["reads" if name == "writes" else ""])
+        * GIB
+        / max(1, moving.num_bytes)
+        for name, moving in moves.items()
+        if name
+    }
+
+
+def _times(bench: Bench) -> tuple[float, float, float]:
+    """Now: on the wall, and the rank's own; CPU time of this thread."""
+    return *bench.clock.read(bench.clock.now()), time.thread_time()

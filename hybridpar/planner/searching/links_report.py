@@ -1,0 +1,213 @@
+"""What the links of a configuration need against what they give, and what would make it
+compute-bound.
+
+    stage link    a micro-batch's activation one way and its gradient the other, each in the time
+                  that the busiest stage computes on one: bytes / (F + B). That is R / (36 h L/p)
+                  bytes/s in bf16 for stages of L/p layers on devices of R FLOP/s, whatever the
+                  batch; here from the times of the stage's own blocks
+    reduction     that of a batch's gradients over replicas, and of tied embeddings over the first
+                  and the last stage, in the time that the batch is computed in
+
+A link that gives less makes ranks wait however the schedule orders them. Fewer bytes help, and more
+work for each of them: more layers a stage; for gradients more tokens in a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hybridpar.config.compression_methods import MESSAGES
+from hybridpar.errors import ConfigError
+from hybridpar.planner.costs.compressed import gradient_share
+from hybridpar.planner.costs.stage_cost import GRADIENT_BYTES
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.searching.plan_report import parts_of
+from hybridpar.schedules.schedule_table import make_schedule
+
+CODECS = tuple(
+    (name, row.bytes_per_number)
+    for name, row in MESSAGES.items()
+    if row.bytes_per_number is not None
+)
+"""Values of compression.messages, with the bytes of a number, from the most exact on."""
+_TIED = "tied embeddings"
+_WORTH = 0.9
+_SPARE = 0.95
+"""Share of what a link gives that may be asked of it: with more, whatever varies shows."""
+
+
+@dataclass(frozen=True)
+class LinkNeed:
+    """A link, and what is asked of it. rates: bytes/s of each pipeline, or of each replica for
+    gradients.
+
+    name: such as 'stages 0 - 1'. gives: the slower way of a stage link. factor: needs over gives.
+    item: bytes of a number that is sent. layers: of the stage that has fewest; 0: it is no stage
+    link. more_layers: a stage, that would make it compute-bound; 0: none needed. deepest: the
+    largest pp at which this model's stages have as many; 0: it has too few even for two stages.
+    """
+
+    name: str
+    needs: float
+    gives: float
+    item: float
+    layers: int = 0
+    more_layers: int = 0
+    deepest: int = 0
+
+    @property
+    def factor(self) -> float:
+        return self.needs / self.gives
+
+    @property
+    def is_bound(self) -> bool:
+        return self.factor > 1
+
+    @property
+    def ratio(self) -> float:
+        """By how much its messages would have to shrink; 1: not at all."""
+        return max(1.0, self.factor / _SPARE) if self.is_bound else 1.0
+
+    @property
+    def codec(self) -> str:
+        """The most exact way of sending a stage's messages that shrinks them so far; empty: none
+        does."""
+        fit = (name for name, size in CODECS if size < self.item and self.item / size >= self.ratio)
+        return next(fit, "") if self.is_bound and self.layers else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"factor": self.factor, "ratio": self.ratio, "codec": self.codec}
+
+    def __str__(self) -> str:
+        rates = f"{self.name}: {_rate(self.needs)} needed, {_rate(self.gives)} there"
+        if not self.is_bound:
+            times = "over a hundred" if self.factor < 0.01 else f"{1 / self.factor:.2g}"
+            return f"{rates}: compute-bound, {times} times what it needs"
+        return f"{rates}: link-bound by {self.factor:.2g}: {', or '.join(self._remedies())}"
+
+    def _remedies(self) -> Iterator[str]:
+        if self.layers:
+            codec = (
+                f'compression.messages = "{self.codec}"'
+                if self.codec
+                else f"more than {CODECS[-1][0]} saves"
+            )
+            yield f"messages {self.ratio:.2g} times smaller ({codec})"
+        else:
+            yield f"gradients {self.ratio:.2g} times smaller"
+        if self.name == _TIED:
+            yield "model.tie_embeddings = false"
+        if not self.layers:
+            yield f"{self.ratio:.2g} times as many tokens in a batch"
+        elif self.more_layers:
+            deep = (
+                f"pp = {self.deepest} for this model"
+                if self.deepest
+                else "a deeper model: this one has too few for two stages"
+            )
+            yield f"{self.more_layers} more layers a stage ({self.layers} now; {deep})"
+
+
+def step_line(cost: StepCost) -> str:
+    """The predicted step, in a line."""
+    speed = f"{cost.tokens_per_s:,.0f} {cost.config.model.counts}/s"
+    return (
+        f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed}; "
+        f"{parts_of(cost).bound_by}"
+    )
+
+
+def link_lines(cost: StepCost) -> list[str]:
+    """What links need and give, for people; where they are fast enough but waited for, the order
+    that hides them."""
+    needs = link_needs(cost)
+    lines = [str(need) for need in needs]
+    if cost.pp > 1 and not any(need.is_bound for need in needs):
+        lines += _hidden(cost)
+    return lines
+
+
+def _hidden(cost: StepCost) -> Iterator[str]:
+    """The shortest warm-up of 2bw with which the step is a tenth faster, where there is one."""
+    now = cost.config.pipeline
+    split = now.split if cost.sizes.chunks == 1 else ()
+    for warmup in ("latency", "bandwidth"):
+        pipeline = replace(
+            now,
+            schedule="2bw",
+            warmup=warmup,
+            virtual_stages=0,
+            split=split,
+            stage_layout="loop",
+            activations="full",
+        )
+        then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)
+        try:
+            make_schedule(then.ordering).check_sizes(then.sizes)
+            seconds = then.step_time
+        except ConfigError:  # too few micro-batches for that many in flight
+            return
+        if seconds < _WORTH * cost.step_time:
+            yield (
+                f'pipeline.schedule = "2bw", pipeline.warmup = "{warmup}": {1e3 * seconds:.4g} ms '
+                "a step, "
+                f"{1e3 * cost.step_time:.4g} ms now"
+            )
+            return
+
+
+def link_needs(cost: StepCost) -> list[LinkNeed]:
+    """The stage link that is shortest of what it needs, and that of the reduction; none where there
+    are no such."""
+    found = []
+    if cost.pp > 1:
+        found.append(_stage_link(cost))
+    if cost.dp > 1 or cost.costs.tied:
+        found.append(_reduction(cost))
+    return found
+
+
+def _stage_link(cost: StepCost) -> LinkNeed:
+    busy = _period(cost)
+    chunks = cost.sizes.chunks
+    ways = [max(there[0], back[0]) for there, back in zip(cost.links, cost.links_back, strict=True)]
+    worst = max(range(len(ways)), key=ways.__getitem__)
+    taken = max(ways[worst], 1e-12) * chunks
+    inner = range(1, cost.config.model.num_blocks - 1) or range(1)
+    layer = sum(sum(cost.block_time(n)) for n in inner) / len(inner) or 1e-12
+    layers = max(
+        1, min(sum(n in inner for n in rank.blocks) for rank in cost.ranks)
+    )  # a head may be alone
+    more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
+    deepest = len(inner) // (-(-len(inner) // cost.pp) + more) if more else 0
+    into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]
+    wire = max(cost.codecs.wire_bytes(flow, into) for flow in (1, -1))
+    item = cost.item * wire / cost.message_bytes
+    num_bytes = wire * chunks
+    name = f"{cost.sizes.rank_name}s {worst} - {(worst + 1) % cost.pp}"
+    return LinkNeed(
+        name, num_bytes / busy, num_bytes / taken, item, layers, more, deepest if deepest > 1 else 0
+    )
+
+
+def _reduction(cost: StepCost) -> LinkNeed:
+    seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
+    stage, batch = cost.ranks[rank], cost.sizes.num_microbatches * _period(cost)
+    item = gradient_share(cost.config) * GRADIENT_BYTES[cost.config.train.dtype]
+    num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
+    name = f"replicas of {cost.sizes.rank_name} {rank}" if cost.dp > 1 else _TIED
+    return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), item)
+
+
+def _period(cost: StepCost) -> float:
+    """Time that the busiest rank computes on a micro-batch."""
+    return max(rank.compute for rank in cost.ranks)
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = 8 * bytes_per_s
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"

@@ -1,0 +1,399 @@
+"""Results of the search: a table, plain data, and the configuration that `hybridpar train` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from rich.table import Table
+
+from hybridpar.config import Config, PlanConfig, to_toml
+from hybridpar.planner.costs.candidate_memory import TIGHT
+from hybridpar.planner.costs.step_cost import TRANSFERS, StepCost
+from hybridpar.planner.measuring.profile import Profile
+from hybridpar.planner.searching.candidates import Candidate
+from hybridpar.planner.searching.search import ERROR, STALE_GAIN, Result
+from hybridpar.runtime.graphs import unsupported
+from hybridpar.schedules.kinds import PER_ITEM, Kind
+
+_MIB = 2**20
+_SHOWN_FAILURES = 3
+_WORTH_SAYING = 0.05
+_COST_OF_STALENESS = (
+    "What they cost, in a study of a small GPT and a small BERT at equal tokens: 2bw as in the "
+    "paper ends above the "
+    "validation loss of 1f1b, by 18.5 % (GPT, AdamW), 4.1 % (GPT, Muon) and 22 % (BERT, Muon); "
+    "with Muon, "
+    "early_switch = 1 and staleness = extrapolation by 0.4 and 1.2 % (benchmarks/convergence). "
+    "Nothing larger was "
+    "trained."
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a step's time goes, by what takes it: seconds that add up to the step.
+
+    compute: the busiest rank's forward and backward; launches: what of these the device waits for
+    the CPU to launch kernels. tensor: its collectives over tp. optimizer: its norm and update.
+    reduction, transfers, moves (of state: between replicas, to a host, or a file): what the step
+    would be shorter by without them. bubble: the rest. rank: the busiest, such as stage 0.
+    """
+
+    compute: float
+    launches: float
+    tensor: float
+    optimizer: float
+    reduction: float
+    transfers: float
+    moves: float
+    bubble: float
+    rank: str
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The parts by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank"}
+
+    @property
+    def bound_by(self) -> str:
+        """What weighs most, in words."""
+        names = (
+            f"compute of {self.rank}",
+            "launches of its kernels",
+            "tensor-parallel collectives",
+            "norm and optimizer",
+            "reduction of gradients",
+            "links between stages",
+            "moves of state",
+            "bubble",
+        )
+        parts = dict(zip(names, self.seconds.values(), strict=True))
+        first, second, *_ = sorted(parts, key=lambda name: -parts[name])
+        whole = sum(parts.values()) or 1.0
+        text = f"{first} {parts[first] / whole:.0%}"
+        return (
+            f"{text}, {second} {parts[second] / whole:.0%}"
+            if parts[second] > 0.05 * whole
+            else text
+        )
+
+
+@lru_cache(maxsize=64)
+def parts_of(cost: StepCost) -> Parts:
+    """The parts of a step, simulated with and without what goes between ranks."""
+    step = cost.step_time
+    costs = cost.costs
+    m = cost.sizes.num_microbatches
+    busy = [rank.compute + rank.update / m for rank in cost.ranks]
+    slowest = busy.index(max(busy))
+    rank = cost.ranks[slowest]
+
+    def saved(kinds: Sequence[Kind], **free: float | None) -> float:
+        """Seconds that the step is shorter by where these actions and costs take nothing."""
+        calls = {kind: time for kind, time in costs.calls.items() if kind not in kinds}
+        return max(0.0, step - cost.simulated(replace(costs, calls=calls, **free)))  # type: ignore[arg-type]
+
+    reduction = (
+        saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
+    )
+    free = {
+        "transfer": 0.0,
+        "transfer_back": None,
+        "latency": 0.0,
+        "transfer_work": 0.0,
+        "network": None,
+    }
+    transfers = saved(TRANSFERS, **free) if cost.pp > 1 else 0.0
+    moves = exposed_moves(cost)
+    gathers = sum(
+        sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest)
+    )
+    tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
+    optimizer = rank.norm + rank.update
+    launches = m * rank.idle
+    compute = m * rank.compute - tensor - launches
+    rest = step - compute - launches - tensor - optimizer - reduction - transfers - moves
+    return Parts(
+        compute,
+        launches,
+        tensor,
+        optimizer,
+        reduction,
+        transfers,
+        moves,
+        max(0.0, rest),
+        f"{cost.sizes.rank_name} {slowest}",
+    )
+
+
+def exposed_moves(cost: StepCost) -> float:
+    """Seconds of a step in which ranks do nothing but move state, or wait for it: what of the moves
+    is not hidden."""
+    if cost.moves is None:
+        return 0.0
+    calls = {kind: time for kind, time in cost.costs.calls.items() if kind not in PER_ITEM}
+    return max(
+        0.0,
+        cost.step_time
+        - cost.simulated(
+            replace(
+                cost.costs,
+                calls=calls,
+                fetch=0.0,
+                release=0.0,
+                to_host=0.0,
+                host=0.0,
+                from_host=0.0,
+            )
+        ),
+    )
+
+
+def bound_by(candidate: Candidate, limit: float) -> str:
+    """What keeps the candidate from being faster."""
+    parts = parts_of(candidate.cost)
+    text = parts.bound_by
+    if parts.launches > _WORTH_SAYING * candidate.cost.step_time:
+        why = unsupported(candidate.cost.job) or "train.cuda_graphs = false"
+        text += f"; larger micro-batches hide launches, CUDA graphs do not run here ({why})"
+    if candidate.memory is not None and candidate.peak > TIGHT * limit:
+        text += f"; memory {candidate.peak / limit:.0%} full"
+    return text
+
+
+def describe(config: Config) -> str:
+    """The choice in one line: 'tp=1 pp=2 dp=1, 8 micro-batches of 2, 2bw, blocks 3+3'."""
+    parallel = config.parallel
+    pipeline = config.pipeline
+    schedule, *rest = _how(config, pipeline.recompute)
+    blocks = [f"blocks {'+'.join(map(str, pipeline.split))}"] if parallel.pp > 1 else []
+    return ", ".join(
+        [
+            f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}",
+            f"{pipeline.num_microbatches} micro-batches of {config.train.micro_batch_size}",
+            schedule,
+            *blocks,
+            *rest,
+        ]
+    )
+
+
+def _how(config: Config, recompute: str) -> list[str]:
+    """Schedule, recomputation, ZeRO and where the state is, in words."""
+    pipeline = config.pipeline
+    schedule = pipeline.schedule + (
+        f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else ""
+    )
+    schedule += (
+        f" on a V ({pipeline.activations})"
+        if pipeline.stage_layout == "v"
+        else (f" ({pipeline.num_virtual_stages} chunks)" if pipeline.num_virtual_stages > 1 else "")
+    )
+    schedule += " with zero bubbles" if pipeline.zero_bubble else ""
+    again = [f"recompute {recompute}"] if recompute != "none" else []
+    rows = ["sequence parallelism"] if config.parallel.sequence and config.parallel.tp > 1 else []
+    zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
+    host = ["optimizer on the host"] if config.memory.host_optimizer else []
+    budget = (
+        [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"]
+        if config.memory.budget
+        else []
+    )
+    away = (
+        [f"activations of {'+'.join(map(str, numbers))} micro-batches in a file"]
+        if (numbers := config.memory.num_away) and isinstance(numbers, tuple)
+        else []
+    )
+    codecs = [
+        f"{what} {name}"
+        for what, name in (
+            ("messages", config.compression.messages),
+            ("gradients", config.compression.gradients),
+        )
+        if name != "none"
+    ]
+    return [schedule, *again, *rows, *zero, *host, *budget, *away, *codecs]
+
+
+def table(result: Result) -> Table:
+    """The ranked candidates, for a terminal."""
+    shown = Table(
+        title=f"{result.considered} configurations considered, the best first",
+        title_justify="left",
+        caption=_caption(result),
+        caption_justify="left",
+    )
+    counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
+    for heading in (
+        "",
+        "tp",
+        "pp",
+        "dp",
+        "micro-batches",
+        "schedule",
+        "split",
+        "step ms",
+        f"{counts}/s",
+        "GB",
+        "bound by",
+    ):
+        shown.add_column(
+            heading, justify="left" if heading in ("schedule", "split", "bound by") else "right"
+        )
+    for place, candidate in enumerate(result.ranked, 1):
+        config = candidate.config
+        cost = candidate.cost
+        pipeline = candidate.config.pipeline
+        memory = f"{candidate.peak / 1e9:.2f}" if candidate.memory is not None else "-"
+        if host := max((stage.host for stage in candidate.memory or ()), default=0):
+            memory += f", host {host / 1e9:.2f}"
+        shown.add_row(
+            str(place),
+            *map(str, candidate.grid),
+            f"{cost.sizes.num_microbatches} x {config.train.micro_batch_size}",
+            ", ".join(_how(config, _short(pipeline.recompute))),
+            _short("+".join(map(str, pipeline.split))),
+            f"{1e3 * cost.step_time:.4g}",
+            f"{cost.tokens_per_s:,.0f}",
+            memory,
+            bound_by(candidate, result.limit),
+        )
+    return shown
+
+
+def _caption(result: Result) -> str:
+    """Why the order is not just that of step times."""
+    text = (
+        f"Memory over {TIGHT:.0%} full must make a configuration {ERROR:.1%} faster: so far "
+        "predictions may be off."
+    )
+    if any(one.is_stale for one in result.ranked):
+        text += f" Old gradients must make it {STALE_GAIN:.0%} faster. {_COST_OF_STALENESS}"
+    return text
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def reasons(result: Result) -> list[str]:
+    """Lines on ranked candidates: why their state moves, where it does; what stragglers make of
+    their steps."""
+    return [
+        f"{place}: {said}"
+        for place, one in enumerate(result.ranked, 1)
+        for said in (one.because, one.spread)
+        if said
+    ]
+
+
+def failures(result: Result) -> list[str]:
+    """A line for each of the likeliest that cannot run."""
+    lines = [f"not {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]]
+    more = len(result.failed) - len(lines)
+    return [*lines, f"and {more} more that do not fit"] if more > 0 else lines
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Plain values only."""
+    return {
+        "ok": bool(result.ranked),
+        "considered": result.considered,
+        "memory_limit": result.limit,
+        "ranked": [_plain(one, result.limit) for one in result.ranked],
+        "failed": [{**_choice(one.config), "reason": one.reason} for one in result.failed],
+    }
+
+
+def _choice(config: Config) -> dict[str, Any]:
+    parallel = config.parallel
+    pipeline = config.pipeline
+    return {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "dp": parallel.dp,
+        "zero": parallel.zero,
+        "micro_batch_size": config.train.micro_batch_size,
+        "num_microbatches": pipeline.num_microbatches,
+        "schedule": pipeline.schedule,
+        "virtual_stages": pipeline.num_virtual_stages,
+        "warmup": pipeline.warmup,
+        "stage_layout": pipeline.stage_layout,
+        "activations": pipeline.activations,
+        "zero_bubble": pipeline.zero_bubble,
+        "early_switch": pipeline.early_switch,
+        "split": list(pipeline.split),
+        "recompute": pipeline.recompute,
+        "host_optimizer": config.memory.host_optimizer,
+        "budget": config.memory.budget,
+        "messages": config.compression.messages,
+        "gradients": config.compression.gradients,
+    }
+
+
+def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
+    cost = candidate.cost
+    memory = candidate.memory
+    return {
+        **_choice(candidate.config),
+        "step_ms": 1e3 * cost.step_time,
+        "tokens_per_s": cost.tokens_per_s,
+        "price_per_million_tokens": cost.price or None,
+        "memory": None if memory is None else [stage.total for stage in memory],
+        "host_memory": None if memory is None else [stage.host for stage in memory],
+        "bound_by": bound_by(candidate, limit),
+        "because": candidate.because,
+        "stragglers_ms": candidate.spread
+        and [1e3 * candidate.spread.median, 1e3 * candidate.spread.late],
+        "parts_ms": {name: 1e3 * seconds for name, seconds in parts_of(cost).seconds.items()},
+    }
+
+
+def planned(candidate: Candidate) -> Config:
+    """The candidate's configuration, with what is predicted of it."""
+    memory = tuple(round(stage.total / _MIB, 1) for stage in candidate.memory or ())
+    hardware = candidate.cost.machine.profile.hardware
+    return replace(
+        candidate.config,
+        plan=PlanConfig(round(1e3 * candidate.cost.step_time, 6), memory, round(hardware.taken, 2)),
+    )
+
+
+def plan_toml(candidate: Candidate) -> str:
+    """The text of plan.toml: an ordinary configuration."""
+    return f"# {describe(candidate.config)}\n\n{to_toml(planned(candidate))}"
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A profile in a few lines, for people."""
+    hardware = profile.hardware
+    lines = [
+        f"{hardware.name}, {hardware.hosts} x {hardware.devices_per_host} ranks, {hardware.cores} "
+        "cores",
+        f"{'block':<10} {'tp':>3} micro-batch {'forward':>9} {'backward':>9} {'waits':>9} "
+        f"{'optimizer':>9}  ms",
+    ]
+    for (kind, tp, b), cost in profile.blocks.items():
+        numbers = (
+            cost.forward,
+            cost.backward,
+            cost.forward_wait + cost.backward_wait,
+            cost.norm + cost.update,
+        )
+        lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
+    for name, link in profile.links.items():
+        reduce = ", ".join(
+            f"all-reduce over {n} {_rate(curve.bandwidth)}" for n, curve in link.reduce.items()
+        )
+        there, back = map(_rate, link.rates)
+        rates = there if link.there == 1 else f"{there} to a later rank, {back} back"
+        lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {rates}; {reduce}")
+    return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    mb = bytes_per_s / 1e6
+    return f"{mb:,.0f} MB/s" if mb >= 100 else f"{mb:.3g} MB/s"

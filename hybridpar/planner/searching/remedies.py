@@ -1,0 +1,208 @@
+"""Settings that make a configuration fit into memory, what each costs in time, and the largest
+model that fits with it.
+
+Everything is predicted: peaks by `prediction.predict`, times by simulation of the plan
+(`StepCost`), where there is a profile. A setting alone may not be enough; then those that help most
+are put together. Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
+from hybridpar.planner.costs.candidate_memory import largest_budget
+from hybridpar.planner.costs.step_cost import StepCost
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import check_settings
+from hybridpar.prediction import Footprints, predict
+from hybridpar.prediction.knobs import Knob, knobs
+from hybridpar.validate import problems
+
+_TOGETHER = 4
+_MOST_LAYERS = 4096
+AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Effect of some settings. peak: of the fullest process. step_time: None: not known.
+
+    slower: the step time over that without them; None: not known.
+    """
+
+    settings: str
+    peak: int
+    step_time: float | None = None
+    slower: float | None = None
+
+    def __str__(self) -> str:
+        time = "" if self.slower is None else f", and a step takes {self.slower - 1:+.0%} time"
+        return f"{self.settings}: {self.peak / 1e9:.3g} GB{time}"
+
+
+class Fitting:
+    """Searches for what makes configurations fit into `limit` bytes of a process's device.
+
+    machine: whose profile gives times; None: nothing is known of them.
+    """
+
+    def __init__(self, limit: float, device: torch.device, machine: Machine | None = None):
+        self.limit = limit
+        self._device = device
+        self._machine = machine
+        self._trace = Footprints()
+
+    def peak(self, config: Config) -> int:
+        """Bytes of the fullest process."""
+        return max(
+            stage.needed
+            for stage in predict(JobPlan(config), device=self._device, trace=self._trace)
+        )
+
+    def remedies(self, config: Config) -> list[Remedy]:
+        """What makes a resolved configuration fit, each setting alone, the fastest first (then what
+        takes the least).
+
+        Where none does: those that help most, together; none if not even these are enough.
+        """
+        before = self._time(config)
+        tried = [(knob, changed, self.peak(changed)) for knob, changed in self._changes(config)]
+        found = [
+            self._remedy(knob, changed, peak, before)
+            for knob, changed, peak in tried
+            if peak <= self.limit
+        ]
+        if not found and (together := self._together(config)) is not None:
+            found = [self._remedy(*together, before)]
+        return sorted(
+            found, key=lambda remedy: (remedy.slower is None, remedy.slower or 0.0, remedy.peak)
+        )
+
+    def smallest(self, config: Config) -> Remedy | None:
+        """The single setting with which a resolved configuration needs least, and less than
+        without; None: there is none."""
+        tried = [Remedy(str(knob), self.peak(changed)) for knob, changed in self._changes(config)]
+        best = min(tried, key=lambda remedy: remedy.peak, default=None)
+        return best if best is not None and best.peak < self.peak(config) else None
+
+    def largest(self, config: Config) -> list[tuple[str, int]]:
+        """The most layers of this width that fit on the grid: as it is, and with each setting; 0:
+        not even the fewest. The most first."""
+        config = replace(config, pipeline=replace(config.pipeline, split=()))
+        found = [(AS_IT_IS, self._most_layers(lambda sized: sized, config))]
+        for knob, _ in self._changes(config):
+            if "budget" not in str(knob):
+                found.append(
+                    (str(knob), self._most_layers(partial(from_mapping, knob.changes), config))
+                )
+        if not config.memory.budget and not config.memory.host_optimizer:
+            found.append(
+                ("memory.budget, as much as fits", self._most_layers(self._in_file, config))
+            )
+        return sorted(found, key=lambda one: -one[1])
+
+    # -- inside
+
+    def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
+        """Settings to try, and the configuration with them."""
+        stages = predict(JobPlan(config), device=self._device, trace=self._trace)
+        fullest = max(range(len(stages)), key=lambda rank: stages[rank].needed)
+        more: list[dict[str, dict[str, Any]]] = []
+        if config.train.dtype == "fp32":
+            more.append({"train": {"dtype": "bf16"}})
+        split: dict[str, Any] = {"split": []} if config.pipeline.split else {}
+        if config.parallel.dp % 2 == 0:
+            away = config.memory.on_another_grid().offload_activations
+            moved = (
+                {"memory": {"offload_activations": away}}
+                if away != config.memory.offload_activations
+                else {}
+            )
+            more.append(
+                {
+                    "parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
+                    "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split},
+                    **moved,
+                }
+            )
+        budget = largest_budget(config, self.limit, self._device, self._trace)
+        if budget and not config.memory.budget:
+            more.append({"memory": {"budget": budget}})
+        for knob in [
+            *knobs(config, fullest, stages[fullest]),
+            *(Knob(changes, 0) for changes in more),
+        ]:
+            changed = from_mapping(knob.changes, config)
+            refused = self._device.type != "cpu" and (
+                changed.parallel.zero > 1 or changed.memory.budget
+            )
+            if not refused and not problems(changed, changed.parallel.num_ranks):
+                yield knob, changed
+
+    def _together(self, config: Config) -> tuple[str, Config, int] | None:
+        """Settings that are enough together: by turns the one that helps most."""
+        names: list[str] = []
+        peak = self.peak(config)
+        for _ in range(_TOGETHER):
+            tried = [
+                (self.peak(changed), str(knob), changed) for knob, changed in self._changes(config)
+            ]
+            best = min(tried, key=lambda one: one[0], default=None)
+            if best is None or best[0] >= peak:
+                return None
+            peak, name, config = best
+            names.append(name)
+            if peak <= self.limit:
+                return " with ".join(names), config, peak
+        return None
+
+    def _remedy(self, settings: object, changed: Config, peak: int, before: float | None) -> Remedy:
+        time = self._time(changed)
+        return Remedy(str(settings), peak, time, time / before if time and before else None)
+
+    def _time(self, config: Config) -> float | None:
+        """The predicted step time; None where the profile does not have what that takes."""
+        if self._machine is None:
+            return None
+        try:
+            check_settings(self._machine.profile, config)
+            return StepCost(config, self._machine).step_time
+        except ConfigError:
+            return None
+
+    def _most_layers(self, change: Callable[[Config], Config | None], config: Config) -> int:
+        """The most layers with which what `change` makes of the configuration fits; by halving."""
+
+        def fits(number: int) -> bool:
+            sized = replace(config, model=config.model.with_layers(number))
+            changed = None if problems(sized, sized.parallel.num_ranks) else change(sized)
+            return (
+                changed is not None
+                and not problems(changed, changed.parallel.num_ranks)
+                and (self.peak(changed) <= self.limit)
+            )
+
+        least = max(1, 2 * config.parallel.pp * config.pipeline.num_virtual_stages - 2)
+        if not fits(least):
+            return 0
+        low = least
+        high = 2 * least
+        while high <= _MOST_LAYERS and fits(high):
+            low = high
+            high = 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _in_file(self, config: Config) -> Config | None:
+        budget = largest_budget(config, self.limit, self._device, self._trace)
+        return replace(config, memory=replace(config.memory, budget=budget)) if budget else None

@@ -1,0 +1,61 @@
+"""Fewer devices that are as fast: where links are slow, or a batch does not go round, the rest only
+wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError
+from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.searching.candidates import Candidate, Request, batch_size
+from hybridpar.planner.searching.search import search
+from hybridpar.prediction.work import block_kinds
+
+AS_FAST = 1.01
+"""A step may take so many times as long on fewer devices."""
+
+
+def as_fast_on_fewer(
+    config: Config, machine: Machine, request: Request, best: Candidate
+) -> Candidate | None:
+    """The plan for the fewest devices, by halving, that is about as fast as the best for all; None:
+    there is none.
+
+    Halves that cannot do the batch's work in that time are not searched, and nothing beyond.
+    """
+    found = None
+    number = machine.num_devices
+    most = AS_FAST * best.cost.step_time
+    work = least_work(config, machine) * batch_size(config, request)
+    while number % 2 == 0:
+        number //= 2
+        if work / number > most:
+            break
+        try:
+            ranked = search(
+                config, replace(machine, num_devices=number), replace(request, top=1, quick=True)
+            ).ranked
+        except ConfigError:  # axes that stay are larger, or nothing divides the batch
+            break
+        if not ranked or ranked[0].cost.step_time > most or ranked[0].is_stale > best.is_stale:
+            break
+        found = ranked[0]
+    return found
+
+
+def least_work(config: Config, machine: Machine) -> float:
+    """Seconds of device time that a sample takes at least, on the best of the machine's devices and
+    sizes."""
+    kinds = block_kinds(config.model)
+    return min(
+        tp
+        / b
+        * sum(
+            cost.forward - cost.forward_idle + cost.backward - cost.backward_idle
+            for cost in (profile.block(kind, tp, b) for kind in kinds)
+        )
+        for profile in machine.profiles(range(machine.num_devices))
+        for tp in profile.tp_degrees
+        for b in profile.micro_batches(tp)
+    )

@@ -1,0 +1,413 @@
+"""Executes one rank's action list. The plan says what happens when; this file says only how.
+
+    F       wait for its receive, bind the version, run the stage, keep the graph
+    B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
+    I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients
+    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch actions
+    FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the
+                                    state that it touches
+    OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for
+                                    its own
+
+Parts of a stage, and consecutive stages on a rank, hand each other activations and gradients. Only
+this file waits for other stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.autograd import backward_from
+from hybridpar.comm import Work, irecv, isend
+from hybridpar.grid import Axis
+from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.models.metrics import metrics_of
+from hybridpar.random import RandomKey
+from hybridpar.runtime.activation_offloader import ActivationOffloader
+from hybridpar.runtime.graphs import MicroBatchGraphs
+from hybridpar.runtime.recording import Recording
+from hybridpar.runtime.stage import Stage
+from hybridpar.runtime.stage_transport import Packed, StageTransport
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS, OF_STASH, PER_ITEM, Kind
+from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.state.compression.codec import Codec
+from hybridpar.state.weights import WeightStore
+
+
+class Source(Protocol):
+    """Source of micro-batches; every stage reads the same ones."""
+
+    def microbatch(self, number: int) -> tuple[MicroBatch, RandomKey | None]: ...
+
+
+class BatchActions(Protocol):
+    """Work of the layer above the pipeline, once a batch or around a backward."""
+
+    def run(self, action: Action) -> None:
+        """Carry out a REDUCE, NORM, HOST or UPDATE."""
+
+    def before_backward(self, action: Action) -> float:
+        """Point gradients at the right buffer; return the loss's own gradient (the loss scale)."""
+
+    def add_weight_gradients(self, action: Action) -> None:
+        """Add the gradients of weights that the micro-batch's I left for later."""
+
+    def after_backward(self, action: Action) -> None:
+        """Called once a part's gradients of a micro-batch are there."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    input: Tensor | None  # whose gradient is sent: a leaf
+    edge: (
+        GradientEdge | None
+    )  # the output's place in the graph, without the output; None: nothing needs a gradient
+
+    def back(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input, if there is one."""
+        if self.edge is None:
+            return None
+        backward_from(self.edge, gradient)
+        if self.input is None:
+            return None
+        made = self.input.grad
+        self.input.grad = None
+        assert made is not None
+        return made
+
+
+class Tiers(Protocol):
+    """The state of a rank in a fast tier and a slow one."""
+
+    def move(self, action: Action) -> None:
+        """Starts a FETCH, RELEASE or DROP."""
+
+    def are_here(self, action: Action) -> bool:
+        """Whether all that the action touches is in the fast tier."""
+
+    def touch(self, action: Action) -> None:
+        """Waits until it is, and notes what the action changes."""
+
+
+class Executor:
+    """Runs the actions of one rank against its stages (by number, in parts), its weights and its
+    neighbours.
+
+    `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None:
+    none leave. `graphs`: replays the micro-batches that it can; None: all run kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Stage]],
+        weights: WeightStore,
+        lane: StageTransport,
+        sizes: PipelineShape,
+        *,
+        tiers: Tiers | None = None,
+        stash: ActivationOffloader | None = None,
+        graphs: MicroBatchGraphs | None = None,
+    ):
+        self.stages = stages
+        self.weights = weights
+        self.lane = lane
+        self.tiers = tiers
+        self.stash = stash
+        self.graphs = graphs
+        self.sizes = sizes
+        self.num_microbatches = sizes.num_microbatches
+        self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
+        self.losses: dict[int, Losses] = {}
+        """Sum of each batch's partial losses and metrics so far (last stage only); whoever reads an
+        entry takes it out.
+        """
+        self.recording: Recording | None = None
+        """Records what is executed; set by `record`."""
+        self.current: Action | None = None
+        """The action being executed."""
+        self.listeners: list[Callable[[Action | None], None]] = []
+        """Told of every action before it is executed, and of the end (None)."""
+        self._source: Source | None = None
+        self._batch_actions: BatchActions | None = None
+        self._loss_dtype: torch.dtype | None = None
+        self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
+        self._handed: dict[
+            tuple[Kind, int, int, int], Tensor
+        ] = {}  # to a part by its neighbour, by kind and as above
+        self._received: dict[
+            tuple[Kind, int, int], tuple[Work, Tensor]
+        ] = {}  # by kind, stage and micro-batch
+        self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
+        self._places: dict[
+            tuple[Kind, int, int], Tensor
+        ] = {}  # of gradients that will be sent or received, as above
+        self._sends: deque[tuple[Action, Work]] = deque()  # unfinished, from the oldest on
+        self._table: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._weight_gradients,
+            Kind.REDUCE: self._run_batch_action,
+            Kind.NORM: self._run_batch_action,
+            Kind.HOST: self._run_batch_action,
+            Kind.UPDATE: self._run_batch_action,
+        }
+        self._table |= {
+            kind: self._send if row.matching_recv else self._post_receive
+            for kind, row in ACTION_SPECS.items()
+            if row.peer_offset
+        }
+        self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(
+            OF_STASH, self._move_stash
+        )
+
+    def run(
+        self, actions: Iterable[Action], source: Source, batch_actions: BatchActions | None = None
+    ) -> None:
+        """Executes the actions in order; at the end nothing is in flight. `batch_actions`: None:
+        the plan is forward only."""
+        self._source = source
+        self._batch_actions = batch_actions
+        for action in actions:
+            self._turn_to(action)
+            self._note(action)
+            if (recording := self.recording) is not None:
+                recording.begin()
+            if self.tiers is not None:
+                if recording is None or self.tiers.are_here(action):
+                    self.tiers.touch(action)
+                else:
+                    recording.wait_for_state(partial(self.tiers.touch, action))
+            self._table[action.kind](action)
+            if recording is not None:
+                recording.end(action)
+        while self._sends:
+            sent, work = self._sends.popleft()
+            self._note(sent)
+            work.wait()
+        self._turn_to(None)
+        left = [
+            *self._flight,
+            *self._handed,
+            *self._received,
+            *self._outputs,
+            *self._places,
+            *(self.stash.left if self.stash else ()),
+        ]
+        assert not left, f"the plan left micro-batches in flight: {left}"
+
+    def _note(self, action: Action) -> None:
+        """Note in the flight record what this rank does, or which of its sends it waits for."""
+        self.lane.pp.flight.action(action.kind, action.stage, action.microbatch, action.version)
+
+    def _turn_to(self, action: Action | None) -> None:
+        self.current = action
+        for listener in self.listeners:
+            listener(action)
+
+    def wait(self, wait: Callable[[], None]) -> None:
+        """Calls `wait`, which waits for other ranks, as a part of an action."""
+        if self.recording is None or self.current is None:
+            wait()
+        else:
+            self.recording.wait(wait)
+
+    def watch(self, is_done: Callable[[], bool]) -> None:
+        """Records when the work that the current action has started is over."""
+        if self.recording is not None and self.current is not None:
+            self.recording.watch(self.current, is_done)
+
+    def record(self, recording: Recording | None) -> None:
+        """Record what is executed from now on; None: stop."""
+        self.recording = recording
+
+    @property
+    def _batch(self) -> BatchActions:
+        assert self._batch_actions is not None, "a forward-only plan has no batch actions"
+        return self._batch_actions
+
+    def _run_batch_action(self, action: Action) -> None:
+        self._batch.run(action)
+
+    def _forward(self, action: Action) -> None:
+        stage = action.stage
+        part = action.part
+        k = action.microbatch
+        assert self._source is not None
+        batch, key = self._source.microbatch(k)
+        grad = torch.is_grad_enabled()
+        here = self.stages[stage][part]
+        x: Tensor | Packed | None
+        if part or stage - 1 in self.stages:
+            x = self._handed.pop((Kind.F, stage, part, k))
+        else:
+            x = self._take(Kind.RECV_F, stage, k, packed=grad and here.recompute.whole)
+        if self.weights.is_arriving(action.version):
+            self.wait(partial(self.weights.await_version, action.version))
+        self.weights.bind(action.version)
+        leaf = x.leaf if isinstance(x, Packed) else x
+        out: Any = None
+        if self.graphs is not None and grad and not isinstance(x, Packed):
+            out = self.graphs.forward(stage, k, self.weights.slot(action.version), x, batch, key)
+        if (kept := grad and out is None) and leaf is not None:
+            leaf.requires_grad_()
+        if out is None:
+            with (
+                nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf)
+            ):
+                out = here(x, batch, key)
+        if isinstance(out, dict):
+            self._add_losses(k // self.num_microbatches, out)
+            out = sum(out.values())
+        elif part + 1 < len(self.stages[stage]):
+            self._handed[Kind.F, stage, part + 1, k] = out.detach()
+        elif stage + 1 in self.stages:
+            self._handed[Kind.F, stage + 1, 0, k] = out.detach()
+        else:
+            lane, codec = self._link(Kind.SEND_F, stage, k)
+            self._outputs[Kind.SEND_F, stage, k] = sent = lane.cut(out.detach(), codec)
+            self._keep_places(Kind.RECV_B, stage, k, sent, codec)
+        if kept:
+            ends_here = leaf is None and here.is_frozen
+            self._flight[stage, part, k] = InFlight(
+                leaf, None if ends_here else get_gradient_edge(out)
+            )
+
+    def _backward(self, action: Action) -> None:
+        stage = action.stage
+        part = action.part
+        k = action.microbatch
+        factor = self._batch.before_backward(action)
+        flight = self._flight.pop((stage, part, k), None)
+        is_last = part + 1 == len(self.stages[stage]) and stage + 1 not in self.stages
+        gradient = (
+            self._take(Kind.RECV_B, stage, k)
+            if is_last
+            else self._handed.pop((Kind.B, stage, part, k))
+        )
+        if gradient is None:
+            gradient = torch.full(
+                (), factor, dtype=self._loss_dtype, device=self.lane.device
+            )  # torch.tensor waits
+        self.weights.bind(action.version)
+        if self.stash is not None:
+            if not self.stash.is_here(action):
+                self.wait(partial(self.stash.release, action))
+            self.stash.release(action)
+        if flight is None:
+            assert self.graphs is not None
+            made = self.graphs.backward(stage, k, gradient)
+        else:
+            made = flight.back(gradient)
+        if made is not None:
+            if part:
+                self._handed[Kind.B, stage, part - 1, k] = made
+            elif stage - 1 in self.stages:
+                self._handed[Kind.B, stage - 1, len(self.stages[stage - 1]) - 1, k] = made
+            else:
+                lane, codec = self._link(Kind.SEND_B, stage, k)
+                self._outputs[Kind.SEND_B, stage, k] = lane.cut(made, codec)
+        if part == 0:
+            for kind in (Kind.RECV_B, Kind.SEND_B):
+                self._places.pop((kind, stage, k), None)
+        if action.kind is Kind.B:
+            self._batch.after_backward(action)
+
+    def _weight_gradients(self, action: Action) -> None:
+        self._batch.add_weight_gradients(action)
+        self._batch.after_backward(action)
+
+    def _move(self, action: Action) -> None:
+        assert self.tiers is not None
+        self.tiers.move(action)
+
+    def _move_stash(self, action: Action) -> None:
+        assert self.stash is not None
+        if action.kind is Kind.EVICT:
+            self.wait(partial(self.stash.evict, action))
+        else:
+            self.watch(
+                (self.stash.offload if action.kind is Kind.OFFLOAD else self.stash.reload)(action)
+            )
+
+    def _add_losses(self, batch: int, losses: Losses) -> None:
+        total = self.losses.setdefault(batch, {})
+        for name, value in (*losses.items(), *metrics_of(losses).items()):
+            total[name] = total[name] + value.detach() if name in total else value.detach()
+        self._loss_dtype = next(iter(losses.values())).dtype
+
+    def _post_receive(self, action: Action) -> None:
+        lane, codec = self._link(action.kind, action.stage, action.microbatch)
+        buffer = lane.room(codec)
+        work = irecv(buffer, *self._way(action))
+        self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
+
+    def _way(self, action: Action) -> tuple[int, Axis]:
+        """The rank at the other end of a transfer, and the axis. Messages between two ranks on an
+        axis have no tags: both ranks must have them in the same order, as NCCL needs."""
+        lane = self.lane
+        row = ACTION_SPECS[action.kind]
+        turn = self.sizes.turn(action.stage) if lane.turns else 0
+        forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
+        return self.sizes.rank_of(
+            action.stage + row.peer_offset
+        ), forth if row.flow > 0 else reverse
+
+    def _link(self, kind: Kind, stage: int, k: int) -> tuple[StageTransport, Codec | None]:
+        """The lane and the codec of a transfer."""
+        row = ACTION_SPECS[kind]
+        into = stage + (row.peer_offset > 0)
+        codec = self.lane.codec(row.flow, into, training=torch.is_grad_enabled())
+        places = self._places.get((kind, stage, k))
+        if codec is not None and places is not None:
+            codec = codec.at(places)
+        return self._lanes.get(into, self.lane), codec
+
+    def _keep_places(
+        self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None
+    ) -> None:
+        """Notes which features `message` has, for the transfer of their gradients."""
+        gradients = self._link(kind, stage, k)[1]
+        if codec is None or gradients is None or not gradients.follows:
+            return
+        places = codec.places(message, self.lane.shape[-1])
+        if places is not None:
+            self._places[kind, stage, k] = places
+
+    def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
+        """The received tensor, once it is here; None where this stage receives nothing of that
+        kind. `packed`: as bytes if a codec made it.
+
+        The time of the gather over tp counts as the action's, not as a transfer's.
+        """
+        if (entry := self._received.pop((kind, stage, k), None)) is None:
+            return None
+        work, buffer = entry
+        self.wait(work.wait)
+        lane, codec = self._link(kind, stage, k)
+        if kind is Kind.RECV_F:
+            self._keep_places(Kind.SEND_B, stage, k, buffer, codec)
+        if codec is not None and packed:
+            return Packed(lane, lane.gather(buffer), codec)
+        return lane.join(buffer, codec)
+
+    def _send(self, action: Action) -> None:
+        tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
+        self._sends.append((action, isend(tensor, *self._way(action))))
+        if len(self._sends) > self.lane.send_window:
+            oldest, work = self._sends.popleft()
+            self._note(oldest)
+            self.wait(work.wait)
+            self._note(action)

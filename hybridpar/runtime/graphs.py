@@ -1,0 +1,629 @@
+"""Runs micro-batches as CUDA graphs: a CPU takes longer to launch a thousand small kernels than a
+GPU to run them.
+
+    first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
+    second                          F, then B (or I, then W) are captured, and replayed
+    all later ones                  inputs and dropout's counters are copied into place, F and B
+                                    replayed
+
+Gradients are summed over replicas beside the last backward of a batch: where a bucket of gradients
+is final, the graph records an event, and the bucket's sum waits for that, not for the whole graph.
+
+Micro-batches are of one kind if they run on the same stage and the same buffer of weights, write
+the same buffer of gradients, and both or neither are the first of their batch, which overwrites.
+Without a pipeline only one micro-batch at a time is between its F and its B, so all kinds share
+memory. In a pipeline several are: each then has a place of its stage, with memory and graphs of its
+own. With a split backward I leaves the factors of weights' gradients in the memory of the place,
+which stays taken until W, a third graph, has multiplied them. Graphs run on a stream of their own,
+as torch needs. Communication of tensor parallelism is captured, too.
+
+A capture does not wait for the device (see capture.py). If one fails, its cause is logged, and this
+rank runs kernel by kernel from then on, to the same numbers. Stages may differ in that, since
+transfers between them are in no graph. Ranks of tp may not, as NCCL wants a collective captured on
+all ranks or on none: they agree on every capture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.autograd import backward_from
+from hybridpar.comm import all_reduce
+from hybridpar.grid import Axis, ProcessGrid, Traffic
+from hybridpar.job import JobPlan
+from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.models.metrics import each, metrics_of
+from hybridpar.random import RandomKey
+from hybridpar.runtime.capture import capture, first_cause
+from hybridpar.runtime.stage import Stage
+
+_log = logging.getLogger(__name__)
+
+
+class Gradients(Protocol):
+    """The gradients that a backward pass writes: see state.GradientAccumulator."""
+
+    on_final: Callable[[str], None] | None
+    collecting: dict[str, list[Any]] | None
+
+    def buffer_index(self, batch: int) -> int: ...
+    def missing(self, index: int) -> set[str]: ...
+    def renew(self, index: int, names: Iterable[str]) -> None: ...
+    def apply_with(
+        self, add: Callable[[dict[str, list[Any]], int, Callable[[], None]], None]
+    ) -> None: ...
+
+
+Kind = tuple[int, int, int, bool]
+"""Stage, buffer of weights, buffer of gradients, and whether a micro-batch is the first of its
+batch."""
+Buckets = Sequence[Collection[str]]
+
+
+def recorder(
+    job: JobPlan,
+    stages: Mapping[int, Stage],
+    gradients: Gradients,
+    device: torch.device,
+    buckets: Buckets,
+    grid: ProcessGrid,
+) -> MicroBatchGraphs | None:
+    """Return the recorder of a rank's micro-batches on a GPU; None, and a line in the log, if it
+    cannot record them."""
+    config = job.config
+    if reason := unsupported(job, grid.pp.rank):
+        _log.info("micro-batches run without CUDA graphs: %s", reason)
+        return None
+    return MicroBatchGraphs(
+        stages,
+        gradients,
+        config.pipeline.num_microbatches,
+        device,
+        buckets,
+        num_places(config.parallel.pp, len(stages)),
+        grid.tp,
+        distrusts=not config.model.cuda_graph_safe,
+    )
+
+
+def num_places(num_ranks: int, num_stages: int) -> int:
+    """Return how many micro-batches in flight on a stage have a place, if its rank has `num_stages`
+    of them.
+
+    1f1b has as many in flight as there are ranks; if a rank has several stages, the first ones have
+    up to twice as many. A place takes memory once it is used.
+    """
+    return num_ranks if num_stages == 1 else 2 * num_ranks
+
+
+def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
+    """Why micro-batches of such a job cannot be recorded on a rank of its pipeline; None if they
+    can.
+
+    rank: None: of any rank, where activations leave on one of them.
+    """
+    config = job.config
+    parallel = config.parallel
+    if parallel.pp * parallel.tp > 1 and not config.train.graph_grids:
+        return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
+    if parallel.tp > 1 and config.train.share_gpus:
+        return "what tensor parallelism sends goes through the host's hands"
+    if config.memory.budget or _offloads(job, rank):
+        return "memory that leaves comes back elsewhere"
+    if config.compression.takes_factors:
+        return (
+            f"compression.gradients = {config.compression.gradients} keeps what the gradients of "
+            "weights are computed from"
+        )
+    return None
+
+
+def _offloads(job: JobPlan, rank: int | None) -> bool:
+    """Return whether activations of this rank of the pipeline, or of any, leave."""
+    if job.config.memory.num_away == 0:
+        return False
+    ranks = range(job.shape.num_ranks) if rank is None else [rank]
+    return any(map(job.num_away, ranks))
+
+
+@dataclass
+class _Addition:
+    """A graph that adds to gradients."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: Traffic  # that it makes
+    missing: frozenset[str]  # of the parameters that it adds to, those without a gradient before
+    written: frozenset[str]  # those that have one only since
+    reported: list[
+        tuple[str, torch.cuda.Event | None]
+    ]  # parameters in the order in which their gradients are final
+
+    def fits(self, missing: frozenset[str]) -> bool:
+        """Whether it may be replayed if these gradients are missing: it overwrites them, and adds
+        to others."""
+        return missing & self.touched == self.missing
+
+    @property
+    def touched(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.reported)
+
+
+@dataclass
+class _Recorded:
+    """The graphs of a kind of micro-batch on a place, and the tensors that they read and write."""
+
+    stage: int
+    place: int
+    x: Tensor | None  # a leaf, whose gradient the backward makes
+    inputs: dict[str, Tensor]
+    key: RandomKey | None
+    forward: torch.cuda.CUDAGraph
+    out: Losses | Tensor
+    edge: GradientEdge | None
+    start: Tensor  # of the backward
+    calls: Traffic  # that the forward makes
+    backward: _Addition | None = None
+    is_split: bool = False  # the backward leaves the gradients of weights to `weights`
+    weights: _Addition | None = None
+    made: Tensor | None = None  # by the backward, of x
+    num_uses: int = 0  # since it was captured
+    buffers: list[Tensor] = field(
+        default_factory=list
+    )  # of the stage; it may replace caches, which the graphs read
+
+    def takes(self, batch: MicroBatch) -> bool:
+        """Whether a micro-batch has the names, shapes and types of the one that was captured."""
+        return batch.keys() == self.inputs.keys() and all(
+            (one.shape, one.dtype) == (self.inputs[name].shape, self.inputs[name].dtype)
+            for name, one in batch.items()
+        )
+
+    @torch.no_grad()
+    def take(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> None:
+        if self.x is not None:
+            self.x.copy_(x)  # type: ignore[arg-type]  # where one has it, all have
+        for name, one in batch.items():
+            self.inputs[name].copy_(one)
+        if self.key is not None:
+            assert key is not None
+            self.key.counter.copy_(key.counter)
+
+
+class MicroBatchGraphs:
+    """Runs the forward and backward passes of a rank's stages into `gradients`.
+
+    stages: by number.
+    buckets: parameters that are summed over replicas together, if sums may begin before a backward
+    is over. num_places: micro-batches in flight on a stage that have memory of their own; others
+    are not replayed. More than one: the rank has neighbours, whose messages it may wait for.
+    tp: the axis on which the stages communicate; None: they do not.
+    distrusts: a forward may take something from Python that changes, which a graph keeps as it was.
+    So the first, second, fourth, eighth .. replay of each forward is compared with a run kernel by
+    kernel.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        gradients: Gradients,
+        num_microbatches: int,
+        device: torch.device,
+        buckets: Buckets = (),
+        num_places: int = 1,
+        tp: Axis | None = None,
+        *,
+        distrusts: bool = False,
+    ):
+        self._distrusts = distrusts
+        self._attributes: dict[
+            int, dict[str, Any]
+        ] = {}  # of modules, by stage, before its first micro-batch
+        self._stages = stages
+        self._gradients = gradients
+        self._m = num_microbatches
+        self._buckets = buckets
+        self._tp = tp or Axis("tp")
+        self._has_neighbours = num_places > 1
+        self._stream = torch.cuda.Stream(device)
+        self._pools = {
+            (stage, place): torch.cuda.graph_pool_handle()
+            for stage in stages
+            for place in range(num_places)
+        }
+        self._beside = torch.cuda.Stream(device)  # where sums begin
+        self._seen: set[Kind] = set()
+        self._recorded: dict[tuple[Kind, int], _Recorded] = {}  # by place
+        self._flight: dict[tuple[int, int], _Recorded] = {}  # by stage and micro-batch
+        self._waiting: list[
+            tuple[dict[str, list[Any]], _Recorded]
+        ] = []  # for gradients of weights: their parts
+        self._newest: torch.cuda.CUDAGraph | None = None  # kept if its capture fails: see `capture`
+        self._works = True
+        gradients.apply_with(self._weight_gradients)
+        self.num_replayed = 0
+        """Micro-batches replayed so far."""
+        self.num_captures = 0
+        """Captures so far, failed ones among them."""
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """While in it, work runs after all that came before, and before all that comes after."""
+        outer = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    def forward(
+        self,
+        stage: int,
+        number: int,
+        slot: int,
+        x: Tensor | None,
+        batch: MicroBatch,
+        key: RandomKey | None,
+    ) -> Losses | Tensor | None:
+        """Return a stage's output for micro-batch `number` on the bound weights, those of buffer
+        `slot`; None: it is not replayed.
+        """
+        kind = stage, slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
+        place = self._free_place(stage)
+        if not self._works and not self._flight and not self._waiting:
+            self._recorded.clear()
+        if not self._works or place is None or (x is None and self._stages[stage].is_frozen):
+            return None
+        if kind not in self._seen:
+            self._seen.add(kind)
+            self._attributes.setdefault(stage, _plain_attributes(self._stages[stage]))
+            return None
+        if (recorded := self._recorded.get((kind, place))) is None:
+            recorded = self._attempt(lambda: self._record_forward(stage, place, x, batch, key))
+            if recorded is None:
+                return None
+            self._recorded[kind, place] = recorded
+        elif not recorded.takes(batch):
+            return None
+        else:
+            recorded.take(x, batch, key)
+            self._count(recorded.calls)
+            recorded.num_uses += 1
+        recorded.forward.replay()
+        if self._distrusts and recorded.num_uses.bit_count() == 1 and self._is_changed(recorded):
+            return None
+        self._flight[stage, number] = recorded
+        out = recorded.out
+        return out.clone() if isinstance(out, Tensor) else each(out, Tensor.clone)
+
+    def _is_changed(self, recorded: _Recorded) -> bool:
+        """Whether a replayed forward differs from a run kernel by kernel, on any rank of tp. If so,
+        the graphs go."""
+        stage = recorded.stage
+        before = self._attributes[stage]
+        now = _plain_attributes(self._stages[stage])
+        changed = [name for name in now if name not in before or before[name] != now[name]]
+        if not self._sum_over_tp(len(changed)):
+            out, _ = self._run(stage, recorded.x, recorded.inputs, recorded.key)
+            if not self._sum_over_tp(int(not _are_equal(out, recorded.out))):
+                return False
+        what = (
+            f"changes {changed[0]}"
+            if changed
+            else "gives other numbers replayed than run kernel by kernel"
+        )
+        self._drop(f"the forward of stage {stage} {what}, so it cannot be captured")
+        if recorded.num_uses > 1:
+            _log.warning(
+                "steps since the last comparison may have been computed with what was captured: "
+                "start again "
+                "from an earlier checkpoint, with train.cuda_graphs = false"
+            )
+        return True
+
+    def _free_place(self, stage: int) -> int | None:
+        taken = {recorded.place for recorded in self._flight.values() if recorded.stage == stage}
+        taken |= {recorded.place for _, recorded in self._waiting if recorded.stage == stage}
+        return next(
+            (place for at, place in self._pools if at == stage and place not in taken), None
+        )
+
+    def backward(self, stage: int, number: int, gradient: Tensor) -> Tensor | None:
+        """Run the backward of a micro-batch whose forward was replayed; return the gradient of the
+        stage's input.
+
+        If the accumulator collects parts of weights' gradients, the micro-batch keeps its place
+        until they are added.
+        """
+        recorded = self._flight.pop((stage, number))
+        buffer = self._gradients.buffer_index(number // self._m)
+        waiting = self._gradients.collecting
+        missing = frozenset(self._gradients.missing(buffer))
+        recorded.start.copy_(gradient)
+        if recorded.backward is None:
+            if (
+                not self._works
+                or self._attempt(lambda: self._record_backward(recorded, buffer)) is None
+            ):
+                self._gradients.renew(buffer, missing)
+                return self._run_again(recorded)
+            assert recorded.backward is not None
+            recorded.is_split = waiting is not None
+        elif (waiting is not None and not recorded.is_split) or not recorded.backward.fits(missing):
+            return self._run_again(recorded)
+        else:
+            self._count(recorded.backward.calls)
+            if waiting is not None and recorded.weights is not None:
+                waiting.update({name: [] for name in recorded.weights.touched})
+        self._replay(recorded.backward, buffer)
+        self.num_replayed += 1
+        if waiting is not None:
+            self._waiting.append((waiting, recorded))
+        elif recorded.weights is not None:
+            self._replay_weights(recorded.weights, buffer)
+        return None if recorded.made is None else recorded.made.clone()
+
+    def _weight_gradients(
+        self, waiting: dict[str, list[Any]], buffer: int, add: Callable[[], None]
+    ) -> None:
+        """Add the parts of weights' gradients that wait since a backward, by `add` or by a replay
+        of it."""
+        found = [recorded for parts, recorded in self._waiting if parts is waiting]
+        if not found:
+            add()
+            return
+        (recorded,) = found
+        self._waiting = [entry for entry in self._waiting if entry[0] is not waiting]
+        if recorded.weights is not None:
+            waiting.clear()
+            self._replay_weights(recorded.weights, buffer)
+            return
+        if not waiting:
+            return
+        kept = {name: list(parts) for name, parts in waiting.items()}
+        missing = frozenset(self._gradients.missing(buffer))
+        if (
+            not self._works
+            or self._attempt(lambda: self._record_weights(recorded, buffer, add)) is None
+        ):
+            self._gradients.renew(buffer, missing)
+            waiting.update(kept)
+            add()
+            return
+        assert recorded.weights is not None
+        self._replay(recorded.weights, buffer)
+
+    def _replay_weights(self, weights: _Addition, buffer: int) -> None:
+        missing = frozenset(self._gradients.missing(buffer))
+        assert weights.fits(missing), (
+            "another micro-batch of this kind began with other gradients missing"
+        )
+        self._count(weights.calls)
+        self._replay(weights, buffer)
+
+    def _replay(self, addition: _Addition, buffer: int) -> None:
+        """Replay a graph that adds to gradients, and report those that it makes final."""
+        on_final = self._gradients.on_final
+        is_beside = on_final is not None and len(self._buckets) > 0
+        if is_beside:
+            self._beside.wait_stream(self._stream)  # a bucket may have gradients from before
+        addition.graph.replay()
+        self._gradients.missing(buffer).difference_update(addition.written)
+        if on_final is None:
+            return
+        with torch.cuda.stream(self._beside) if is_beside else nullcontext():
+            for name, event in addition.reported:
+                if event is not None:
+                    self._beside.wait_event(event)
+                on_final(name)
+
+    def _count(self, calls: Traffic) -> None:
+        self._tp.traffic.calls.update(calls.calls)
+        self._tp.traffic.num_bytes.update(calls.num_bytes)
+
+    @contextmanager
+    def _counting(self, calls: Traffic) -> Iterator[None]:
+        """Note in `calls` the communication meanwhile; forget it if an exception ends it, as none
+        of it happens."""
+        traffic = self._tp.traffic
+        before = traffic.copy()
+        try:
+            yield
+        except BaseException:
+            traffic.restore(before)
+            raise
+        calls.add_since(before, traffic)
+
+    def _attempt(self, record: Callable[[], _Recorded]) -> _Recorded | None:
+        """Return what `record` captures; None, on all ranks of tp alike, if a capture failed on one
+        of them."""
+        self.num_captures += 1
+        if not self._has_neighbours:  # what PyTorch's cache keeps is room for the graph
+            # waits for the device, which a rank that has posted receives must not
+            torch.cuda.empty_cache()
+        failure: RuntimeError | None = None
+        recorded = None
+        try:
+            recorded = record()
+        except RuntimeError as error:
+            failure = error
+        if self._sum_over_tp(int(failure is not None)):
+            self._drop(
+                "a capture failed "
+                + (
+                    "on another rank of tp"
+                    if failure is None
+                    else f"({_describe(first_cause(failure))})"
+                )
+            )
+            return None
+        return recorded
+
+    def _sum_over_tp(self, number: int) -> int:
+        if self._tp.size == 1:
+            return number
+        return int(all_reduce(torch.tensor(number, device=self._stream.device), self._tp))
+
+    def _record_forward(
+        self, stage: int, place: int, x: Tensor | None, batch: MicroBatch, key: RandomKey | None
+    ) -> _Recorded:
+        inputs = {name: one.clone() for name, one in batch.items()}
+        x = None if x is None else x.detach().clone().requires_grad_()
+        key = None if key is None else RandomKey(key.seed, key.counter.clone())
+        calls = Traffic()
+        graph = self._newest = torch.cuda.CUDAGraph()
+        with self._counting(calls), self._recording(graph, stage, place):
+            out, total = self._run(stage, x, inputs, key)
+        out = out.detach() if isinstance(out, Tensor) else each(out, Tensor.detach)
+        return _Recorded(
+            stage,
+            place,
+            x,
+            inputs,
+            key,
+            graph,
+            out,
+            get_gradient_edge(total),
+            torch.empty_like(total),
+            calls,
+            buffers=list(self._stages[stage].buffers()),
+        )
+
+    def _record_backward(self, recorded: _Recorded, buffer: int) -> _Recorded:
+        edge = recorded.edge
+        assert edge is not None
+        recorded.edge = None  # what it keeps is the recording's from now on
+
+        def run() -> None:
+            recorded.made = self._run_back(recorded, edge)
+
+        recorded.backward = self._record_addition(recorded, buffer, run)
+        _log.debug("recorded a micro-batch as CUDA graphs")
+        return recorded
+
+    def _record_weights(
+        self, recorded: _Recorded, buffer: int, add: Callable[[], None]
+    ) -> _Recorded:
+        recorded.weights = self._record_addition(recorded, buffer, add)
+        return recorded
+
+    def _record_addition(
+        self, recorded: _Recorded, buffer: int, run: Callable[[], None]
+    ) -> _Addition:
+        """Capture `run`, which adds to a buffer of gradients.
+
+        An event follows the last gradient of each bucket; gradients of buckets that other graphs
+        make final, too, have one behind all of this graph.
+        """
+        on_final = self._gradients.on_final
+        missing = frozenset(self._gradients.missing(buffer))
+        left = {name: names for names in map(set, self._buckets) for name in names}
+        reported: list[tuple[str, torch.cuda.Event | None]] = []
+
+        def report(name: str) -> None:
+            event = None
+            if name in left:
+                left[name].remove(name)
+                event = None if left[name] else _recorded_event()
+            reported.append((name, event))
+
+        calls = Traffic()
+        graph = self._newest = torch.cuda.CUDAGraph()
+        self._gradients.on_final = report
+        try:
+            with self._counting(calls), self._recording(graph, recorded.stage, recorded.place):
+                run()
+                if any(left.get(name) for name, _ in reported):
+                    end = _recorded_event()
+                    reported = [
+                        (name, end if left.get(name) else event) for name, event in reported
+                    ]
+        finally:
+            self._gradients.on_final = on_final
+        touched = {name for name, _ in reported}
+        return _Addition(
+            graph, calls, missing & touched, missing - self._gradients.missing(buffer), reported
+        )
+
+    def _recording(
+        self, graph: torch.cuda.CUDAGraph, stage: int, place: int
+    ) -> AbstractContextManager[None]:
+        return capture(graph, self._pools[stage, place], self._stream)
+
+    def _drop(self, why: str) -> None:
+        """Run kernel by kernel from now on; micro-batches in flight keep what they were replayed
+        with.
+
+        No graph is given back before they are through: its end would free cuBLAS workspaces that
+        they use (capture.py).
+        """
+        self._works = False
+        _log.warning("micro-batches run without CUDA graphs from now on: %s", why)
+
+    def _run_again(self, recorded: _Recorded) -> Tensor | None:
+        """Run a micro-batch kernel by kernel, forward for the second time, on the inputs that its
+        place holds."""
+        if recorded.x is not None:
+            recorded.x.grad = None  # that of a capture that failed
+        if self._gradients.collecting is not None:
+            self._gradients.collecting.clear()
+        _, total = self._run(recorded.stage, recorded.x, recorded.inputs, recorded.key)
+        return self._run_back(recorded, get_gradient_edge(total))
+
+    def _run(
+        self, stage: int, x: Tensor | None, inputs: MicroBatch, key: RandomKey | None
+    ) -> tuple[Losses | Tensor, Tensor]:
+        out = self._stages[stage](x, inputs, key)
+        total = out if isinstance(out, Tensor) else sum(out.values())
+        assert isinstance(total, Tensor)
+        return out, total
+
+    def _run_back(self, recorded: _Recorded, edge: GradientEdge) -> Tensor | None:
+        backward_from(edge, recorded.start)
+        if (x := recorded.x) is None:
+            return None
+        made = x.grad
+        x.grad = None
+        return made
+
+
+def _recorded_event() -> torch.cuda.Event:
+    """Return an event that the graph which is being captured records here."""
+    event = torch.cuda.Event(external=True)
+    event.record()
+    return event
+
+
+def _plain_attributes(stage: Stage) -> dict[str, Any]:
+    """Return the numbers and texts that modules have as attributes, which a forward may change."""
+    found: dict[str, Any] = {}
+    for prefix, module in stage.named_modules():
+        found |= {
+            f"{prefix}.{name}": value
+            for name, value in vars(module).items()
+            if isinstance(value, int | float | str) and name != "training"
+        }
+    return found
+
+
+def _are_equal(one: Losses | Tensor, other: Losses | Tensor) -> bool:
+    """Whether two outputs of a stage are equal, and NaN in the same places."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        assert isinstance(one, Tensor)
+        assert isinstance(other, Tensor)
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    others = other | metrics_of(other)
+    return all(_are_equal(number, others[name]) for name, number in (one | metrics_of(one)).items())
+
+
+def _describe(error: BaseException) -> str:
+    """Return the first line of an error, after its type."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

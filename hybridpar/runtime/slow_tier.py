@@ -1,0 +1,256 @@
+"""The slow tier of kept activations: a file or, for a GPU, pinned host memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.cpu import host_room
+from hybridpar.errors import HybridparError
+from hybridpar.state.host import host_work
+from hybridpar.state.residency.device_tier import HostStore
+from hybridpar.state.residency.pages import Region
+from hybridpar.state.residency.store import DiskStore
+
+_PIECE = 1 << 20
+_PINNED_PIECE = 16 << 20
+"""Bytes of a piece of pinned memory: copies reach the speed of the link, and few are queued."""
+_Place = list[tuple[Any, int]]  # stores, and items of them
+_Pieces = list[list[tuple[Tensor, int]]]
+_Move = Callable[[_Place, _Pieces], float]
+"""Moves pieces; returns the seconds that it took."""
+_Totals = tuple[int, float, float]
+"""Number of moves, their seconds, and their CPU seconds."""
+
+
+class SlowTier(Protocol):
+    """Holds the bytes of tensors without memory. A future's `result` waits for its move."""
+
+    def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
+        """Starts to write flat tensors of bytes; returns the place to read them from, and the
+        move."""
+
+    def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
+        """Starts to bring them back, once: their place is then free."""
+
+    def restart(self) -> None:
+        """Restart the means below: moves that are over do not count in them."""
+
+    def seconds_per_move(self) -> tuple[float, float]:
+        """Mean seconds of a write and of a read, without waiting for their turn; 0: there was
+        none."""
+
+    def work_per_move(self) -> tuple[float, float]:
+        """Mean CPU seconds of a write and of a read."""
+
+    def close(self) -> None:
+        """Ends the moves under way, and gives back the room."""
+
+
+class _PiecedTier:
+    """A slow tier in pieces of `piece` bytes, of which it takes more as needed, with a thread for
+    each way."""
+
+    def __init__(self, piece: int):
+        self._piece = piece
+        self._stores = list[Any]()
+        self._free = deque[tuple[Any, int]]()
+        self._threads = {
+            move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")
+        }
+        self._totals: dict[str, _Totals] = dict.fromkeys(
+            self._threads, (0, 0.0, 0.0)
+        )  # of moves that are over
+        self._before = dict(self._totals)  # at the last restart
+
+    def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
+        pieces = self._pieces(content)
+        place = self._take(len(pieces))
+        return place, self._submit("out", self._write, place, pieces)
+
+    def read(self, place: _Place, into: Sequence[Tensor]) -> Future[None]:
+        return self._submit("in", self._read, place, self._pieces(into))
+
+    def restart(self) -> None:
+        self._before = dict(self._totals)
+
+    def seconds_per_move(self) -> tuple[float, float]:
+        writes, reads = (seconds / max(1, number) for number, seconds, _ in self._since_restart())
+        return writes, reads
+
+    def work_per_move(self) -> tuple[float, float]:
+        writes, reads = (work / max(1, number) for number, _, work in self._since_restart())
+        return writes, reads
+
+    def _since_restart(self) -> list[_Totals]:
+        found = []
+        for way, (number, seconds, work) in self._totals.items():
+            number_before, seconds_before, work_before = self._before[way]
+            found.append((number - number_before, seconds - seconds_before, work - work_before))
+        return found
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown()
+        for store in self._stores:
+            store.close()
+
+    def _take(self, count: int) -> _Place:
+        """Room for so many pieces."""
+        if (lacking := count - len(self._free)) > 0:
+            self._add_room(lacking)
+        return [self._free.popleft() for _ in range(count)]
+
+    def _add_room(self, count: int) -> None:
+        self._stores.append(self._make_store([self._piece] * count))
+        self._free.extend((self._stores[-1], item) for item in range(count))
+
+    def _make_store(self, sizes: Sequence[int]) -> Any:
+        raise NotImplementedError
+
+    def _write(self, place: _Place, pieces: _Pieces) -> float:
+        raise NotImplementedError
+
+    def _read(self, place: _Place, pieces: _Pieces) -> float:
+        raise NotImplementedError
+
+    def _submit(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> Future[None]:
+        return self._threads[way].submit(self._run, way, move, place, pieces)
+
+    def _run(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> None:
+        worked = time.thread_time()
+        took = move(place, pieces)
+        pieces.clear()  # the thread holds them for a moment after its future is done
+        if way == "in":  # only now: beside a GPU the copies are over when `move` is
+            self._free.extend(place)
+        number, seconds, work = self._totals[way]
+        self._totals[way] = number + 1, seconds + took, work + time.thread_time() - worked
+
+    def _pieces(self, content: Sequence[Tensor]) -> _Pieces:
+        """Cut bytes into pieces of equal size: the tensors in each, and where they begin."""
+        pieces: _Pieces = []
+        at = self._piece
+        for tensor in content:
+            start = 0
+            while start < len(tensor):
+                if at == self._piece:
+                    pieces.append([])
+                    at = 0
+                stop = min(start + self._piece - at, len(tensor))
+                pieces[-1].append((tensor[start:stop], at))
+                at = at + stop - start
+                start = stop
+        return pieces
+
+
+class FileTier(_PiecedTier):
+    """A file in `folder` that grows as needed. Raises: HybridparError from `result`, if there is no
+    room."""
+
+    def __init__(self, folder: Path):
+        super().__init__(_PIECE)
+        self._folder = folder
+        self._bounce = {
+            way: Region(self._piece) for way in self._threads
+        }  # pages that a disk can take
+
+    def _make_store(self, sizes: Sequence[int]) -> DiskStore:
+        return DiskStore(self._folder, sizes)
+
+    def _write(self, place: _Place, pieces: _Pieces) -> float:
+        start = time.perf_counter()
+        bounce = self._bounce["out"]
+        for (store, item), piece in zip(place, pieces, strict=True):
+            for part, at in piece:
+                bounce.tensor[at : at + len(part)].copy_(part)
+            store.write(item, bounce.view)
+        return time.perf_counter() - start
+
+    def _read(self, place: _Place, pieces: _Pieces) -> float:
+        start = time.perf_counter()
+        bounce = self._bounce["in"]
+        for (store, item), piece in zip(place, pieces, strict=True):
+            store.read(item, bounce.view)
+            for part, at in piece:
+                part.copy_(bounce.tensor[at : at + len(part)])
+        return time.perf_counter() - start
+
+
+def in_host_memory(device: torch.device) -> bool:
+    """Return whether activations leave this device for its host's memory; else it is for a file."""
+    return device.type == "cuda"
+
+
+class HostTier(_PiecedTier):
+    """Pinned host memory of a GPU, and a stream for copies each way.
+
+    Copies begin after the work that the launch thread had started before, and are over when their
+    future is done. The time of a move is that of its copies on their stream: it includes neither
+    the work before them nor a thread's turn.
+
+    Args:
+        device: The GPU.
+        num_bytes: What micro-batches that are away take, each rounded by `rounded`. This much is
+            taken at once, before training: to pin memory takes long, and may wait for all that runs
+                on the GPU. More is taken as needed.
+    Raises: HybridparError where the host has no memory for it.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 0):
+        super().__init__(_PINNED_PIECE)
+        self._device, self._work = device, host_work(device)
+        if num_bytes:
+            self._add_room(-(-num_bytes // self._piece))
+
+    @staticmethod
+    def rounded(num_bytes: int) -> int:
+        """Bytes that the tier takes for a micro-batch that keeps `num_bytes`."""
+        return -(-num_bytes // _PINNED_PIECE) * _PINNED_PIECE
+
+    def _make_store(self, sizes: Sequence[int]) -> HostStore:
+        needed = sum(sizes)
+        room = host_room()
+        if needed > room:
+            raise HybridparError(
+                f"memory.offload_activations: offloaded activations need {needed >> 20:,} MiB "
+                f"more host memory, and only {room >> 20:,} MiB are free; offload fewer "
+                f"micro-batches"
+            )
+        return HostStore(sizes, self._device)
+
+    def _submit(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> Future[None]:
+        mark = self._work.mark()
+
+        def behind_it(place: _Place, pieces: _Pieces) -> float:
+            with torch.no_grad(), self._work.reach(mark, way) as took:
+                move(place, pieces)
+            return took.seconds
+
+        return super()._submit(way, behind_it, place, pieces)
+
+    def _write(self, place: _Place, pieces: _Pieces) -> float:
+        self._work.copy(
+            [
+                (store.item(item)[at : at + len(part)], part)
+                for (store, item), piece in zip(place, pieces, strict=True)
+                for part, at in piece
+            ]
+        )
+        return 0.0  # only the context that the copies are made in knows
+
+    def _read(self, place: _Place, pieces: _Pieces) -> float:
+        self._work.copy(
+            [
+                (part, store.item(item)[at : at + len(part)])
+                for (store, item), piece in zip(place, pieces, strict=True)
+                for part, at in piece
+            ]
+        )
+        return 0.0

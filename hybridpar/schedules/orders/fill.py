@@ -1,0 +1,257 @@
+"""Gradients of weights where a rank would wait: W's in the gaps of an order of forwards and
+backwards, by their costs.
+
+1f1b on two ranks, three micro-batches; F and I take 2, W takes 1:
+
+    order   F0 F1 I0 F2 I1 I2   filled   stage 0  F0--- F1---       I0--- W0 F2--- I1--- W1    I2--- W2
+            F0 I0 F1 I1 F2 I2            stage 1        F0--- I0--- F1--- I1--- W0 F2--- I2--- W1 W2
+
+A rank does what is next in its order as soon as that can be. While it cannot, it does a W: also
+where it holds as much as it may, as a W gives up what its micro-batch keeps. A W that would last
+into the next one's time may wait. What comes soon in the order may be done before its turn, where
+there is room for it and for what it needs later on the same rank. How long a gap must be, and how
+far a rank looks ahead, is tried; the shortest result counts. It is a function of its arguments
+alone, so all ranks find the same.
+
+Source: list scheduling (Graham, 1969), in arXiv 2401.10241, section 3, of W's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import product
+from math import inf
+
+from hybridpar.schedules.kinds import Kind, Step
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.sizes import PipelineShape
+
+_WAITS = (0.5, 1.0, 0.0)
+_LOOKS = (1, 0, 2, 4, 8)
+_LARGE = 10_000
+"""Forwards and backwards of which one way is enough: all would take seconds."""
+_SHORTER = 1 - 1e-9
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that micro-batches may take: `kept` of one by stage, from F to W; `most` at once by
+    rank. In any one unit."""
+
+    kept: Sequence[float]
+    most: Sequence[float]
+
+
+def fill(
+    orders: Sequence[Sequence[Step]],
+    sizes: PipelineShape,
+    costs: Costs,
+    room: Room,
+    *,
+    swaps: bool = True,
+) -> tuple[tuple[Step, ...], ...]:
+    """The steps of all ranks for a batch that drains: F's and I's of `orders`, about in their
+    order, and W's.
+
+    orders: F, and B or I, of each rank for micro-batches 0 to m - 1; with W right behind each I
+    they must fit into `room`. swaps: whether F's and I's may change places; what a link carries
+    stays in the order of micro-batches of each stage.
+    """
+    forwards = [
+        [
+            (Kind.I if kind is Kind.B else kind, stage, k)
+            for kind, stage, k in order
+            if kind is not Kind.W
+        ]
+        for order in orders
+    ]
+    found: tuple[float, list[list[Step]]] | None = None
+    large = sum(map(len, forwards)) > _LARGE
+    for look, wait in product(_LOOKS if swaps else (0,), _WAITS):
+        if large and found is not None:
+            break
+        ranks = _Ranks(forwards, sizes, costs, room)
+        end = ranks.run(wait, look, inf if found is None else found[0])
+        if end is not None and (found is None or end < _SHORTER * found[0]):
+            found = end, ranks.done
+    assert found is not None, f"orders do not fit into {room.most}, or wait for each other"
+    return tuple(map(tuple, found[1]))
+
+
+def in_any_order(sizes: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
+    """The steps of all ranks for a batch that drains, without an order to begin with: what can come
+    does, and else W's.
+
+    An I comes before an F, or an F, but for the first chunk's, before an I; the shorter result
+    counts. An F of a later chunk comes before that of an earlier one.
+    """
+    found = []
+    for late in (False, True):
+        ranks = _Free(sizes, costs, room, late)
+        end = ranks.run(0.0, 0)
+        if end is not None:
+            found.append((end, ranks.done))
+    assert found, f"micro-batches do not fit into {room.most}"
+    return tuple(map(tuple, min(found, key=lambda one: one[0])[1]))
+
+
+class _Ranks:
+    """All ranks at work. Events are times at which a rank may have something to do."""
+
+    def __init__(
+        self, orders: Sequence[Sequence[Step]], sizes: PipelineShape, costs: Costs, room: Room
+    ):
+        p = sizes.num_ranks
+        stages = range(sizes.num_stages)
+        self.sizes, self.room, self.home = sizes, room, [sizes.rank_of(stage) for stage in stages]
+        steady = replace(costs, variation={})
+        self.times = {
+            kind: [times[0] for times in steady.durations(kind, self.home)]
+            for kind in (Kind.F, Kind.I, Kind.W)
+        }
+        self.way = {flow: _ways(costs, sizes, flow) for flow in (1, -1)}
+        self.later = [
+            sum(room.kept[other] for other in sizes.stages_of(self.home[stage]) if other > stage)
+            for stage in stages
+        ]
+        self.left = [list(order) for order in orders]
+        self.there = {(Kind.F, 0, k): 0.0 for k in range(sizes.num_microbatches)}
+        """When the inputs of steps arrive, as far as that is known."""
+        self.waiting: list[list[Step]] = [[] for _ in range(p)]  # W's, in the order of their I's
+        self.done: list[list[Step]] = [[] for _ in range(p)]
+        self.free = [0.0] * p
+        self.held = [0.0] * p
+        self.rest = [
+            sum(
+                self.times[kind][stage] + (kind is Kind.I) * self.times[Kind.W][stage]
+                for kind, stage, _ in order
+            )
+            for order in orders
+        ]
+        """Work of each rank that is left."""
+        self.events = [(0.0, rank) for rank in range(p)]
+
+    def run(self, wait: float, look: int, within: float = inf) -> float | None:
+        """When all is done; None: it never is, or not `within` that time. wait: gaps that are
+        shorter than this share of a W have none in them. look: how many steps before its turn one
+        may be done."""
+        while self.events:
+            now, rank = heappop(self.events)
+            if self.free[rank] > now:
+                continue
+            if now + self.rest[rank] > within:
+                return None
+            step, soon = self._next(rank, now, look)
+            if step is not None:
+                self._take(rank, step)
+            elif waiting := self.waiting[rank]:
+                first = min(waiting, key=lambda step: (step[2], -step[1]))
+                if soon is None or soon - now >= wait * self.times[Kind.W][first[1]]:
+                    waiting.remove(first)
+                    step = first
+            if step is not None:
+                self._do(rank, step, now)
+            elif soon is not None:
+                heappush(self.events, (soon, rank))
+        return None if any(self.left) or any(self.waiting) else max(self.free)
+
+    def _next(self, rank: int, now: float, look: int) -> tuple[Step | None, float | None]:
+        """The F or I that the rank can do now; none: when the next one's input comes, if that is
+        known and enough."""
+        soon = None
+        seen = set()
+        for turn, step in enumerate(self.left[rank][: 1 + look]):
+            kind, stage, _ = step
+            if (kind, stage) in seen:
+                continue
+            seen.add((kind, stage))
+            needed = (
+                self.room.kept[stage] + (self.later[stage] if turn else 0.0)
+                if kind is Kind.F
+                else 0.0
+            )
+            arrival = self.there.get(step)
+            if arrival is None or self.held[rank] + needed > self.room.most[rank] / _SHORTER:
+                continue
+            if arrival <= now:
+                return step, None
+            soon = arrival if turn == 0 else soon
+        return None, soon
+
+    def _take(self, rank: int, step: Step) -> None:
+        self.left[rank].remove(step)
+
+    def _do(self, rank: int, step: Step, now: float) -> None:
+        kind, stage, k = step
+        time = self.times[kind][stage]
+        end = self.free[rank] = now + time
+        self.rest[rank] -= time
+        heappush(self.events, (end, rank))
+        self.done[rank].append(step)
+        if kind is Kind.W:
+            self.held[rank] -= self.room.kept[stage]
+            return
+        following = stage + 1
+        flow = 1
+        if kind is Kind.F:
+            self.held[rank] += self.room.kept[stage]
+        else:
+            self.waiting[rank].append((Kind.W, stage, k))
+            following = stage - 1
+            flow = -1
+        if kind is Kind.F and following == self.sizes.num_stages:
+            self.there[Kind.I, stage, k] = end
+        elif following >= 0:
+            arrival = end + self.way[flow][stage]
+            self.there[kind, following, k] = arrival
+            heappush(self.events, (arrival, self.home[following]))
+
+
+class _Free(_Ranks):
+    """All ranks at work without an order: each rank has a row of steps for each kind and stage, the
+    more urgent ones first."""
+
+    def __init__(self, sizes: PipelineShape, costs: Costs, room: Room, late: bool):
+        super().__init__([[]] * sizes.num_ranks, sizes, costs, room)
+        self.rows: list[list[deque[Step]]] = []
+        for rank in range(sizes.num_ranks):
+            stages = sizes.stages_of(rank)
+            backwards, forwards = (
+                [(kind, stage) for stage in of]
+                for kind, of in ((Kind.I, stages), (Kind.F, list(reversed(stages))))
+            )
+            urgent = [*forwards[:-1], *backwards, forwards[-1]] if late else [*backwards, *forwards]
+            self.rows.append(
+                [deque((*row, k) for k in range(sizes.num_microbatches)) for row in urgent]
+            )
+        self.left = [[step for row in rows for step in row] for rows in self.rows]
+
+    def _next(self, rank: int, now: float, look: int) -> tuple[Step | None, float | None]:
+        for row in filter(None, self.rows[rank]):
+            kind, stage, _ = step = row[0]
+            full = (
+                kind is Kind.F
+                and self.held[rank] + self.room.kept[stage] > self.room.most[rank] / _SHORTER
+            )
+            if not full and self.there.get(step, inf) <= now:
+                return step, None
+        return None, None
+
+    def _take(self, rank: int, step: Step) -> None:
+        for row in self.rows[rank]:
+            if row and row[0] == step:
+                row.popleft()
+                self.left[rank].pop()
+
+
+def _ways(costs: Costs, sizes: PipelineShape, flow: int) -> list[float]:
+    """How long what each stage sends that way is on its way."""
+    transfer = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
+    parts = [
+        expand(cost, sizes.num_links) for cost in (costs.transfer_work, transfer, costs.latency)
+    ]
+    links = [sizes.link(stage, flow) for stage in range(sizes.num_stages)]
+    return [0.0 if link is None else sum(part[link] for part in parts) for link in links]

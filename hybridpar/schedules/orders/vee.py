@@ -1,0 +1,250 @@
+"""The order of V-shaped pipelines: a rank holds two chunks, stage r on the way there and stage
+2p-1-r on the way back.
+
+A backward comes back to a rank soon after its second chunk's forward, so activations of later
+chunks live shortly, and all ranks hold about as many. Three orders, by what a rank may hold (in
+micro-batches of a whole rank, of which 1f1b's first rank holds p):
+
+    full    ZB-V      p          for batches that drain: (p-1)F/2 of idle time in each where F = I = W
+    half    V-Half    p/2 + 1    for 2bw: none in the steady state
+    min     V-Min     p/3 + 1    for 2bw: none in the steady state where F = I = W
+
+half and min repeat a pattern of six slots, in each of which a rank does an F, I or W of a chunk; a
+slot is the time of one of them. Slots in which a rank runs micro-batch 0, p = 4, half (b: the
+second chunk):
+
+    rank 0   F 0    Fb 10    Ib 14    Wb 15    I 25    W 29        micro-batch k: 6k later
+    rank 1   F 2    Fb 9     Ib 16    Wb 17    I 24    W 25
+    rank 2   F 4    Fb 8     Ib 18    Wb 19    I 23    W 27
+    rank 3   F 6    Fb 7     Ib 20    Wb 21    I 22    W 23
+
+A rank never has two things to do in one slot, so the pattern never waits, and never has to drain:
+2bw goes on with it for ever. Where it drains between batches, what can come sooner than in it does,
+and Ws fill the gaps (fill.py). Idle time then, as a share of the work, p = 4, m = 8, F = I = W:
+full 6 %, half 10 %, min 23 %.
+
+Source: arXiv 2405.15362 (offsets of V-Half and V-Min, building blocks), 2401.10241 (ZB-V).
+
+p = ranks, m = micro-batches of a batch, r = rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import permutations
+from types import MappingProxyType
+
+from hybridpar.schedules.kinds import Kind, Step
+from hybridpar.schedules.orders.fill import Room, fill, in_any_order
+from hybridpar.schedules.proof.liveness import most_held
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.sizes import PipelineShape
+
+PERIOD = 6
+"""Slots from a micro-batch to the next: two forwards, and two backwards of two parts."""
+
+
+def _half(p: int, r: int) -> tuple[int, int, int, int]:
+    more = 0 if p % 2 else 3
+    return 2 * r, 3 * p - r - 2, 3 * p + more + 2 * r - 1, 6 * p + more - r - 2
+
+
+def _min(p: int, r: int) -> tuple[int, int, int, int]:
+    more = 0 if p % 3 else 2
+    return r, 2 * p - r - 1, 2 * p + more + r, 4 * p + more - r - 1
+
+
+_OFFSETS = {"half": _half, "min": _min}
+"""Slots of F and Fb, Ib and I of micro-batch 0 on a rank."""
+_FEW = 4096
+"""Ranks times micro-batches up to which those of a batch that never fills the pipeline are tried,
+not just ordered."""
+ENDLESS = tuple(_OFFSETS)
+"""Orders that a schedule which never drains may have."""
+
+
+@lru_cache(maxsize=256)
+def slots(activations: str, num_ranks: int, rank: int) -> Mapping[tuple[Kind, int], int]:
+    """Slots in which a rank runs micro-batch 0, by kind and chunk. The two Ws have what is left of
+    the period, each after its I, and together as soon as can be."""
+    there, back, back_again, there_again = _OFFSETS[activations](num_ranks, rank)
+    taken = {slot % PERIOD for slot in (there, back, back_again, there_again)}
+    free = [slot for slot in range(PERIOD) if slot not in taken]
+    assert len(free) == 2, f"two things in a slot: {activations}, {num_ranks} ranks, rank {rank}"
+
+    def after(slot: int, residue: int) -> int:
+        return slot + 1 + (residue - slot - 1) % PERIOD
+
+    ways = [
+        (after(back_again, one), after(there_again, other)) for one, other in permutations(free)
+    ]
+    weights_back, weights = min((way for way in ways if way[0] < way[1]), key=sum)
+    return MappingProxyType(
+        {
+            (Kind.F, 0): there,
+            (Kind.F, 1): back,
+            (Kind.I, 1): back_again,
+            (Kind.W, 1): weights_back,
+            (Kind.I, 0): there_again,
+            (Kind.W, 0): weights,
+        }
+    )
+
+
+def slot_of(sizes: PipelineShape, activations: str, step: Step) -> int:
+    """The slot of a step in a pattern that never ends."""
+    kind, stage, k = step
+    chunk = stage // sizes.num_ranks
+    return slots(activations, sizes.num_ranks, sizes.rank_of(stage))[kind, chunk] + PERIOD * k
+
+
+def forwards_before(sizes: PipelineShape, activations: str, step: Step) -> int:
+    """How many forwards through its first chunk a rank has begun before a step of its own."""
+    first = slot_of(sizes, activations, (Kind.F, sizes.rank_of(step[1]), 0))
+    return -((first - slot_of(sizes, activations, step)) // PERIOD)
+
+
+def warmup(sizes: PipelineShape, rank: int, *, activations: str) -> int:
+    """Micro-batches that a rank begins before it has ended the first."""
+    return forwards_before(sizes, activations, (Kind.W, rank, 0))
+
+
+def pattern(
+    sizes: PipelineShape, rank: int, activations: str, first: int, num: int | None
+) -> Iterator[Step]:
+    """Yields the steps of a rank for micro-batches [first, first + num), or without end, in the
+    order of slots."""
+    stages, of_slots = sizes.stages_of(rank), slots(activations, sizes.num_ranks, rank)
+    in_turn = sorted(
+        (slot % PERIOD, slot // PERIOD, kind, stages[chunk])
+        for (kind, chunk), slot in of_slots.items()
+    )
+    longest = max(of_slots.values()) // PERIOD
+    period = first
+    while num is None or period < first + num + longest:
+        for _, later, kind, stage in in_turn:
+            k = period - later
+            if k >= first and (num is None or k < first + num):
+                yield kind, stage, k
+        period += 1
+
+
+@lru_cache(maxsize=256)
+def batch_order(sizes: PipelineShape, rank: int, activations: str) -> tuple[Step, ...]:
+    """Steps of a rank for a batch that drains, whose micro-batches count from 0."""
+    if activations == "full":
+        m = sizes.num_microbatches
+        p = sizes.num_ranks
+        as_comes = sizes.chunks > 2 or m <= p <= _FEW // m
+        return _as_comes(sizes)[rank] if as_comes else tuple(_Full(sizes, rank).steps())
+    return _filled(sizes, activations)[rank]
+
+
+@lru_cache(maxsize=8)
+def _as_comes(sizes: PipelineShape) -> tuple[tuple[Step, ...], ...]:
+    """Return an order in which whatever can come first does, in the room of 1f1b's first rank, as
+    if F, I and W took as long."""
+    return in_any_order(
+        sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (sizes.num_stages,) * sizes.num_ranks)
+    )
+
+
+@lru_cache(maxsize=8)
+def _filled(sizes: PipelineShape, activations: str) -> tuple[tuple[Step, ...], ...]:
+    """The pattern of all ranks for a batch that drains, in the room of the fullest: what can come
+    sooner does, and Ws fill the gaps, as if F, I and W took as long."""
+    p = sizes.num_ranks
+    patterns = [
+        tuple(pattern(sizes, rank, activations, 0, sizes.num_microbatches)) for rank in range(p)
+    ]
+    return fill(
+        patterns,
+        sizes,
+        Costs(1, 2),
+        Room((1,) * sizes.num_stages, (max(map(most_held, patterns)),) * p),
+    )
+
+
+@lru_cache(maxsize=256)
+def room(sizes: PipelineShape, activations: str) -> int:
+    """Micro-batches that any rank holds at most, counted on each chunk."""
+    if activations == "full":
+        return sizes.num_stages
+    return max(
+        most_of_rank(sizes, rank, activations, drains=False) for rank in range(sizes.num_ranks)
+    )
+
+
+class _Full:
+    """ZB-V: as many forwards ahead as 1f1b's first rank holds, then one of each by turns; Ws fill
+    the end."""
+
+    def __init__(self, sizes: PipelineShape, rank: int):
+        self._m = sizes.num_microbatches
+        self._p = sizes.num_ranks
+        self._r = rank
+        self._stages = sizes.stages_of(rank)
+        self._until = max(self._m, 2 * self._p - 1)  # a short batch leaves out what it has not got
+        self._done = {
+            (kind, stage): 0 for kind in (Kind.F, Kind.I, Kind.W) for stage in self._stages
+        }
+
+    def steps(self) -> Iterator[Step]:
+        p = self._p
+        r = self._r
+        until = self._until
+        there, back = self._stages
+        forward = (Kind.F, there)
+        weight = Kind.W
+        for _ in range(2 * (p - r) - 1):
+            yield from self._next(*forward)
+        for _ in range(r):
+            yield from self._next(Kind.F, back)
+            yield from self._next(*forward)
+        for _ in range(p - r):
+            for kind in (Kind.F, Kind.I, weight):
+                yield from self._next(kind, back)
+        while self._done[Kind.F, back] < until:
+            yield from self._next(*forward)
+            for kind, stage in (
+                (Kind.I, there),
+                (weight, there),
+                (Kind.F, back),
+                (Kind.I, back),
+                (weight, back),
+            ):
+                yield from self._next(kind, stage)
+        for stages, times in (((there, back), r), ((there,), p - r)):
+            for _ in range(times):
+                for stage in stages:
+                    yield from self._next(Kind.I, stage)
+                if len(stages) == 1:
+                    yield from self._next(weight, there)
+        for stage in (back, there):
+            while self._done[weight, stage] < until:
+                yield from self._next(weight, stage)
+
+    def _next(self, kind: Kind, stage: int) -> Iterator[Step]:
+        k = self._done[kind, stage]
+        if k < self._until:
+            self._done[kind, stage] = k + 1
+        if k < self._m:
+            yield kind, stage, k
+
+
+@lru_cache(maxsize=1 << 14)
+def most_of_rank(sizes: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
+    """Micro-batches that a rank holds at most, counted on each chunk."""
+    steps = (
+        batch_order(sizes, rank, activations)
+        if drains
+        else pattern(
+            sizes,
+            rank,
+            activations,
+            0,
+            PERIOD + sum(slots(activations, sizes.num_ranks, rank).values()) // PERIOD,
+        )
+    )
+    return most_held(steps)

@@ -1,0 +1,381 @@
+"""Passes: from the compute actions of one rank to everything it does. Iterator in, iterator out.
+
+    compute_actions     F7v0  B4v0  F8v1  B5v0          stage 0 of 2bw with p = m = 4, all @0
+    add_updates         F7v0  B4v0  UPDATE0  F8v1  B5v0
+    add_communication   F7v0  SEND_F7  B4v0  RECV_B5  UPDATE0  F8v1  SEND_F8  RECV_B6  B5v0
+
+With the optimizer on the host, which has most of the slack, an UPDATE only waits; 2bw, one rank, m
+= 4:
+
+    F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
+
+split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0; with a
+zero bubble delay_weight_gradients the second; merge_backward, behind the transfers, makes one B
+again of what has stayed together. add_offload (offload.py) comes behind these, divide (parts.py)
+last: F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list, so a plan may be endless;
+`check` proves that the lists of all ranks fit together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+
+from hybridpar.schedules.action import NO_VERSION, Action
+from hybridpar.schedules.kinds import ACTION_SPECS, INPUTS, Kind
+from hybridpar.schedules.orders.interleaved import Receives, forward_order
+from hybridpar.schedules.passes.offload import add_offload, num_away
+from hybridpar.schedules.passes.segments import WHOLE, Division
+from hybridpar.schedules.passes.segments import divide as divide
+from hybridpar.schedules.schedule_table import (
+    PipelineShape,
+    Schedule,
+    ScheduleOptions,
+    find_schedule,
+)
+
+
+def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
+    """Splits each B of one rank's compute actions into I and W.
+
+    W follows its I. The gradient that I has made for the stage before leaves in between
+    (`add_communication`): earlier than after a B, by the time of W. Transfers keep their order:
+    what holds of a plan's links holds of the split one.
+    """
+    for action in actions:
+        if action.kind is Kind.B:
+            yield Action(Kind.I, action.stage, action.microbatch, action.version)
+            yield Action(Kind.W, action.stage, action.microbatch, action.version)
+        else:
+            yield action
+
+
+def delay_weight_gradients(
+    actions: Iterable[Action], delay: int, num_backwards: int
+) -> Iterator[Action]:
+    """Moves each W of one rank's compute actions behind the next `delay` I, where its batch has so
+    many.
+
+        1f1b, p = 4, rank 3, delay 3    F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 .. W5
+
+    So what other ranks wait for comes first, and gradients of weights fill the time in which the
+    pipeline drains. Their order stays, and with it the order of sums. `num_backwards`: of the rank
+    in a batch.
+
+    Source: ZB-H1, arXiv 2401.10241, section 2.2.
+    """
+    waiting: deque[Action] = deque()
+    left = num_backwards
+    for action in actions:
+        if action.kind is not Kind.W:
+            yield action
+            continue
+        waiting.append(action)
+        left -= 1
+        while len(waiting) > delay or (waiting and not left):
+            yield waiting.popleft()
+        left = left or num_backwards
+
+
+def add_updates(
+    actions: Iterable[Action],
+    schedule: Schedule,
+    sizes: PipelineShape,
+    first_batch: int = 0,
+) -> Iterator[Action]:
+    """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
+
+    REDUCE(t) follows the last backward of batch t. UPDATE(t) comes right before the first forward
+    that needs W(t+1), or the first backward that needs its gradient buffer; where the range ends
+    without one, right before the place where it would have been, or last of all. NORM(t) lies
+    between, `schedule.norm_delay` after REDUCE(t) or at UPDATE(t), whichever is first, so at most
+    one NORM is pending. All three come in the order of t.
+
+    Options of the schedule decide about the rest. Without `clip` there is no NORM: UPDATE waits for
+    its own stage's gradients only (pipedream's stages then never wait for each other). With
+    `gather` UPDATE(t) also starts to gather W(t+1) from the replicas, for which the first use
+    waits; so it comes `schedule.update_delay` after REDUCE(t) if that is earlier.
+
+    `host` is the share of the slack that the host has to make the new weights; 0: it makes none.
+    HOST(t) has it begin: `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t),
+    which then waits for the host.
+
+    With `feedback` UPDATE(t) completes what REDUCE(t+1) adds to its gradients, so it comes before
+    the last backward of batch t+1; with a host, HOST(t) does.
+    """
+    options = schedule.options
+    host = options.host
+    assert options.clip or not host, "the host waits for the norm"
+    m = sizes.num_microbatches
+    of_batch = 2 * schedule.pairs(sizes)
+    # of a stage they are always the same, and are asked for with every action
+    update_delay = cache(partial(schedule.update_delay, sizes))
+    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=options.gather, host=host))
+    host_delay = cache(partial(schedule.host_delay, sizes, host=host))
+    reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
+    # the first one of the rank
+    stage = 0
+    first = True
+    completing = ACTION_SPECS[Kind.REDUCE].needs
+    adding = {kind for kind, row in ACTION_SPECS.items() if row.adds}
+    alike = schedule.flush and not host  # all within a batch, but for its last backwards
+    for action in actions:
+        if first:
+            stage = sizes.rank_of(action.stage)
+            first = False
+        is_last = action.kind in adding and (action.microbatch + 1) % m == 0
+        if alike and action.version <= updated and normed == reduced and not is_last:
+            yield action
+            continue
+        needed = (
+            action.version
+            if schedule.flush
+            else _needed_version(action, schedule, sizes, first_batch)
+        )
+        settled = action.microbatch // m if options.feedback and is_last else first_batch
+        if not host:
+            needed = max(needed, settled)
+        # where the pipeline drains all updates come first thing
+        position = 0 if schedule.flush else schedule.position(sizes, action)
+        early = options.gather and not schedule.flush and updated < reduced
+        if early and position - of_batch * (updated + 1) >= update_delay(stage):
+            needed = max(needed, updated + 1)
+        for batch in range(updated, needed):
+            yield from _update(
+                stage,
+                batch,
+                with_norm=options.clip and batch >= normed,
+                with_host=host > 0 and batch >= hosted,
+            )
+        updated = max(updated, needed)
+        normed = max(normed, needed)
+        hosted = max(hosted, needed)
+        if host and hosted == updated < settled:
+            if normed == hosted:
+                yield Action(Kind.NORM, stage, normed)
+                normed += 1
+            yield Action(Kind.HOST, stage, hosted, hosted + 1)
+            hosted += 1
+        if options.clip and normed < reduced and position - of_batch * reduced >= norm_delay(stage):
+            yield Action(Kind.NORM, stage, normed)
+            normed += 1
+        if (
+            host
+            and hosted == updated < normed
+            and position - of_batch * normed >= host_delay(stage)
+        ):
+            yield Action(Kind.HOST, stage, hosted, hosted + 1)
+            hosted += 1
+        yield action
+        if action.kind in completing and (action.microbatch + 1) % m == 0 and action.stage == stage:
+            yield Action(Kind.REDUCE, stage, reduced)
+            reduced += 1
+    for batch in range(updated, reduced):
+        yield from _update(
+            stage,
+            batch,
+            with_norm=options.clip and batch >= normed,
+            with_host=host > 0 and batch >= hosted,
+        )
+
+
+def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iterator[Action]:
+    if with_norm:
+        yield Action(Kind.NORM, stage, batch)
+    if with_host:
+        yield Action(Kind.HOST, stage, batch, batch + 1)
+    yield Action(Kind.UPDATE, stage, batch, batch + 1)
+
+
+def _needed_version(
+    action: Action, schedule: Schedule, sizes: PipelineShape, first_batch: int
+) -> int:
+    """The version that must exist when an action of a schedule that never flushes starts.
+
+    While it drains, the forward that would have come before a backward counts: so updates run in
+    the gaps of the drain rather than after it. And a backward needs a gradient buffer, which an
+    update empties.
+    """
+    if action.kind is Kind.F:
+        return action.version
+    next_forward = schedule.forwards_before(sizes, action)
+    emptied = action.microbatch // sizes.num_microbatches + 1 - schedule.num_gradient_buffers
+    return max(schedule.version(sizes, action.stage, next_forward, first_batch), emptied)
+
+
+def add_communication(
+    actions: Iterable[Action],
+    sizes: PipelineShape,
+    *,
+    ahead: int = 1,
+    lean: bool = False,
+    endless: bool = False,
+) -> Iterator[Action]:
+    """Adds to one rank's actions the receive of what each computation needs, and the send of what
+    it makes.
+
+    A send directly follows its F, B or I. A receive is posted `ahead` computations before its use
+    (W, which needs none, does not count), that is, before the computation `ahead` places earlier
+    starts, so the transfer overlaps with it (0: right before its use). More than 1 can deadlock
+    where all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind
+    a receive that its own effect must fill. `check` finds out. So it does in a ring where a receive
+    stands before any earlier send: there none is posted before these. `lean`, `endless`: see
+    Receives.
+    """
+    window: deque[Action] = deque()
+    receives = Receives(sizes, lean=lean, endless=endless)
+    is_ring = sizes.is_ring
+    sent = {
+        (kind, stage): ACTION_SPECS[kind].send
+        if sizes.peer(stage, ACTION_SPECS[kind].flow) is not None
+        else None
+        for kind in INPUTS
+        for stage in range(sizes.num_stages)
+    }
+    # of the window: by kind, and together
+    computing = dict.fromkeys(INPUTS, 0)
+    number = 0
+
+    def leave() -> tuple[Action, ...]:
+        nonlocal number
+        head = window.popleft()
+        if (kind := head.kind) not in computing:
+            return (head,)
+        computing[kind] -= 1
+        number -= 1
+        send = sent[kind, head.stage]
+        return (head,) if send is None else (head, Action(send, head.stage, head.microbatch))
+
+    for action in actions:
+        if action.kind not in computing:
+            window.append(action)
+            continue
+        while is_ring and computing[action.kind]:
+            yield from leave()
+        kind = ACTION_SPECS[action.kind].receive
+        assert kind is not None, "INPUTS receive"
+        for stage, microbatch in receives.arriving(action):
+            yield Action(kind, stage, microbatch)
+        window.append(action)
+        computing[action.kind] += 1
+        number += 1
+        while number > ahead:
+            yield from leave()
+    while window:
+        yield from leave()
+
+
+def merge_backward(actions: Iterable[Action], sizes: PipelineShape) -> Iterator[Action]:
+    """Makes one B of each I of one rank's actions that its own W follows, with at most receives in
+    between, where no other rank waits for what I makes: the first stage sends no gradient, and a
+    rank hands over to itself after both. These receives are posted before it: after it, word of
+    them would reach a distant sender late."""
+    held: list[Action] = []  # an I, and the receives since
+    unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
+    for action in actions:
+        if not held and action.kind is not Kind.I:
+            yield action
+            continue
+        if held and action.kind in (Kind.RECV_F, Kind.RECV_B):
+            held.append(action)
+            continue
+        if (
+            held
+            and action.kind is Kind.W
+            and (action.stage, action.microbatch) == (held[0].stage, held[0].microbatch)
+        ):
+            yield from held[1:]
+            yield Action(Kind.B, action.stage, action.microbatch, action.version)
+            held = []
+            continue
+        yield from held
+        held = [action] if action.kind is Kind.I and action.stage in unsent else []
+        if not held:
+            yield action
+    yield from held
+
+
+def lower(
+    schedule: str | ScheduleOptions | Schedule,
+    sizes: PipelineShape,
+    rank: int,
+    first_batch: int = 0,
+    num_batches: int | None = None,
+    parts: int | Division = 1,
+) -> Iterator[Action]:
+    """Yields everything that one rank does for batches [first_batch, first_batch + num_batches),
+    lazily.
+
+    The pipeline is drained and all updates are applied at both ends of the range; None means
+    without end. The schedule's options say which passes run. `parts`: of each stage; a Division
+    says more.
+
+    Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so
+        divided.
+    """
+    schedule = find_schedule(schedule)
+    division = _division(parts, sizes, rank)
+    compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
+    split = schedule.options.split or schedule.options.zero_bubble
+    if split:
+        compute = split_backward(compute)
+    if delay := schedule.weight_delay(sizes, rank):
+        compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
+    actions = add_updates(compute, schedule, sizes, first_batch)
+    apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
+    actions = add_communication(
+        actions,
+        sizes,
+        ahead=schedule.receive_ahead,
+        lean=bool(schedule.order) or apart < sizes.num_ranks,
+        endless=not schedule.flush,
+    )
+    if split:
+        actions = merge_backward(actions, sizes)
+    if away := num_away(schedule, sizes, rank):
+        actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
+    if schedule.options.host and division != WHOLE:
+        division = replace(division, late=True)
+    return actions if division == WHOLE else divide(actions, division)
+
+
+def _division(parts: int | Division, sizes: PipelineShape, rank: int) -> Division:
+    division = Division(parts) if isinstance(parts, int) else parts
+    return division if division == WHOLE else division.on(sizes, rank)
+
+
+def make_plan(
+    schedule: str | ScheduleOptions | Schedule,
+    sizes: PipelineShape,
+    first_batch: int = 0,
+    num_batches: int = 1,
+    parts: int | Division = 1,
+) -> dict[int, tuple[Action, ...]]:
+    """Return the lists of all ranks, for check, simulate and draw; a rank that runs needs its own
+    `lower`."""
+    return {
+        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, parts))
+        for rank in range(sizes.num_ranks)
+    }
+
+
+def forward_actions(
+    sizes: PipelineShape,
+    rank: int,
+    num_microbatches: int,
+    *,
+    version: int = NO_VERSION,
+    parts: int | Division = 1,
+) -> Iterator[Action]:
+    """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all
+    with `version`.
+
+    Raises: ConfigError, at once, if they cannot be so divided.
+    """
+    division = _division(parts, sizes, rank)
+    order = forward_order(sizes, rank, num_microbatches)
+    forwards = (Action(Kind.F, stage, k, version) for stage, k in order)
+    actions = add_communication(forwards, sizes)
+    return actions if division == WHOLE else divide(actions, division)

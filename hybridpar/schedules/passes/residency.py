@@ -1,0 +1,357 @@
+"""Residency: what of a rank's state is in its fast tier when, decided from the plan.
+
+A rank's state is cut into items. An action touches some: they must be in the fast tier, of `budget`
+bytes, while it runs. What is not there is in a slow tier of any size. Three parts whose weights are
+items 0 to 2, with room for two:
+
+    actions          F0                          F0.1                     F0.2   B0.2   B0.1                      B0
+    add_residency    FETCH0 FETCH1  F0  RELEASE0 FETCH2   F0.1            F0.2   B0.2   RELEASE2 FETCH0   B0.1   B0
+
+The plan says what comes, so this is Belady's rule, without a first iteration to watch: what is
+touched last gives way. The pass decides where an action comes that lacks something. Then it puts
+what leaves right behind its last use, and what comes as early as there is room.
+
+Source: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
+    Journal 5 (1966).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from hybridpar.errors import config_error
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import PER_ITEM, Kind
+
+
+class Mode(Enum):
+    """Use that an action makes of an item's content."""
+
+    READ = "read"
+    WRITE = "write"  # all of it: what it was before does not matter
+    UPDATE = "update"  # reads and changes it
+    # adds to it, from nothing where it is not there: a RELEASE adds it to what is elsewhere
+    ADD = "add"
+    RENEW = "renew"  # makes it elsewhere: a copy that were here would be old
+
+
+_MADE = (Mode.WRITE, Mode.ADD)
+"""How an item is touched that need not be fetched before."""
+
+
+class Touch(NamedTuple):
+    """An item that an action touches, and how."""
+
+    item: int
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Residency:
+    """The items of a rank's state, and the room for them.
+
+    touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier.
+    pinned: items that are always in it. resident: the others that are in it at the start, and
+    whether they have been changed since they were last in the slow tier. void: items that have no
+    content at the start, in neither tier. spare: bytes of the budget that are left free where they
+    can be, so that what comes need not wait for what leaves. others: numbers of items of another
+    fast tier, whose moves touch items as other actions do.
+    """
+
+    touches: Callable[[Action], Sequence[Touch]]
+    num_bytes: Sequence[int]
+    budget: int
+    pinned: Collection[int] = frozenset()
+    resident: Mapping[int, bool] = field(default_factory=dict)
+    void: Collection[int] = frozenset()
+    spare: int = 0
+    others: Collection[int] = frozenset()
+
+    def moves(self, action: Action) -> bool:
+        """Whether an action moves one of these items."""
+        return action.kind in PER_ITEM and action.microbatch not in self.others
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes in the fast tier at the start."""
+        return sum(self.num_bytes[item] for item in {*self.pinned, *self.resident})
+
+
+def add_residency(
+    actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4
+) -> Iterator[Action]:
+    """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be
+    endless.
+
+    First to give way is what is next overwritten, which costs nothing; then what is touched last;
+    among equals, what need not be written back. A RELEASE (DROP, if the content is next
+    overwritten) stands behind the last use. A FETCH stands as early as there is room, with at most
+    `ahead` actions that touch anything before its use. What is not touched for `batches` batches
+    counts as never touched; the pass reads so far ahead. At the end all stay where they are.
+
+    Raises: ConfigError, once it is within these batches, if an action needs more than the budget.
+    """
+    return _Pass(actions, residency, ahead, batches).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """An action, and the moves behind it."""
+
+    number: int
+    action: Action | None  # none: the start
+    touches: Sequence[Touch] = ()  # of what is not pinned
+    used: int = 0  # bytes in the fast tier while it runs
+    leaving: list[Action] = field(default_factory=list)
+    coming: list[Action] = field(default_factory=list)
+
+    def all(self) -> Iterator[Action]:
+        if self.action is not None:
+            yield self.action
+        yield from self.leaving
+        yield from self.coming
+
+    @property
+    def ends_batch(self) -> bool:
+        return self.action is not None and self.action.kind is Kind.UPDATE and self.action.part == 0
+
+
+class _Pass:
+    """Three stretches of the plan: what has been read and not decided, what is decided and may
+    still get moves behind it, and what has left."""
+
+    def __init__(self, actions: Iterable[Action], residency: Residency, ahead: int, batches: int):
+        self._source = iter(actions)
+        self._residency = residency
+        self._ahead = ahead
+        self._batches = batches
+        self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
+        self._resident = dict(residency.resident)  # what is not pinned; whether changed
+        # needed: at most, by any one action
+        self._bytes = residency.start_bytes
+        self._needed = 0
+        self._number = self._num_updates = self._num_touching = 0
+        self._last_use: dict[int, int] = {}
+        self._left: dict[int, int] = {}  # behind which step
+        self._upcoming: defaultdict[int, deque[tuple[int, Mode]]] = defaultdict(
+            deque
+        )  # by item: steps that touch it
+        self._decided = deque([_Step(-1, None, used=self._bytes)])
+        self._read = deque[_Step]()
+        self._fill()
+        self._stage = min((step.action.stage for step in self._read if step.action), default=0)
+
+    def run(self) -> Iterator[Action]:
+        decided = self._decided
+        while self._read:
+            step = self._read.popleft()
+            self._decide(step)
+            decided.append(step)
+            self._num_touching += bool(step.touches)
+            while len(decided) > 1 and self._num_touching - bool(decided[0].touches) > self._ahead:
+                self._num_touching -= bool(decided[0].touches)
+                yield from decided.popleft().all()
+            self._num_updates -= step.ends_batch
+            self._fill()
+        for step in decided:
+            yield from step.all()
+
+    def _fill(self) -> None:
+        """Reads as many batches ahead as there must be."""
+        num_bytes = self._residency.num_bytes
+        pinned = self._residency.pinned
+        while (
+            self._num_updates < self._batches and (action := next(self._source, None)) is not None
+        ):
+            touches = [
+                touch for touch in self._residency.touches(action) if touch.item not in pinned
+            ]
+            step = _Step(self._number, action, touches)
+            assert len({item for item, _ in touches}) == len(touches), (
+                f"{action} touches an item twice: {touches}"
+            )
+            for item, mode in touches:
+                self._upcoming[item].append((step.number, mode))
+            self._needed = max(
+                self._needed,
+                self._pinned_bytes
+                + sum(num_bytes[item] for item, mode in touches if mode is not Mode.RENEW),
+            )
+            self._number += 1
+            self._num_updates += step.ends_batch
+            self._read.append(step)
+        least = max(self._needed, self._residency.start_bytes)
+        if least > self._residency.budget:
+            raise config_error(
+                "memory.budget",
+                self._residency.budget,
+                f"too small: the state at the start, and the state that any single action "
+                f"needs, take {least} bytes",
+                str(least),
+            )
+
+    def _decide(self, step: _Step) -> None:
+        """Makes room for what the step lacks, and brings it in. What it makes elsewhere leaves."""
+        num_bytes = self._residency.num_bytes
+        resident = self._resident
+        touched = {item for item, _ in step.touches}
+        renewed = [item for item, mode in step.touches if mode is Mode.RENEW]
+        for item in renewed:
+            if item in resident:
+                self._give_up(item)
+            self._left[item] = step.number - 1  # may come back right behind this step
+        lacking = [
+            touch
+            for touch in step.touches
+            if touch.item not in resident and touch.mode is not Mode.RENEW
+        ]
+        room = max(self._residency.budget - self._residency.spare, self._needed)
+        excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - room
+        for item in self._victims(touched, excess) if excess > 0 else ():
+            self._give_up(item)
+        for item, mode in lacking:
+            self._bytes += num_bytes[item]
+            resident[item] = False
+            if mode not in _MADE:
+                self._fetch(item)
+        step.used = self._bytes
+        for item, mode in step.touches:
+            self._upcoming[item].popleft()
+            if mode is not Mode.RENEW:
+                self._last_use[item] = step.number
+                resident[item] |= mode is not Mode.READ
+
+    def _victims(self, touched: Collection[int], excess: int) -> list[int]:
+        """The items that give way to `excess` bytes."""
+        num_bytes = self._residency.num_bytes
+        victims = []
+        for item in sorted(self._resident.keys() - touched, key=self._worth):
+            if excess <= 0:
+                break
+            victims.append(item)
+            excess -= num_bytes[item]
+        for item in victims[:-1]:  # the last ones may be so large that others need not go
+            if num_bytes[item] <= -excess:
+                victims.remove(item)
+                excess += num_bytes[item]
+        return victims
+
+    def _worth(self, item: int) -> tuple[bool, float, bool, int]:
+        """Return the order of eviction: the least leaves first."""
+        when, mode = self._next(item)
+        return mode is not Mode.WRITE, -when, self._resident[item], item
+
+    def _next(self, item: int) -> tuple[float, Mode | None]:
+        touches = self._upcoming[item]
+        return touches[0] if touches else (inf, None)
+
+    def _give_up(self, item: int) -> None:
+        """Behind its last use, or as near to it as has not left yet."""
+        _, mode = self._next(item)
+        del self._resident[item]
+        self._bytes -= self._residency.num_bytes[item]
+        last_use = self._last_use.get(item, -1)
+        behind = self._decided[0]
+        for step in reversed(self._decided):
+            if step.number <= last_use:
+                behind = step
+                break
+            if step is not behind:
+                step.used -= self._residency.num_bytes[item]
+        self._left[item] = behind.number
+        behind.leaving.append(
+            Action(Kind.DROP if mode is Mode.WRITE else Kind.RELEASE, self._stage, item)
+        )
+
+    def _fetch(self, item: int) -> None:
+        """Place the FETCH as early as there is room, and no earlier than the item left."""
+        num_bytes = self._residency.num_bytes[item]
+        left = self._left.get(item, -2)
+        passed = 0
+        steps = reversed(self._decided)
+        behind = next(steps)
+        for before in steps:
+            passed += bool(behind.touches)
+            if (
+                passed > self._ahead
+                or before.number <= left
+                or behind.used + num_bytes > self._residency.budget
+            ):
+                break
+            behind.used += num_bytes
+            behind = before
+        behind.coming.append(Action(Kind.FETCH, self._stage, item))
+
+
+class FastTier:
+    """Items in the fast tier of one rank, followed along its list, and whether that is right."""
+
+    def __init__(self, residency: Residency):
+        self._residency = residency
+        self.num_bytes = residency.start_bytes
+        self._changed = dict.fromkeys(residency.pinned, False) | dict(
+            residency.resident
+        )  # by item that is in it
+        self._void = set(residency.void)
+
+    def is_changed(self, item: int) -> bool:
+        """Whether the item would have to be written back."""
+        return self._changed.get(item, False)
+
+    def made(self, action: Action) -> list[int]:
+        """The items that the action makes here, which are not here before."""
+        return [
+            item
+            for item, mode in self._residency.touches(action)
+            if item not in self._changed and mode is not Mode.RENEW
+        ]
+
+    def follow(self, action: Action) -> str:
+        """Goes past the action. What is wrong with it; empty if nothing is."""
+        moves = self._residency.moves(action)
+        fault = self._move(action.kind, action.microbatch) if moves else self._touch(action)
+        if fault is None and self.num_bytes > self._residency.budget:
+            fault = f"{self.num_bytes} bytes are in the fast tier, of {self._residency.budget}"
+        return "" if fault is None else f"{action}: {fault}"
+
+    def _touch(self, action: Action) -> str | None:
+        for item, mode in self._residency.touches(action):
+            if mode is Mode.RENEW:
+                if item in self._changed:
+                    return f"item {item} is still in the fast tier, where it would be out of date"
+                self._void.discard(item)
+                continue
+            if mode in _MADE:
+                if item not in self._changed:
+                    self.num_bytes += self._residency.num_bytes[item]
+                self._void.discard(item)
+            elif item in self._void:
+                return f"item {item} has no content"
+            elif item not in self._changed:
+                return f"item {item} is not in the fast tier"
+            self._changed[item] = self._changed.get(item, False) or mode is not Mode.READ
+        return None
+
+    def _move(self, kind: Kind, item: int) -> str | None:
+        if not 0 <= item < len(self._residency.num_bytes):
+            return "there is no such item"
+        if item in self._residency.pinned:
+            return "the item always stays in the fast tier"
+        if (item in self._changed) == (kind is Kind.FETCH):
+            return f"the item is {'' if kind is Kind.FETCH else 'not '}in the fast tier"
+        if kind is Kind.FETCH:
+            if item in self._void:
+                return "the item has no content"
+            self._changed[item] = False
+            self.num_bytes += self._residency.num_bytes[item]
+            return None
+        del self._changed[item]
+        self.num_bytes -= self._residency.num_bytes[item]
+        if kind is Kind.DROP:
+            self._void.add(item)
+        return None

@@ -1,0 +1,192 @@
+"""Parts: a stage's blocks cut into consecutive parts, and what the stage does into as many actions.
+
+    whole        F7@0                        B4@0                        UPDATE1@0
+    three parts  F7@0    F7@0.1  F7@0.2      B4@0.2  B4@0.1  B4@0        UPDATE1@0  UPDATE1@0.1  UPDATE1@0.2
+
+    gpipe on one rank, part by part (part_major), all @0
+    F0 F1 F2  F0.1 F1.1 F2.1  F0.2 F1.2 F2.2     B0.2 B1.2 B2.2  B0.1 B1.1 B2.1  B0 B1 B2
+
+the same where each part is updated just before it is used (late), so its state may come while
+others compute .. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2
+B3.2 ..
+
+A receive feeds the part that comes first, a send follows the one that comes last. So a rank can do
+with the weights, gradients and optimizer state of a part in fast memory at a time (residency.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import inf
+
+from hybridpar.errors import config_error
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, PER_BATCH, Kind
+from hybridpar.schedules.sizes import PipelineShape
+
+NumParts = int | Mapping[int, int] | Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Cut of a plan's actions into parts.
+
+    num_parts: of a stage: one number for all, or by stage. update_parts: of an UPDATE, likewise by
+    rank: it counts through the parts of all the rank's stages; None: as many as those have
+    together. norms: NORM is cut as UPDATE is; else it is whole. part_major: micro-batches that
+    follow each other forward (or backward) on a stage go through a part one after the other before
+    the first of them goes on to the next part. A part's weights are then needed once for all those
+    micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not
+    together, but each comes right before the first forward through its part, or before whatever
+    else may need it. (Other ranks wait for that forward, and had better update meanwhile; where the
+    host updates, all only wait, and all do so late.)
+    """
+
+    num_parts: NumParts = 1
+    update_parts: NumParts | None = None
+    norms: bool = False
+    part_major: bool = False
+    late: bool = False
+
+    def on(self, sizes: PipelineShape, rank: int) -> Division:
+        """Return the division with the number and the order of UPDATEs of that rank.
+
+        Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for
+            each micro-batch.
+        """
+        if self.part_major and sizes.num_ranks > 1:
+            raise config_error(
+                "parallel.pp",
+                sizes.num_ranks,
+                "must be 1 if all micro-batches pass one segment before the next: other ranks "
+                "would wait for the last micro-batch",
+                "1",
+            )
+        if self.update_parts is None:
+            updates = sum(_number(self.num_parts, stage) for stage in sizes.stages_of(rank))
+        else:
+            updates = _number(self.update_parts, rank)
+        return replace(self, update_parts=updates, late=self.late and rank == 0)
+
+    def count(self, action: Action) -> int:
+        """Number of actions that this one of an undivided plan becomes."""
+        if not ACTION_SPECS[action.kind].cut or (action.kind is Kind.NORM and not self.norms):
+            return 1
+        if action.kind in PER_BATCH and self.update_parts is not None:
+            return _number(self.update_parts, action.stage)
+        return _number(self.num_parts, action.stage)
+
+
+WHOLE = Division()
+"""The division that changes nothing."""
+
+
+def _number(numbers: NumParts, index: int) -> int:
+    number = (
+        numbers
+        if isinstance(numbers, int)
+        else numbers[index]
+        if isinstance(numbers, Mapping)
+        else numbers(index)
+    )
+    assert number >= 1, f"{number} parts of stage {index}"
+    return number
+
+
+def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
+    """Cuts one rank's actions into parts: the last pass over a plan but that which moves items.
+
+    Each action is replaced by its parts in the place where it was, with `part_major` each run of
+    forwards (or backwards, B) of one stage by that of the parts. So what is right of the order of
+    undivided plans stays so.
+    """
+    cut = _cut(actions, division)
+    return _delay_updates(cut, division) if division.late else cut
+
+
+def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
+    """Puts the parts of each action in its place."""
+
+    def together(action: Action) -> object:
+        """Neighbours of which this is equal go through the parts together."""
+        major = division.part_major and action.kind in (Kind.F, Kind.B)
+        return (action.kind, action.stage) if major else object()
+
+    for _, neighbours in groupby(actions, together):
+        run = list(neighbours)
+        for part in order(run[0].kind, division.count(run[0])):
+            yield from (replace(action, part=part) for action in run) if part else run
+
+
+def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
+    """Puts each part of an UPDATE before the first forward that needs it, or what is neither
+    forward nor transfer."""
+    waiting = deque[Action]()
+    first: dict[
+        int, int
+    ] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
+    for action in actions:
+        if action.kind is Kind.UPDATE:
+            waiting.append(action)
+            continue
+        if action.kind is Kind.F:
+            parts = max(
+                (at + _number(division.num_parts, stage) for stage, at in first.items()), default=0
+            )
+            needed: float = first.setdefault(action.stage, parts) + action.part
+        else:
+            needed = -1 if ACTION_SPECS[action.kind].peer_offset else inf
+        while waiting and waiting[0].part <= needed:
+            yield waiting.popleft()
+        yield action
+    yield from waiting
+
+
+def order(kind: Kind, num_parts: int) -> range:
+    """The parts of an action in the order in which they run."""
+    return range(num_parts) if ACTION_SPECS[kind].cut >= 0 else range(num_parts - 1, -1, -1)
+
+
+class PartCounts:
+    """Numbers of parts of one rank's actions, as they are found in its list.
+
+    All that computes on a stage has the same number; NORM and UPDATE each have their own.
+    """
+
+    def __init__(self, actions: Iterable[Action]):
+        self._counts: dict[tuple[Kind, int], int] = {}  # of what is divided
+        for action in actions:
+            if action.part:
+                key = self._key(action.kind, action.stage)
+                self._counts[key] = max(self._counts.get(key, 1), action.part + 1)
+
+    @staticmethod
+    def _key(kind: Kind, stage: int) -> tuple[Kind, int]:
+        return (Kind.F if kind in COMPUTE else kind), stage
+
+    def __bool__(self) -> bool:
+        """Whether anything is divided."""
+        return bool(self._counts)
+
+    def count(self, kind: Kind, stage: int) -> int:
+        """Number of parts of such an action."""
+        return self._counts.get(self._key(kind, stage), 1)
+
+    def needed(self, kind: Kind, action: Action, stages: Sequence[int]) -> int:
+        """The last part of an action of a batch, on a rank with these stages, that a part of a
+        stage's action needs."""
+        own = [self.count(action.kind, stage) for stage in stages]
+        if sum(own) != self.count(kind, stages[0]):
+            return self.last(kind, stages[0])
+        return sum(own[: stages.index(action.stage)]) + action.part
+
+    def first(self, kind: Kind, stage: int) -> int:
+        """The part that runs first."""
+        return self.count(kind, stage) - 1 if ACTION_SPECS[kind].cut < 0 else 0
+
+    def last(self, kind: Kind, stage: int) -> int:
+        """The part that runs last."""
+        return self.count(kind, stage) - 1 if ACTION_SPECS[kind].cut > 0 else 0

@@ -1,0 +1,403 @@
+"""Proves that the lists of all ranks fit together, before anything runs.
+
+    exactly once    every rank has exactly the actions that the schedule asks of it, with the
+                    versions it defines
+    order           an action comes after those on its rank that it needs; collectives come in the
+                    order of batches
+    transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th
+                    meets the i-th)
+    items           what an action touches of its rank's state is in the fast tier, which never
+                    holds more than it may
+    offload         what has left is evicted, and comes back before its backward
+    memory          activations, weight versions and gradients alive at once stay within the
+                    schedule's bounds
+    no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks
+                    may wait for their oldest sends; the report says how many have to be allowed to
+                    be unfinished (send_window.py)
+
+Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage
+before it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from hybridpar.errors import HybridparError
+from hybridpar.schedules.action import NO_VERSION, Action, Plan
+from hybridpar.schedules.draw.draw_text import draw_steps, related_step
+from hybridpar.schedules.kinds import (
+    ACTION_SPECS,
+    COMPUTE,
+    INPUTS,
+    OF_STASH,
+    PER_BATCH,
+    PER_ITEM,
+    Kind,
+)
+from hybridpar.schedules.passes.residency import FastTier, Residency
+from hybridpar.schedules.passes.segments import PartCounts, order
+from hybridpar.schedules.passes.shared_items import SharedItems, SharedTiers
+from hybridpar.schedules.proof.liveness import Live, live_counts
+from hybridpar.schedules.schedule_table import PipelineShape, Schedule, find_schedule
+from hybridpar.schedules.simulate.simulator import Costs, StuckError, fitting_send_window
+
+
+class PlanError(HybridparError):
+    """A plan is wrong. `cells` are the (rank, step) at fault; the message draws them."""
+
+    def __init__(self, reason: str, plan: Plan, cells: Sequence[tuple[int, int]]):
+        self.reason = reason
+        self.cells = tuple(cells)
+        super().__init__(f"{reason}\n\n{draw_steps(plan, cells)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """Proof of a plan: the range of batches, and the most that each rank holds at once.
+
+    send_window: the number of unfinished sends that a rank must be allowed, or the plan would not
+    run to its end.
+    """
+
+    schedule: str
+    sizes: PipelineShape
+    first_batch: int
+    num_batches: int
+    num_actions: int
+    peaks: tuple[Live, ...]  # by rank
+    send_window: int
+
+    def __str__(self) -> str:
+        worst = reduce(Live.peak, self.peaks, Live())
+        held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
+        return (
+            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} "
+            "micro-batches, "
+            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: "
+            f"{self.num_actions} actions are "
+            f"right; at most {worst.activations} activations, {worst.versions} weight versions, "
+            f"{worst.gradients} "
+            "gradients"
+        )
+
+
+def check(
+    plan: Plan,
+    sizes: PipelineShape,
+    schedule: str | Schedule,
+    first_batch: int | None = None,
+    num_batches: int | None = None,
+    *,
+    serial_links: bool = True,
+    residency: Mapping[int, Residency | SharedItems] | None = None,
+) -> CheckReport:
+    """Proves that `plan` runs the given range of batches (default: the one its forwards span) by
+    the schedule's rules.
+
+    The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
+    NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one
+    axis wait for each other. `residency`: by rank, where the plan moves items.
+
+    Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot
+        run on these sizes.
+    """
+    schedule = find_schedule(schedule)
+    schedule.check_sizes(sizes)
+    p = sizes.num_ranks
+    if sorted(plan) != list(range(p)):
+        raise PlanError(f"the plan has ranks {sorted(plan)}, but parallel.pp = {p}", plan, [])
+    batches = _range_of_batches(plan, sizes, first_batch, num_batches)
+    kinds = _kinds_in(plan[0])
+    for rank in range(p):
+        parts = PartCounts(plan[rank])
+        expected = _expected(schedule, sizes, rank, batches, kinds, plan[rank])
+        _check_complete(
+            plan,
+            rank,
+            (
+                replace(action, part=part)
+                for action in expected
+                for part in order(action.kind, parts.count(action.kind, action.stage))
+            ),
+        )
+        _check_order(plan, rank, sizes, parts)
+        _check_items(plan, rank, (residency or {}).get(rank))
+        _check_offload(plan, rank)
+    for rank in range(p):
+        for kind, row in ACTION_SPECS.items():
+            if row.matching_recv:
+                for receiver, turn in dict.fromkeys(
+                    (sizes.peer(stage, row.peer_offset), sizes.turn(stage))
+                    for stage in sizes.stages_of(rank)
+                ):
+                    if receiver is not None:
+                        _check_link(plan, sizes, kind, (rank, receiver), turn)
+    peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
+    try:
+        send_window = fitting_send_window(
+            plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links)
+        )
+    except StuckError as error:
+        cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
+        reasons = "; ".join(
+            f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items()
+        )
+        raise PlanError(f"deadlock: {reasons}", plan, cells) from None
+    num_actions = sum(map(len, plan.values()))
+    return CheckReport(
+        schedule.name, sizes, batches.start, len(batches), num_actions, peaks, send_window
+    )
+
+
+_MOVES = PER_ITEM.union(OF_STASH)
+"""Kinds of which a plan may have any number."""
+
+
+def _range_of_batches(
+    plan: Plan, sizes: PipelineShape, first_batch: int | None, num_batches: int | None
+) -> range:
+    microbatches = [
+        action.microbatch
+        for actions in plan.values()
+        for action in actions
+        if action.kind is Kind.F
+    ]
+    if first_batch is None:
+        first_batch = min(microbatches, default=0) // sizes.num_microbatches
+    if num_batches is None:
+        num_batches = max(microbatches, default=-1) // sizes.num_microbatches + 1 - first_batch
+    return range(first_batch, first_batch + num_batches)
+
+
+def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
+    """The kinds that a plan is made of: it may leave out NORM or HOST."""
+    return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
+
+
+def _expected(
+    schedule: Schedule,
+    sizes: PipelineShape,
+    rank: int,
+    batches: range,
+    kinds: frozenset[Kind],
+    actions: Sequence[Action],
+) -> Iterator[Action]:
+    """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole,
+    or both parts where `actions` have the first."""
+    m = sizes.num_microbatches
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
+    for stage in sizes.stages_of(rank):
+        own = [
+            (kind, kind in COMPUTE)
+            for kind in Kind
+            if kind in kinds - PER_BATCH
+            and (
+                not ACTION_SPECS[kind].peer_offset
+                or sizes.peer(stage, ACTION_SPECS[kind].peer_offset) is not None
+            )
+        ]
+        for k in range(batches.start * m, batches.stop * m):
+            version = schedule.version(sizes, stage, k, batches.start)
+            other = {Kind.B} if (stage, k) in split else {Kind.I, Kind.W}
+            for kind, computes in own:
+                if kind not in other:
+                    yield Action(kind, stage, k, version if computes else NO_VERSION)
+    for t in batches:
+        for kind in sorted(kinds & PER_BATCH):
+            yield Action(kind, rank, t, t + 1 if ACTION_SPECS[kind].makes else NO_VERSION)
+
+
+_Key = tuple[Kind, int, int, int]
+
+
+def _key(action: Action) -> _Key:
+    return action.kind, action.stage, action.microbatch, action.part
+
+
+def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
+    """Every expected action once, and no other but those that move items."""
+    missing = {_key(action): action for action in expected}
+    own = {action.stage for action in missing.values()}
+    done: dict[_Key, int] = {}
+    for step, action in enumerate(plan[rank]):
+        key = _key(action)
+        if action.kind in _MOVES:
+            continue
+        if own and action.stage not in own:
+            raise PlanError(
+                f"{action} is on rank {rank}, which does not hold its stage", plan, [(rank, step)]
+            )
+        if key in done:
+            raise PlanError(f"{action} appears twice", plan, [(rank, done[key]), (rank, step)])
+        if key not in missing:
+            raise PlanError(f"{action} does not belong in this plan", plan, [(rank, step)])
+        if action.version != missing[key].version:
+            raise PlanError(
+                f"{action} has the wrong version; it must be {missing[key]}", plan, [(rank, step)]
+            )
+        done[key] = step
+        del missing[key]
+    if missing:
+        action = next(iter(missing.values()))
+        raise PlanError(f"{action} is missing", plan, [(rank, related_step(plan[rank], action))])
+
+
+def _check_order(plan: Plan, rank: int, sizes: PipelineShape, parts: PartCounts) -> None:
+    """Checks that what an action needs on its own rank comes before it, where the plan has it at
+    all."""
+    steps = {_key(action): step for step, action in enumerate(plan[rank])}
+    for step, action in enumerate(plan[rank]):
+        for key in _needs(action, sizes, parts):
+            if steps.get(key, -1) > step:
+                raise PlanError(
+                    f"{action} comes before {plan[rank][steps[key]]}, which it needs",
+                    plan,
+                    [(rank, step), (rank, steps[key])],
+                )
+
+
+def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[_Key]:
+    """The actions that come before this one on its rank: what makes its weights, of a part the one
+    before, of the first what all need."""
+    m = sizes.num_microbatches
+    k = action.microbatch
+    stage = action.stage
+    row = ACTION_SPECS[action.kind]
+    if row.per_item:
+        return
+    for kind in () if row.per_batch else PER_BATCH.intersection(row.needs):
+        stages = sizes.stages_of(sizes.rank_of(stage))
+        yield kind, stages[0], action.version - 1, parts.needed(kind, action, stages)
+    if action.part != parts.first(action.kind, stage):
+        yield action.kind, stage, k, action.part - row.cut
+        return
+    for kind in row.needs:
+        if ACTION_SPECS[kind].per_batch == row.per_batch:
+            yield kind, stage, k, parts.last(kind, stage)
+            if (
+                kind is row.receive
+                and (beside := _beside(stage, ACTION_SPECS[kind].peer_offset, sizes)) is not None
+            ):
+                for other in (kind for kind in INPUTS if ACTION_SPECS[kind].receive is row.receive):
+                    yield other, beside, k, parts.last(other, beside)
+        elif row.per_batch:
+            for own in sizes.stages_of(sizes.rank_of(stage)):
+                for microbatch in range(k * m, (k + 1) * m):
+                    yield kind, own, microbatch, parts.last(kind, own)
+    if row.per_batch:
+        yield action.kind, stage, k - 1, parts.last(action.kind, stage)
+    if row.after is not None:
+        yield row.after, stage, k - 1, parts.last(row.after, stage)
+
+
+def _beside(stage: int, side: int, sizes: PipelineShape) -> int | None:
+    """The stage's neighbour on that side, if it is on the same rank, which then hands over to
+    itself."""
+    there = 0 <= stage + side < sizes.num_stages and sizes.peer(stage, side) is None
+    return stage + side if there else None
+
+
+def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
+    """Prove that touched items are in their fast tier, within its budget, and that moves can
+    run."""
+    tiers: list[FastTier | SharedTiers] = []
+    if isinstance(items, SharedItems):
+        tiers.append(SharedTiers(items))
+    if (own := items.tiers if isinstance(items, SharedItems) else items) is not None:
+        tiers.append(FastTier(own))
+    for step, action in enumerate(plan[rank]):
+        fault = ""
+        if action.kind in PER_ITEM and (not tiers or action.stage != rank):
+            fault = (
+                f"{action} is on rank {rank}, "
+                f"{'not on its own' if tiers else 'where nothing moves'}"
+            )
+        for tier in tiers:
+            fault = fault or tier.follow(action)
+        if fault:
+            raise PlanError(fault, plan, [(rank, step)])
+
+
+def _check_offload(plan: Plan, rank: int) -> None:
+    """Prove that activations leave, are evicted and comes back, in this order, between its
+    forward and backward."""
+    stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
+    for step, action in enumerate(plan[rank]):
+        if action.kind not in COMPUTE.union(OF_STASH):
+            continue
+        key = Kind.F, action.stage, action.microbatch, 0
+        if action.kind is Kind.F:
+            stages[key] = 0
+            continue
+        at = stages.get(key, -1)
+        if action.kind in OF_STASH:
+            if at != OF_STASH.index(action.kind):
+                raise PlanError(
+                    f"{action}: the data that it moves is not resident", plan, [(rank, step)]
+                )
+            stages[key] = at + 1
+        elif at not in (0, len(OF_STASH)):
+            raise PlanError(
+                f"{action}: the data that it needs is offloaded (in the slow tier)",
+                plan,
+                [(rank, step)],
+            )
+
+
+def _check_link(
+    plan: Plan, sizes: PipelineShape, kind: Kind, ranks: tuple[int, int], turn: int
+) -> None:
+    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one
+    sends, and for the stage that follows."""
+    row, (sender, receiver) = ACTION_SPECS[kind], ranks
+    sent = [
+        step
+        for step, action in enumerate(plan[sender])
+        if action.kind is kind
+        and sizes.turn(action.stage) == turn
+        and sizes.peer(action.stage, row.peer_offset) == receiver
+    ]
+    received = [
+        step
+        for step, action in enumerate(plan[receiver])
+        if action.kind is row.matching_recv
+        and sizes.turn(action.stage) == turn
+        and sizes.peer(action.stage, -row.peer_offset) == sender
+    ]
+    for i, j in zip(sent, received, strict=True):
+        one = plan[sender][i]
+        other = plan[receiver][j]
+        if (one.stage + row.peer_offset, one.microbatch) != (other.stage, other.microbatch):
+            raise PlanError(
+                f"{one} of rank {sender} would be matched with {other} of rank {receiver}",
+                plan,
+                [(sender, i), (receiver, j)],
+            )
+
+
+def _check_memory(
+    plan: Plan, rank: int, schedule: Schedule, sizes: PipelineShape, next_batch: int
+) -> Live:
+    """Peaks of one rank, which are within bounds. The versions that the next batch needs count to
+    the end."""
+    first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
+    keep = range(first_needed, next_batch + 1)
+    bound = Live(
+        schedule.max_live_activations(sizes, rank),
+        schedule.max_live_versions(sizes, rank),
+        schedule.num_gradient_buffers,
+    )
+    peak = Live()
+    for step, live in enumerate(live_counts(plan[rank], sizes.num_microbatches, keep)):
+        peak = peak.peak(live)
+        if peak.peak(bound) != bound:
+            raise PlanError(
+                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} "
+                f"allows {bound}",
+                plan,
+                [(rank, step)],
+            )
+    return peak

@@ -1,0 +1,82 @@
+"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from
+its list alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, Kind, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Counts on one rank, right after an action; or the peaks over a list.
+
+    activations: micro-batches between their forward and the end of their backward, counted on each
+    stage that the rank holds. versions: weights that are the newest, or that an action still to
+    come uses. gradients: batches with a backward behind them whose update is still to come.
+    """
+
+    activations: int = 0
+    versions: int = 0
+    gradients: int = 0
+
+    def peak(self, other: Live) -> Live:
+        """The larger of each count."""
+        return Live(
+            max(self.activations, other.activations),
+            max(self.versions, other.versions),
+            max(self.gradients, other.gradients),
+        )
+
+
+def most_held(steps: Iterable[Step]) -> int:
+    """The most micro-batches that have run forward and not yet backward, of one rank's steps."""
+    return max(accumulate(ACTION_SPECS[kind].holds for kind, _, _ in steps), default=0)
+
+
+def live_counts(
+    actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()
+) -> Iterator[Live]:
+    """Yields the counts after each action of one rank; versions in `keep` are still needed after
+    the last one."""
+    last_use = {
+        action.version: i for i, action in enumerate(actions) if ACTION_SPECS[action.kind].reads
+    }
+    last_use |= dict.fromkeys(keep, len(actions))
+    updated = {
+        action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE
+    }  # wholly
+    made = {action.version for action in actions if ACTION_SPECS[action.kind].makes}
+    newest = min(made, default=max(last_use, default=0) + 1) - 1
+    versions = {newest} | last_use.keys() - made  # at the start
+    activations = 0
+    gradients = set()
+    counts = Live(0, len(versions), 0)
+    for i, action in enumerate(actions):
+        row = ACTION_SPECS[action.kind]
+        if action.kind in BESIDE and not row.makes:
+            yield counts
+            continue
+        activations += row.holds * (
+            action.part == 0
+        )  # from the first part forward to the last one backward
+        if row.adds:
+            gradients.add(action.microbatch // num_microbatches)
+        elif row.makes:
+            if updated.get(action.microbatch) == i:
+                gradients.discard(action.microbatch)
+            newest = max(newest, action.version)
+            versions.add(action.version)
+        versions = {v for v in versions if v == newest or last_use.get(v, -1) > i}
+        counts = Live(activations, len(versions), len(gradients))
+        yield counts
+
+
+def peak_live(actions: Sequence[Action], num_microbatches: int) -> Live:
+    """The largest counts that one rank reaches."""
+    return reduce(Live.peak, live_counts(actions, num_microbatches), Live())

@@ -1,0 +1,121 @@
+"""`check` at the start of a run: of the plan that will run, or of a smaller one where it would take
+long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.proof.check import CheckReport, PlanError, check
+from hybridpar.schedules.schedule_table import (
+    PipelineShape,
+    Schedule,
+    ScheduleOptions,
+    drained,
+    make_schedule,
+)
+from hybridpar.schedules.simulate.send_window import min_send_window
+
+_MOST = 6000
+"""Micro-batches, counted on each stage, that are proven in less than half a second."""
+_PARTS = 2
+"""Parts of a stage that stand for any number: where the host makes the weights, each waits for its
+own."""
+_RANKS = 12
+_CHUNKS = 3
+_STEADY = 8
+"""The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
+
+
+def prove(schedule: Schedule, sizes: PipelineShape) -> list[CheckReport]:
+    """Prove the plan of a run of any number of steps: the plan of its first, synchronous steps, if
+    there are some, and the plan of the schedule.
+
+    Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
+    """
+    first = schedule.options.sync_steps
+    parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
+    return [_prove(*enough(part, sizes), start) for part, start in parts]
+
+
+def send_window(schedule: Schedule, sizes: PipelineShape) -> int:
+    """Return the number of sends of a rank that may be unfinished in a run.
+
+    The executor waits for its oldest send when it has more, and the memory prediction counts as
+    many.
+
+    Raises: PlanError if the plan cannot run with any number.
+    """
+    if not schedule.outruns_sends(sizes):
+        return min_send_window(sizes.num_ranks)
+    return _widest(schedule.options, sizes)
+
+
+@lru_cache(maxsize=64)
+def _widest(options: ScheduleOptions, sizes: PipelineShape) -> int:
+    return max(report.send_window for report in prove(make_schedule(options), sizes))
+
+
+def _prove(schedule: Schedule, sizes: PipelineShape, start: int) -> CheckReport:
+    num_batches = _num_batches(schedule, sizes)
+    parts = _PARTS if schedule.options.host else 1
+    plan = make_plan(schedule, sizes, start, num_batches, parts)
+    report = check(plan, sizes, schedule, start, num_batches)
+    allowed = min_send_window(sizes.num_ranks)
+    if report.send_window > allowed and not schedule.outruns_sends(sizes):
+        raise PlanError(
+            f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and "
+            "schedule "
+            f"{schedule.name} allows {allowed}",
+            plan,
+            [],
+        )
+    return report
+
+
+def _num_batches(schedule: Schedule, sizes: PipelineShape) -> int:
+    """Batches after which a plan repeats itself: at once where it drains, else when the first has
+    left the pipeline, and with it the weights and gradients that it began with."""
+    return 2 if schedule.flush else 3 + -(-sizes.num_stages // sizes.num_microbatches)
+
+
+def enough(schedule: Schedule, sizes: PipelineShape) -> tuple[Schedule, PipelineShape]:
+    """The schedule and sizes themselves, or smaller ones that stand for them.
+
+    A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else
+    changes, and what happens at the ends of a batch. A pair leaves on every link and in every count
+    what it found, so a plan is right for any length of a stretch if it is for a length in which all
+    ranks are in it together. And the list of a rank depends on its distance to the last one, by
+    which only the warm-up grows; of three chunks the one between is any of those.
+    """
+    p = sizes.num_ranks
+    m = sizes.num_microbatches
+    if not schedule.repeats(sizes) or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
+        return schedule, sizes
+    if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
+        return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))
+    few = PipelineShape(min(p, _RANKS), m, min(sizes.chunks, _CHUNKS))
+    ranks = few.num_ranks
+    steady = few.num_ranks + _STEADY
+    ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0
+    needed = schedule.warmup(sizes, 0) if schedule.needs_full_pipeline else 0
+    early_switch = schedule.options.early_switch
+    if early_switch is not None:  # two stretches: on the older weights, and on the newer
+        older = early_switch - (needed - (p - 1))
+        newer = m - (p - 1) - early_switch
+        switch = ahead - (ranks - 1) + min(older, steady)
+        return schedule.with_options(early_switch=switch), replace(
+            few, num_microbatches=switch + ranks - 1 + min(newer, steady)
+        )
+    if (m < p and not needed) or (
+        few.chunks > 1 and m < 2 * p
+    ):  # the pipeline is never full, or has one round
+        return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
+    if few.chunks > 1:  # two rounds, a larger and a smaller one if there are both
+        rounds, rest = divmod(m, p)
+        larger = min(-(-rest // rounds), ranks)
+        return schedule, replace(
+            few, num_microbatches=min(m, 2 * (ranks + larger) - (rest % rounds > 0))
+        )
+    return schedule, replace(few, num_microbatches=ahead + min(m - needed, ranks + steady))

@@ -1,0 +1,340 @@
+"""A pipeline schedule, as pure functions of sizes: what a rank computes and in which order, with
+which weights, and where what is due between batches has its place in that. schedule_table.py has
+those that there are.
+
+r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a
+micro-batch, t a batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from hybridpar.errors import config_error
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.kinds import Step
+from hybridpar.schedules.orders import custom_order as own_order
+from hybridpar.schedules.orders import interleaved, vee
+from hybridpar.schedules.orders.interleaved import SizeOf
+from hybridpar.schedules.proof.liveness import most_held
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.sizes import PipelineShape
+
+VersionRule = Callable[
+    ["Schedule", PipelineShape, int, int, int], int
+]  # (..., stage, microbatch, first_batch) -> version
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pipeline schedule, as pure functions of sizes. `make_schedule` makes one with options.
+
+    `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V
+    micro-batches. `num_gradient_buffers`: batches whose gradients are alive at once. `accepts`:
+    names of the options that not every schedule has.
+    """
+
+    options: ScheduleOptions
+    source: str
+    flush: bool  # drains the pipeline and updates the weights between any two batches
+    warmup: SizeOf
+    version_rule: VersionRule
+    max_live_versions: SizeOf
+    num_gradient_buffers: int = 1
+    receive_ahead: int = (
+        1  # post receives this many compute actions before their use (lowering.add_communication)
+    )
+    needs_full_pipeline: bool = (
+        False  # m >= warmup of stage 0: two versions then serve all that is in flight
+    )
+    accepts: frozenset[str] = frozenset()
+    order: tuple[tuple[Step, ...], ...] = ()
+    """A custom schedule: what each rank computes of a batch (custom_order.py)."""
+
+    @property
+    def name(self) -> str:
+        """The schedule's name, as in `pipeline.schedule`."""
+        return self.options.schedule
+
+    @property
+    def activations(self) -> str:
+        """On a V, how much a rank may keep (vee.py); else empty."""
+        return (
+            self.options.activations if self.options.stage_layout == "v" and not self.order else ""
+        )
+
+    def with_options(self, **changes: Any) -> Schedule:
+        """Return the schedule with other options of its passes.
+
+        Options that decide about a schedule's other fields (warmup, gradient_buffers, order,
+        chunks) take `make_schedule`.
+        """
+        return replace(self, options=replace(self.options, **changes))
+
+    def repeats(self, sizes: PipelineShape) -> bool:
+        """Whether a longer batch only has more of what is in a shorter one."""
+        return not self.order and not (
+            self.flush
+            and self.activations
+            and (self.activations in vee.ENDLESS or sizes.chunks > 2)
+        )
+
+    def outruns_sends(self, sizes: PipelineShape) -> bool:
+        """Return whether a rank may have more unfinished sends than `min_send_window`: with a
+        custom order, and on a V with several passes, where a rank computes whatever can come
+        first."""
+        return bool(self.order) or (sizes.is_v and sizes.chunks > 2)
+
+    def forwards_before(self, sizes: PipelineShape, action: Action) -> int:
+        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W
+        in the steady state; that of the action among them. Where the pipeline drains, they would
+        have."""
+        if self.activations:
+            return vee.forwards_before(
+                sizes, self.activations, (action.kind, action.stage, action.microbatch)
+            )
+        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
+        return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
+
+    def position(self, sizes: PipelineShape, action: Action) -> int:
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k
+        ends at 2k + 1."""
+        if self.activations:
+            step = action.kind, action.stage, action.microbatch
+            last = Kind.W, sizes.rank_of(action.stage), 0
+            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(
+                sizes, self.activations, last
+            )
+            return since * 2 // vee.PERIOD + 1
+        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
+        if action.kind is Kind.F:
+            return 2 * (place - self.warmup(sizes, sizes.rank_of(action.stage)))
+        return 2 * place + 1
+
+    def pairs(self, sizes: PipelineShape) -> int:
+        """Forward-backward pairs of a batch, as `position` and `slack` count them: of each stage;
+        on a V of a rank."""
+        return sizes.num_microbatches * (1 if self.activations else sizes.chunks)
+
+    def version(self, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int) -> int:
+        """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists
+        after t updates.
+
+        In a range of batches that began at `first_batch` from a drained pipeline. Never falls as
+        `microbatch` grows.
+        """
+        return self.version_rule(self, sizes, stage, microbatch, first_batch)
+
+    def versions_of(
+        self, sizes: PipelineShape, batch: int, first_batch: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the versions of all micro-batches of a batch, by stage; the first sync_steps
+        batches run as 1f1b."""
+        m = sizes.num_microbatches
+        first = max(first_batch, self.options.sync_steps)
+        if batch < self.options.sync_steps:
+            return ((batch,) * m,) * sizes.num_stages
+        return tuple(
+            tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
+            for stage in range(sizes.num_stages)
+        )
+
+    def num_stale(self, sizes: PipelineShape) -> int:
+        """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady
+        state.
+
+        Only pipedream's later stages have fewer.
+        """
+        batch, first = self._steady_batch(sizes)
+        start = batch * sizes.num_microbatches
+        return bisect_left(
+            range(sizes.num_microbatches),
+            batch,
+            key=lambda k: self.version(sizes, 0, start + k, first),
+        )
+
+    def mean_delay(self, sizes: PipelineShape, stage: int) -> float:
+        """Return by how many updates a batch's weights are behind on average, in the
+        steady state."""
+        batch, first = self._steady_batch(sizes)
+        m = sizes.num_microbatches
+        return sum(batch - self.version(sizes, stage, batch * m + k, first) for k in range(m)) / m
+
+    def _steady_batch(self, sizes: PipelineShape) -> tuple[int, int]:
+        """A batch on which the start of its range no longer bears (no weights are p updates old),
+        and that start."""
+        return self.options.sync_steps + sizes.num_stages + 1, self.options.sync_steps
+
+    def slack(self, sizes: PipelineShape) -> int:
+        """Forward-backward pairs on rank 0 between the last backward of batch t and the first use
+        of W(t+1).
+
+        Later ranks have more: they end a batch earlier, and start the next one later.
+        """
+        each = self.pairs(sizes) // sizes.num_microbatches
+        return max(self.num_stale(sizes) * each - self.warmup(sizes, 0), 0)
+
+    def _most_ahead(self, sizes: PipelineShape) -> int:
+        """Whole micro-batches that the first rank runs ahead."""
+        return -(-self.warmup(sizes, 0) * sizes.num_microbatches // self.pairs(sizes))
+
+    def norm_delay(
+        self, sizes: PipelineShape, stage: int, *, gather: bool = False, host: float = 0.0
+    ) -> int:
+        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if
+        that is earlier.
+
+        On all stages at about one time. It waits for the reduction, which over a slow link takes
+        most of the slack: so the norm, a few bytes, has the last pair before UPDATE(t) on stage 0,
+        or half of the slack where that is less. In deep pipelines, whose stages are not quite where
+        `_lead` takes them to be, it has some more. Where the host has a share of the slack to make
+        the new weights, the reduction has the rest.
+        """
+        if host:
+            return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
+        last = 2 * (1 + sizes.num_stages // 8)
+        return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
+
+    def host_delay(self, sizes: PipelineShape, stage: int, *, host: float) -> int:
+        """Return the delay of HOST(t): an action after NORM(t), whose sums then are there."""
+        return self.norm_delay(sizes, stage, host=host) + 1
+
+    def update_delay(self, sizes: PipelineShape, stage: int) -> int:
+        """Return the delay of UPDATE(t) if it also starts to gather the new weights: after two
+        thirds of the slack."""
+        return self._lead(sizes, stage) + self._end(sizes, gather=True)
+
+    def _end(self, sizes: PipelineShape, gather: bool) -> int:
+        """Forwards and backwards on stage 0 between the last backward of batch t and UPDATE(t)."""
+        return (4 * self.slack(sizes) + 1) // 3 if gather else 2 * self.slack(sizes)
+
+    def _lead(self, sizes: PipelineShape, stage: int) -> int:
+        """Forwards and backwards that `stage` runs between its last backward of a batch and that of
+        stage 0.
+
+        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer
+        warm-up, k(p-1-r), is for links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs
+        would delay all stages where there is no slack.)
+        """
+        if self.activations:
+            ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
+            return max(ends[0] - ends[1], 0) * 2 // vee.PERIOD
+        ahead = self.warmup(sizes, 0) - self.warmup(sizes, stage)
+        return ahead if ahead > stage else (4 * stage + 1) // 3
+
+    def max_live_activations(self, sizes: PipelineShape, stage: int) -> int:
+        """Micro-batches that have run forward and not yet backward on this stage, at most; on all
+        stages of a rank."""
+        if self.activations:
+            return vee.most_of_rank(sizes, stage, self.activations, drains=self.flush)
+        if self.order:
+            return most_held(self.order[stage])
+        in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
+        return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
+
+    def weight_delay(self, sizes: PipelineShape, rank: int) -> int:
+        """Backwards to the input that may run before the W of an earlier one: as many as let the
+        rank hold no more micro-batches than rank 0 does."""
+        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.options.zero_bubble else 0
+
+    def check_sizes(self, sizes: PipelineShape) -> None:
+        """Raises: ConfigError if this schedule cannot run on these sizes."""
+        if "order" in self.accepts:
+            own_order.check_order(self.order, sizes)
+        elif bool(self.activations) != sizes.is_v:
+            raise config_error(
+                "pipeline.stage_layout",
+                sizes.stage_layout,
+                "is the order of schedules on a V alone",
+                "loop",
+            )
+        p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
+        fits = (n for n in count(m) if self._most_ahead(replace(sizes, num_microbatches=n)) <= n)
+        if sizes.is_ring and self.options.early_switch is not None:
+            raise config_error(
+                "pipeline.early_switch",
+                self.options.early_switch,
+                f"is of one stage on each rank, and each has {sizes.chunks} "
+                "(pipeline.virtual_stages)",
+                "off",
+            )
+        if sizes.is_ring and "virtual_stages" not in self.accepts:
+            raise config_error(
+                "pipeline.virtual_stages",
+                sizes.chunks,
+                f"not supported with schedule {self.name}, which has one stage per rank",
+                "0",
+            )
+        if self.needs_full_pipeline and m < warmup:
+            raise config_error(
+                "pipeline.num_microbatches",
+                m,
+                f"must be at least {warmup} with schedule {self.name} and parallel.pp = "
+                f"{sizes.num_ranks}: with fewer, two weight versions are not enough for the "
+                f"forwards that stage 0 runs ahead",
+                str(next(fits)),
+            )
+        if self.options.early_switch is None:
+            return
+        # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of
+        # batch t+1 before that backward. Did one of them need W(t+1), each would wait for the
+        # other.
+        lowest = warmup - (p - 1)
+        highest = m - (p - 1)
+        if not lowest <= self.options.early_switch <= highest:
+            raise config_error(
+                "pipeline.early_switch",
+                self.options.early_switch,
+                f"must be {lowest} to {highest} here: the {warmup} "
+                "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 "
+                "+ early_switch of "
+                f"the pipeline.num_microbatches = {m} use them",
+                str(min(lowest + 1, highest)),
+            )
+
+    def compute_actions(
+        self, sizes: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
+    ) -> Iterator[Action]:
+        """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch +
+        num_batches).
+
+        The pipeline is drained before the first and after the last of them. None means without end.
+
+        Raises: ConfigError, at once, if this schedule cannot run on these sizes.
+        """
+        self.check_sizes(sizes)
+        assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
+        assert first_batch >= self.options.sync_steps, (
+            f"batch {first_batch} runs as 1f1b, before {self.options.sync_steps} sync_steps"
+        )
+        return (
+            Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
+            for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches)
+        )
+
+    def _steps(
+        self, sizes: PipelineShape, rank: int, first_batch: int, num_batches: int | None
+    ) -> Iterator[Step]:
+        m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
+        batches = (
+            count(first_batch)
+            if num_batches is None
+            else range(first_batch, first_batch + num_batches)
+        )
+        if self.activations and not self.flush:
+            num = None if num_batches is None else num_batches * m
+            return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
+        if self.order or self.activations:
+            steps = (
+                own_order.with_stages(self.order[rank], sizes, rank)
+                if self.order
+                else vee.batch_order(sizes, rank, self.activations)
+            )
+            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
+        if self.flush:
+            return (step for t in batches for step in interleaved.order(sizes, rank, warmup, t, 1))
+        return interleaved.order(sizes, rank, warmup, first_batch, num_batches)

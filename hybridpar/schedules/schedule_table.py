@@ -1,0 +1,383 @@
+"""Pipeline schedules: the order in which a stage computes, and the weights it computes with.
+
+All of them are one pattern, `warmup` forwards ahead, then forward and backward by turns, then the
+remaining backwards, and differ in how far they run ahead and in whether they drain between batches.
+Three stages, three micro-batches in a batch; a backward takes two forwards; * is the update of the
+weights:
+
+    naive: warmup 0, drains (one batch)
+    stage 0  F0                   B0--- F1                   B1--- F2                   B2---*
+    stage 1     F0          B0---          F1          B1---          F2          B2---      *
+    stage 2        F0 B0---                   F1 B1---                   F2 B2---            *
+
+    gpipe: warmup m, drains (two batches)
+    stage 0  F0 F1 F2                   B0--- B1--- B2---*F3 F4 F5                   B3--- B4--- B5---*
+    stage 1     F0 F1 F2          B0--- B1--- B2---      *   F3 F4 F5          B3--- B4--- B5---      *
+    stage 2        F0 F1 F2 B0--- B1--- B2---            *      F3 F4 F5 B3--- B4--- B5---            *
+
+    1f1b: warmup p-1-r, drains (two batches)
+    stage 0  F0 F1 F2             B0---    B1---    B2---*F3 F4 F5             B3---    B4---    B5---*
+    stage 1     F0 F1       B0--- F2 B1---    B2---      *   F3 F4       B3--- F5 B4---    B5---      *
+    stage 2        F0 B0--- F1 B1--- F2 B2---            *      F3 B3--- F4 B4--- F5 B5---            *
+
+    2bw: warmup p-1-r, drains at the end only (three batches)
+    stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2--- F5 B3---*F6 B4--- F7 B5--- F8 B6---*   B7---    B8---*
+    stage 1     F0 F1       B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4---*F6 B5--- F7 B6--- F8 B7---*   B8---      *
+    stage 2        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*           *
+
+    pipedream: as 2bw, but a stage updates at once and goes on with what it has (three batches)
+    stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2---*F5 B3--- F6 B4--- F7 B5---*F8 B6---    B7---    B8---*
+    stage 1     F0 F1       B0--- F2 B1--- F3 B2---*F4 B3--- F5 B4--- F6 B5---*F7 B6--- F8 B7---    B8---*
+    stage 2        F0 B0--- F1 B1--- F2 B2---*F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*
+
+    2bw, early_switch 0: only what is in flight at an update uses older weights, on all stages alike
+    (three batches)
+    stage 0  F0 F1 F2             B0--- F3 B1--- F4 B2---*F5 B3--- F6 B4--- F7 B5---*F8 B6---    B7---    B8---*
+    stage 1     F0 F1       B0--- F2 B1--- F3 B2--- F4 B3---*F5 B4--- F6 B5--- F7 B6---*F8 B7---    B8---      *
+    stage 2        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---*F5 B5--- F6 B6--- F7 B7---*F8 B8---            *
+
+    2bw, two stages, where a transfer takes as long as a forward: warm-up for depth (two batches)
+    stage 0  F0 F1             B0--- F2 B1--- F3       B2--- F4 B3--- F5       B4---*   B5---*
+    stage 1        F0 B0--- F1 B1---       F2 B2--- F3 B3---       F4 B4--- F5 B5---*        *
+
+    ... and for latency: warmup 2(p-1-r) (three batches)
+    stage 0  F0 F1 F2          B0--- F3 B1--- F4 B2--- F5 B3---*F6 B4--- F7 B5--- F8 B6---*   B7---    B8---*
+    stage 1        F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---*F6 B6--- F7 B7--- F8 B8---*        *
+
+r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a
+micro-batch, t a batch. Where a rank holds several stages of the model, what it does has another
+order: interleaved.py, vee.py. One's own is in the configuration: custom_order.py; fill.py makes
+such orders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.schedules.orders import custom_order as own_order
+from hybridpar.schedules.orders import interleaved, vee
+from hybridpar.schedules.orders.interleaved import SizeOf
+from hybridpar.schedules.schedule import Schedule as Schedule
+from hybridpar.schedules.schedule_options import ScheduleOptions as ScheduleOptions
+from hybridpar.schedules.sizes import PipelineShape as PipelineShape
+
+
+def _synchronous_version(
+    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+) -> int:
+    """Batch t uses W(t)."""
+    return microbatch // sizes.num_microbatches
+
+
+def _double_buffered_version(
+    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+) -> int:
+    """Batch t uses W(t-1), batches up to sync_steps W(t): on every stage, whenever the pipeline was
+    drained.
+
+    With early_switch L the first p-1+L micro-batches do, which is at least what is in flight at an
+    update; the others of batch t use W(t).
+    """
+    batch, index = divmod(microbatch, sizes.num_microbatches)
+    early_switch = schedule.options.early_switch
+    stale = early_switch is None or index < sizes.num_stages - 1 + early_switch
+    return batch - 1 if stale and batch > schedule.options.sync_steps else batch
+
+
+def _latest_version(
+    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+) -> int:
+    """Each stage uses the latest weights it has: k - (p-1-r) backwards are behind it when it starts
+    micro-batch k."""
+    return max((microbatch - _depth_below(sizes, stage)) // sizes.num_microbatches, first_batch)
+
+
+def _depth_below(sizes: PipelineShape, stage: int) -> int:
+    """p-1-r: how many stages follow this one, which is what 1F1B runs ahead."""
+    return sizes.num_stages - 1 - stage
+
+
+def _stashed_versions(sizes: PipelineShape, stage: int) -> int:
+    """p-r micro-batches are in flight, and m in a row share a version."""
+    return -(-_depth_below(sizes, stage) // sizes.num_microbatches) + 1
+
+
+def _constant(value: int) -> SizeOf:
+    return lambda sizes, stage: value
+
+
+def _synchronous(name: str, source: str, warmup: SizeOf, *accepts: str) -> Schedule:
+    return Schedule(
+        ScheduleOptions(name),
+        source,
+        True,
+        warmup,
+        _synchronous_version,
+        _constant(1),
+        accepts=frozenset(accepts),
+    )
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.name: schedule
+    for schedule in (
+        _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
+        _synchronous(
+            "gpipe",
+            "GPipe, arXiv 1811.06965, figure 2",
+            lambda sizes, stage: sizes.num_microbatches,
+        ),
+        _synchronous(
+            "1f1b",
+            "PipeDream-Flush, arXiv 2006.09503, section 3.2",
+            interleaved.runs_ahead(1),
+            "warmup",
+            "zero_bubble",
+            "stage_layout",
+        ),
+        _synchronous(
+            "interleaved",
+            "interleaved 1F1B, arXiv 2104.04473, section 2.2",
+            interleaved.runs_ahead(2),
+            "virtual_stages",
+            "zero_bubble",
+        ),
+        Schedule(
+            ScheduleOptions("2bw"),
+            "PipeDream-2BW, arXiv 2006.09503, section 3.1",
+            False,
+            interleaved.runs_ahead(1),
+            _double_buffered_version,
+            _constant(2),
+            num_gradient_buffers=2,
+            needs_full_pipeline=True,
+            accepts=frozenset(
+                {"warmup", "early_switch", "sync_steps", "stage_layout", "virtual_stages"}
+            ),
+        ),
+        Schedule(
+            ScheduleOptions("pipedream"),
+            "PipeDream with weight stashing, arXiv 1806.03377",
+            False,
+            _depth_below,
+            _latest_version,
+            _stashed_versions,
+            accepts=frozenset({"sync_steps"}),
+            # Receives posted early may stand before a send that another stage needs for its update,
+            # which this one waits for: check finds that deadlock where an axis has one
+            # communicator.
+            receive_ahead=0,
+        ),
+    )
+}
+
+OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "virtual_stages", "stage_layout")
+"""Ones of the user's, which an order makes (`make_schedule`)."""
+WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
+"""Factors k by name, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time:
+no more is worth while."""
+
+
+def make_schedule(options: ScheduleOptions) -> Schedule:
+    """Return the schedule with these options. (How many chunks a rank holds is one of the sizes.)
+
+    Raises: ConfigError with every option that the schedule does not know or that has no such value.
+    """
+    schedule = find_schedule(options.schedule)
+    options = replace(options, schedule=schedule.name)
+    if problems := _problems(schedule, options):
+        raise ConfigError(*problems)
+    if options.order:
+        steps = tuple(own_order.parse_order(line, rank) for rank, line in enumerate(options.order))
+        return replace(
+            schedule,
+            options=options,
+            order=steps,
+            warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank]),
+        )
+    factor = WARMUPS[options.warmup]
+    schedule = replace(
+        schedule,
+        options=options,
+        num_gradient_buffers=options.gradient_buffers or schedule.num_gradient_buffers,
+    )
+    if options.stage_layout == "v":
+        return _on_v(schedule)
+    ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
+    if options.zero_bubble and "virtual_stages" in schedule.accepts:
+        # where a backward to the input comes back in half of the time
+        ahead = interleaved.runs_ahead(1)
+    return replace(
+        schedule,
+        warmup=ahead,
+        # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are
+        # posted early enough, with word of them on its way before (of latencies alone, up to two
+        # forwards). With the longer warm-up that cannot deadlock on any transport, if no stage
+        # waits for a drain; earlier ones could.
+        receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
+    )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A rule about the value of one option: the value that changes nothing, whether this one is
+    allowed, the rule in words, and a value that works."""
+
+    default: Any
+    allowed: bool
+    text: str
+    works: str = "0"
+
+
+def _problems(schedule: Schedule, options: ScheduleOptions) -> list[Problem]:
+    """Return what is wrong with the options of a schedule."""
+    known = set(schedule.accepts)
+    if options.stage_layout == "v" and schedule.flush:
+        known.add("virtual_stages")
+    problems = []
+    for name, rule in _rules(schedule, options).items():
+        value = getattr(options, name)
+        if value != rule.default and name not in known:
+            knowing = [other.name for other in (*SCHEDULES.values(), OWN) if name in other.accepts]
+            text = f"schedule {schedule.name} has no such option, only {' and '.join(knowing)}"
+            problems.append(Problem(f"pipeline.{name}", value, text, rule.works))
+        elif not rule.allowed:
+            problems.append(Problem(f"pipeline.{name}", value, rule.text, rule.works))
+    return problems
+
+
+def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
+    """Return the rules about options of `pipeline`, by name."""
+    name = schedule.name
+    factor = WARMUPS.get(options.warmup, 0)
+    is_v = options.stage_layout == "v"
+    most = schedule.num_gradient_buffers
+    # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in
+    # flight cannot pass those that have stopped where the transfers of a rank on an axis queue:
+    # check finds deadlocks from 4 stages on. Nor can what the next batch has in flight where a rank
+    # holds several stages.
+    buffers = (0, most) if factor > 1 or options.virtual_stages > 1 else range(most + 1)
+    # nor can it pass a drain, or what goes round, where it is long
+    drains_or_rings = schedule.flush or options.virtual_stages > 1
+    warmups = [warmup for warmup, k in WARMUPS.items() if k < 3 or not drains_or_rings]
+    return {
+        "warmup": _Rule(
+            "depth",
+            options.warmup in warmups,
+            f"must be {' or '.join(warmups)} with schedule {name}",
+            "depth",
+        ),
+        "early_switch": _Rule(
+            None, (options.early_switch or 0) >= 0, "must be off or at least 0", "off"
+        ),
+        "gradient_buffers": _Rule(
+            options.gradient_buffers,
+            options.gradient_buffers in buffers,
+            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = "
+            f"{options.warmup!r}",
+        ),
+        "sync_steps": _Rule(0, options.sync_steps >= 0, "must not be negative"),
+        "zero_bubble": _Rule(
+            False,
+            not options.zero_bubble or not is_v,
+            "is what the order of a V does of itself",
+            "false",
+        ),
+        "stage_layout": _Rule("loop", True, "", "loop"),
+        "activations": _Rule(
+            options.activations,
+            not is_v or schedule.flush or options.activations in vee.ENDLESS,
+            f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains",
+            "half",
+        ),
+        "order": _Rule(
+            (),
+            bool(options.order) == (name == "own"),
+            "must name what each rank computes with schedule own",
+            own_order.EXAMPLE if name == "own" else "[]",
+        ),
+        "virtual_stages": _Rule(
+            0,
+            options.virtual_stages != 1 and (not is_v or options.virtual_stages % 2 == 0),
+            "must be at least 2, or 0 for the default, and even with pipeline.stage_layout = v",
+        ),
+    }
+
+
+def _on_v(schedule: Schedule) -> Schedule:
+    """Return the schedule on a V.
+
+    Raises: ConfigError with every option that has no meaning there.
+    """
+    options = schedule.options
+    rule = "is the order of a V's own: pipeline.stage_layout = v has no such option"
+    problems = []
+    if options.warmup != "depth":
+        problems.append(Problem("pipeline.warmup", options.warmup, rule, "depth"))
+    if options.early_switch is not None:
+        problems.append(Problem("pipeline.early_switch", options.early_switch, rule, "off"))
+    if options.activations in vee.ENDLESS and options.virtual_stages > 2:
+        rule = f"is 2 with pipeline.activations = {options.activations}"
+        problems.append(Problem("pipeline.virtual_stages", options.virtual_stages, rule, "0"))
+    if not schedule.flush and schedule.num_gradient_buffers == 1:
+        problems.append(
+            Problem(
+                "pipeline.gradient_buffers",
+                1,
+                "must be 2 with pipeline.stage_layout = v, where the next "
+                "batch reaches a rank's second chunk before this one has left its first",
+                "0",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    if schedule.flush:
+        return schedule
+    return replace(schedule, warmup=partial(vee.warmup, activations=options.activations))
+
+
+def schedule_of(config: Config) -> Schedule:
+    """Return the schedule of a configuration; early_switch = "auto" counts as "off" until it is
+    measured.
+
+    Raises: ConfigError.
+    """
+    return make_schedule(ScheduleOptions.of(config))
+
+
+def drained(schedule: Schedule) -> Schedule:
+    """Return the schedule of the first sync_steps batches: 1f1b on the same layout."""
+    options = replace(
+        schedule.options,
+        schedule="1f1b",
+        warmup="depth",
+        early_switch=None,
+        gradient_buffers=0,
+        zero_bubble=False,
+        sync_steps=0,
+    )
+    return replace(SCHEDULES["1f1b"], options=options, accepts=schedule.accepts)
+
+
+def find_schedule(schedule: str | ScheduleOptions | Schedule) -> Schedule:
+    """Return the schedule of that name or with these options; a Schedule is returned unchanged, and
+    "auto" counts as 1f1b until it is found.
+
+    Raises: ConfigError if there is none.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, ScheduleOptions):
+        return make_schedule(schedule)
+    if schedule == OWN.name:
+        return OWN
+    schedule = "1f1b" if schedule == "auto" else schedule
+    if schedule not in SCHEDULES:
+        raise config_error(
+            "pipeline.schedule", schedule, f"must be one of {', '.join(SCHEDULES)}", "1f1b"
+        )
+    return SCHEDULES[schedule]

@@ -1,0 +1,276 @@
+"""Engines that work beside a rank in the simulator: two copy engines, one each way, and the host.
+
+Of a rank with a fast tier one engine brings items into it, the other writes them back.
+
+    rank         F0            F0.1                                B0
+    in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
+    out                         |---- RELEASE2 ----------|
+
+Both take their moves in the order of the list. A FETCH waits until what left before it has made
+room, and so does an action that makes an item which was not there. What was not changed leaves in
+no time.
+
+So are what micro-batches keep from forward to backward, where it leaves meanwhile (OffloadEngines).
+
+Where the host makes the new weights, gradients leave by one engine and the weights arrive by the
+other, group by group:
+
+    rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
+    to host           |-- 0 --||-- 1 --|
+    host                      |---- 0 ----||---- 1 ----|
+    from host                              |- 0 -|      |- 1 -|
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.passes.residency import FastTier, Residency
+from hybridpar.schedules.passes.shared_items import MIB, NO_CALLS, ReplicaEngines
+from hybridpar.schedules.simulate.shared_cores import Cores
+
+
+class CopyEngines:
+    """The two engines of a rank, and the times from which its items are in the fast tier.
+
+    fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        fetch: float,
+        release: float,
+        calls: Mapping[Kind, float] = NO_CALLS,
+    ):
+        self._residency = residency
+        self._fetch = fetch
+        self._release = release
+        self._calls = calls
+        self._tier = FastTier(residency)
+        self._arrivals: dict[int, float] = {}
+        self._gone: dict[int, float] = {}  # when an item was last written back
+        self._leaving: deque[tuple[float, int]] = (
+            deque()
+        )  # when that is over, and bytes, of those written last
+        self._in_free = self._out_free = 0.0
+
+    def work(self, kind: Kind) -> list[float]:
+        """The rank's own time that an action of a kind takes at most, by item."""
+        return [
+            self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes
+        ]
+
+    def ready(self, action: Action) -> float:
+        """Time at which all is there that the action touches."""
+        if self._residency.moves(action):
+            return 0.0
+        arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
+        return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """Goes past an action: what is wrong with it, if anything is, and of a move its start and
+        its end."""
+        item = action.microbatch
+        written = action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
+        while self._leaving and self._leaving[0][0] <= now:
+            self._leaving.popleft()
+        if not self._residency.moves(action):
+            return self._tier.follow(action), now, now
+        room = self._has_room([item]) if action.kind is Kind.FETCH else 0.0
+        if fault := self._tier.follow(action):
+            return fault, now, now
+        num_bytes = self._residency.num_bytes[item] if written or action.kind is Kind.FETCH else 0
+        if written:
+            start = max(now, self._out_free)
+            self._out_free = self._gone[item] = start + num_bytes / MIB * self._release
+            self._leaving.append((self._out_free, num_bytes))
+            return "", start, self._out_free
+        if action.kind is Kind.FETCH:
+            start = max(now, self._in_free, room)
+            self._in_free = self._arrivals[item] = start + num_bytes / MIB * self._fetch
+            return "", start, self._in_free
+        return "", now, now
+
+    def _has_room(self, items: Sequence[int]) -> float:
+        """Time from which there is room for items that are not here, none of which is still
+        leaving."""
+        if not items:
+            return 0.0
+        found = max(self._gone.get(item, 0.0) for item in items)
+        excess = (
+            self._tier.num_bytes
+            + sum(self._residency.num_bytes[item] for item in items)
+            + sum(num_bytes for _, num_bytes in self._leaving)
+            - self._residency.budget
+        )
+        for over, num_bytes in self._leaving:
+            if excess <= 0:
+                break
+            excess -= num_bytes
+            found = max(found, over)
+        return found
+
+
+class TieredReplicaEngines:
+    """The engines of a rank's tiers, and those of what it shares with replicas."""
+
+    def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
+        self._both = tiers, replicas
+
+    def work(self, kind: Kind) -> list[float]:
+        """Return the rank's own time by item, of both together."""
+        return [
+            sum(each)
+            for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)
+        ]
+
+    def ready(self, action: Action) -> float:
+        """Return the later of both times."""
+        return max(engines.ready(action) for engines in self._both)
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """Go past an action; start and end are of the engines that move the item."""
+        (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
+        start, end = max(times, own, key=lambda span: span[1])
+        return fault or other, start, end
+
+
+class OffloadEngines:
+    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one
+    takes of each."""
+
+    def __init__(self, offload: float, reload: float):
+        self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
+        self._free = dict.fromkeys(self._takes, 0.0)
+        self._over: dict[
+            tuple[int, int], float
+        ] = {}  # when the last move of a micro-batch of a stage is over
+
+    def start(self, action: Action, now: float) -> float:
+        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is
+        over."""
+        over = max(now, self._free[action.kind]) + self._takes[action.kind]
+        self._free[action.kind] = self._over[action.stage, action.microbatch] = over
+        return over
+
+    def ready(self, action: Action) -> float:
+        """Time at which nothing of this micro-batch is on its way."""
+        return self._over.get((action.stage, action.microbatch), 0.0)
+
+
+class HostEngines:
+    """The host of a rank, and the engines to and from it.
+
+    to_host, host, from_host: time that all groups take of each. shares: of each group. What leaves
+    takes the place of the same group of the batch before, once the host has read that; the host
+    begins a batch when it is told to.
+    """
+
+    def __init__(self, to_host: float, host: float, from_host: float, shares: Sequence[float]):
+        total = sum(shares)
+        self._times = [
+            (to_host * share / total, host * share / total, from_host * share / total)
+            for share in shares
+        ]
+        self._out_free = self._host_free = self._in_free = 0.0
+        self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
+
+    def send(self, now: float) -> None:
+        """The gradients of a batch may leave."""
+        for group, (takes, _, _) in enumerate(self._times):
+            self._out_free = self._left[group] = max(now, self._out_free, self._read[group]) + takes
+
+    def begin(self, now: float) -> float:
+        """The host may use them. Time at which all that it makes has arrived."""
+        for group, (_, takes, back) in enumerate(self._times):
+            self._host_free = self._read[group] = (
+                max(now, self._host_free, self._left[group]) + takes
+            )
+            self._in_free = self._arrived[group] = max(self._host_free, self._in_free) + back
+        return self._in_free
+
+    def ready(self, group: int) -> float:
+        """Time at which a group of the weights has arrived."""
+        return self._arrived[group]
+
+
+class BusyHost:
+    """A host whose copies and updates take the cores that ranks compute on: each is a piece of work
+    like theirs.
+
+    As HostEngines, but for what is not known before it happens: `ready` is None until then, and
+    `arrived(when)` is called as each group arrives. times: of all groups, to the host, of the
+    update, and back.
+    """
+
+    def __init__(
+        self,
+        cores: Cores,
+        times: Sequence[float],
+        shares: Sequence[float],
+        arrived: Callable[[float], None],
+    ):
+        total = sum(shares)
+        number = len(shares)
+        self._cores = cores
+        self._notify = arrived
+        self._times = [[time * share / total for share in shares] for time in times]
+        self._queues: list[deque[tuple[int, float]]] = [
+            deque() for _ in times
+        ]  # group, and when it may begin
+        self._running = [False for _ in times]
+        self._done = [[0] * number for _ in times]  # by row and group: batches
+        self._arrived = [0.0] * number
+        self._begun = 0
+
+    def send(self, now: float) -> None:
+        """The gradients of a batch may leave."""
+        self._queues[0] += [(group, now) for group in range(len(self._arrived))]
+        self._start(now)
+
+    def begin(self, now: float) -> float:
+        """The host may use them. A time before which nothing has arrived."""
+        self._begun += 1
+        for queue in self._queues[1:]:
+            queue += [(group, now) for group in range(len(self._arrived))]
+        self._start(now)
+        return now
+
+    def ready(self, group: int) -> float | None:
+        """Time at which a group of the weights has arrived; None: it has not."""
+        return self._arrived[group] if self._done[-1][group] == self._begun else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was begun has arrived."""
+        return all(done == self._begun for done in self._done[-1])
+
+    def _start(self, now: float) -> None:
+        for row, queue in enumerate(self._queues):
+            if queue and not self._running[row] and self._may_begin(row, queue[0][0]):
+                group, earliest = queue.popleft()
+                self._running[row] = True
+                self._cores.add(
+                    max(now, earliest), self._times[row][group], partial(self._over, row, group)
+                )
+
+    def _may_begin(self, row: int, group: int) -> bool:
+        """Whether a group may begin: gradients need the place of the batch before, which the host
+        has read; the rest, what
+        comes before it."""
+        done = [counts[group] for counts in self._done]
+        return done[0] == done[1] if row == 0 else done[row - 1] > done[row]
+
+    def _over(self, row: int, group: int, now: float) -> None:
+        self._running[row] = False
+        self._done[row][group] += 1
+        if row == len(self._queues) - 1:
+            self._arrived[group] = now
+            self._notify(now)
+        self._start(now)

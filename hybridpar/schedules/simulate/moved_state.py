@@ -1,0 +1,191 @@
+"""Connects ranks with the engines beside them, in the simulator: hosts that make weights, items of
+state that are fetched and released, activations that are offloaded. The engines are in
+copy_engines.py and shared_items.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import PER_ITEM, Kind
+from hybridpar.schedules.passes.residency import Residency
+from hybridpar.schedules.passes.segments import PartCounts
+from hybridpar.schedules.passes.shared_items import ReplicaEngines, SharedItems
+from hybridpar.schedules.simulate.collectives import Collectives
+from hybridpar.schedules.simulate.copy_engines import (
+    BusyHost,
+    CopyEngines,
+    HostEngines,
+    OffloadEngines,
+    TieredReplicaEngines,
+)
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.shared_cores import Cores
+from hybridpar.schedules.simulate.simulated_rank import Rank, StuckError, Wake
+
+Engines = CopyEngines | ReplicaEngines | TieredReplicaEngines
+
+
+def note_stall(rank: Rank, start: float, ready: float) -> float:
+    """Return when the rank's next action can start, and note how long it waits for engines."""
+    if ready > start:
+        rank.stalls[len(rank.starts)] = ready - start
+    return max(start, ready)
+
+
+class Hosts:
+    """The hosts of the ranks whose plan has HOST.
+
+    Args:
+        cores: The cores that hosts share with ranks; None: they share none.
+        collectives: Say when gradients are reduced.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        costs: Costs,
+        parts: Sequence[PartCounts],
+        cores: Cores | None,
+        collectives: Collectives,
+        wake: Wake,
+    ):
+        self._collectives = collectives
+        self._wake = wake
+        self._host_step = [0] * len(ranks)  # the newest HOST
+        p = len(ranks)
+        rows = [expand(cost, p) for cost in (costs.to_host, costs.host, costs.from_host)]
+        times = list(zip(*rows, strict=True))
+        self._hosts: dict[int, HostEngines | BusyHost] = {}
+        for rank in ranks:
+            if not any(action.kind is Kind.HOST for action in rank.actions):
+                continue
+            r = rank.index
+            shares = _group_shares(costs, parts[r], r)
+            if cores is None or not costs.host_works:
+                to_host, host, from_host = times[r]
+                self._hosts[r] = HostEngines(to_host, host, from_host, shares)
+            else:
+                self._hosts[r] = BusyHost(cores, times[r], shares, partial(self._arrived, rank))
+
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
+
+    def weights_made(self, rank: Rank, action: Action, start: float) -> float | None:
+        """Dependency of UPDATE: its group of the new weights has arrived."""
+        host = self._hosts.get(rank.index)
+        if host is None:
+            return start
+        made = host.ready(action.part)
+        if made is None:
+            rank.waits_for = host
+            return None
+        return max(start, made)
+
+    def send_gradients(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of NORM: reduced gradients leave for the host."""
+        host = self._hosts.get(rank.index)
+        if action.part == 0 and host is not None:
+            reduced = self._collectives.reduction_end(rank, action.microbatch)
+            host.send(max(rank.clock, reduced))
+
+    def begin(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of HOST: the host begins to make the new weights."""
+        self._host_step[rank.index] = step
+        rank.ends[step] = self._hosts[rank.index].begin(rank.clock)
+
+    def _arrived(self, rank: Rank, now: float) -> None:
+        """A group of the weights that a busy host makes has arrived."""
+        host = self._hosts[rank.index]
+        assert isinstance(host, BusyHost)
+        if host.is_done:
+            rank.ends[self._host_step[rank.index]] = now
+        self._wake(rank, host)
+
+
+def _group_shares(costs: Costs, parts: PartCounts, rank: int) -> Sequence[float]:
+    """Return the shares of the groups of a rank's weights; there is an UPDATE for each, or one for
+    all."""
+    shares = costs.host_shares[rank] if costs.host_shares else ()
+    number = parts.count(Kind.UPDATE, rank)
+    if number == 1:
+        return (sum(shares) or 1.0,)
+    return shares or [1.0] * number
+
+
+class OffloadedActivations:
+    """The engines of all ranks that offload and reload activations."""
+
+    def __init__(self, ranks: Sequence[Rank], costs: Costs):
+        p = len(ranks)
+        times = zip(expand(costs.offload, p), expand(costs.reload, p), strict=True)
+        self._engines = [OffloadEngines(offload, reload) for offload, reload in times]
+
+    def ready(self, rank: Rank, action: Action, start: float) -> float:
+        """Dependency of EVICT and of what reads activations: nothing of them is on its way."""
+        return note_stall(rank, start, self._engines[rank.index].ready(action))
+
+    def move(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of OFFLOAD and RELOAD: the copy starts."""
+        rank.ends[step] = self._engines[rank.index].start(action, rank.clock)
+
+
+class MovedItems:
+    """The engines of all ranks that fetch and release items of their state, or gather and reduce
+    what replicas share."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        costs: Costs,
+        residency: Mapping[int, Residency | SharedItems],
+    ):
+        self._num_ranks = num_ranks
+        self._costs = costs
+        self._engines = {rank: self._engines_of(rank, items) for rank, items in residency.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._engines)
+
+    def ready(self, rank: Rank, action: Action, start: float) -> float:
+        """Dependency of what touches or moves items: all that it needs is there."""
+        engines = self._engines.get(rank.index)
+        return start if engines is None else note_stall(rank, start, engines.ready(action))
+
+    def follow(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of what touches or moves items: a move starts, what is made is in the fast tier.
+
+        Raises: StuckError if the action cannot run with the items that are there.
+        """
+        engines = self._engines.get(rank.index)
+        if engines is None:
+            return
+        fault, start, end = engines.follow(action, rank.clock)
+        if fault:
+            raise StuckError({rank.index: (step, fault)})
+        if action.kind in PER_ITEM:
+            rank.ends[step] = end
+            if start > rank.clock:
+                rank.stalls[step] = start - rank.clock
+
+    def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
+        """Return the rank's own time that a move takes, by stage and item. homes: ranks of the
+        stages."""
+        return [self._engines[r].work(kind) if r in self._engines else [0.0] for r in homes]
+
+    def _engines_of(self, rank: int, items: Residency | SharedItems) -> Engines:
+        if isinstance(items, Residency):
+            return CopyEngines(items, *self._times(self._costs, rank))
+        replicas = ReplicaEngines(items, *self._times(self._costs.shared or self._costs, rank))
+        if items.tiers is None:
+            return replicas
+        return TieredReplicaEngines(
+            CopyEngines(items.tiers, *self._times(self._costs, rank)), replicas
+        )
+
+    def _times(self, costs: Costs, rank: int) -> tuple[float, float, dict[Kind, float]]:
+        """Return a rank's times to fetch and to release a MiB, and of its calls."""
+        p = self._num_ranks
+        calls = {kind: expand(cost, p)[rank] for kind, cost in costs.calls.items()}
+        return expand(costs.fetch, p)[rank], expand(costs.release, p)[rank], calls

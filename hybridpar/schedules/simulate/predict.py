@@ -1,0 +1,265 @@
+"""The time that a schedule takes with given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+
+from hybridpar.errors import ConfigError
+from hybridpar.schedules.action import Plan
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.passes.offload import most_away
+from hybridpar.schedules.passes.segments import Division
+from hybridpar.schedules.schedule_table import PipelineShape, ScheduleOptions, make_schedule
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.simulator import simulate
+from hybridpar.schedules.simulate.steady import fewer, repeats, time_of_more
+from hybridpar.schedules.simulate.timeline import Timeline
+
+_STEADY_BATCHES = 8
+_BATCHES_TO_SETTLE = 5
+"""Batches without a drain after which most pipelines repeat themselves."""
+_FEWEST = 8
+_STEADY = 0.999
+_KEPT = 32
+"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB, and of as few as
+show a step 5."""
+_WORTH = 1.01
+"""Step time that counts as the same: of a smaller early switch over the paper's, with activations
+away over without."""
+_ALL_TRIED = 16
+"""Numbers of micro-batches of a rank that are simulated one by one."""
+_WORTH_OF_TWO = 1.02
+"""Step time that counts as equal with costs of two trials."""
+
+
+def predict_timeline(
+    options: ScheduleOptions, sizes: PipelineShape, costs: Costs, num_batches: int = 0
+) -> Timeline:
+    """Simulates so many batches (0: enough for a steady state, in which all that varies has its
+    turn).
+
+    Raises: ConfigError.
+    """
+    varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
+    # which micro-batches leave differs from batch to batch
+    if not num_batches and not varying and not options.offload and make_schedule(options).flush:
+        receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+        timeline = simulate(_plan(options, sizes, 2 + receives), costs)
+        if timeline.drained(sizes.num_microbatches):
+            return timeline
+    enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
+    enough += -(-2 * varying // sizes.num_microbatches)
+    return simulate(_plan(options, sizes, num_batches or enough), costs)
+
+
+def predict_step_time(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
+    """Steady-state time of a batch, from as few micro-batches and batches as show it.
+
+    Where the pipeline never drains, each micro-batch more than fill it takes what the one
+    before took; where few of them wait for a reduction that more would hide, all are simulated.
+    Raises: ConfigError.
+    """
+    m = sizes.num_microbatches
+    schedule = make_schedule(options)
+    if not schedule.flush:
+        few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
+        least = max(
+            map(
+                sum,
+                zip(
+                    *(expand(each, sizes.num_stages) for each in (costs.forward, costs.backward)),
+                    strict=True,
+                ),
+            )
+        )
+        whole = m <= 2 * few or options.early_switch is not None
+        return extended(
+            partial(_endless, options, sizes, costs), sizes, few if not whole else m, least
+        )
+    for few in fewer(schedule, sizes) if not costs.variation and not options.offload else ():
+        small = replace(sizes, num_microbatches=few)
+        timeline, takes = _batch(options, small, costs)
+        if (each := time_of_more(timeline, schedule, small)) is not None:
+            return takes + (m - few) * each
+    return _batch(options, sizes, costs)[1]
+
+
+def _batch(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> tuple[Timeline, float]:
+    """A timeline of a schedule that drains, and what a batch takes of it.
+
+    With a NORM all ranks begin their updates at once, and nothing else is under way then: what
+    follows until the next ones is a batch. Where work shares cores with an update, or receives
+    that are posted before it take time, or word of them longer than a forward, more are
+    simulated.
+    """
+    calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+    far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
+        expand(costs.forward, sizes.num_stages)
+    )
+    others = (
+        costs.cores
+        or costs.network
+        or costs.blocking
+        or costs.variation
+        or options.offload
+        or options.host
+    )
+    if not options.clip or calls or far or others:
+        timeline = predict_timeline(options, sizes, costs)
+        return timeline, timeline.step_time(sizes.num_microbatches)
+    update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
+    timeline = simulate(
+        _plan(options, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
+    )
+    return timeline, timeline.starts[0][-1]
+
+
+def _endless(options: ScheduleOptions, sizes: PipelineShape, costs: Costs, m: int) -> float:
+    sizes = replace(sizes, num_microbatches=m)
+    return repeats(
+        predict_timeline(options, sizes, costs, _BATCHES_TO_SETTLE), m
+    ) or predict_timeline(options, sizes, costs).step_time(m)
+
+
+def extended(takes: Callable[[int], float], sizes: PipelineShape, few: int, least: float) -> float:
+    """The time of a batch from that of `few` micro-batches, and of some more: or of all, where each
+    of these takes less than `least`, as the costliest rank works."""
+    m = sizes.num_microbatches
+    if few >= m:
+        return takes(m)
+    more = sizes.num_ranks + _FEWEST
+    more += (
+        -more % sizes.num_ranks if sizes.is_ring else 0
+    )  # rounds of interleaved micro-batches are then alike
+    first = takes(few)
+    each = (takes(few + more) - first) / more
+    return first + (m - few) * each if each >= _STEADY * least else takes(m)
+
+
+def _plan(options: ScheduleOptions, sizes: PipelineShape, num_batches: int) -> Plan:
+    """Return the plan, kept: a planner asks for it again with other costs, and making it takes as
+    long as simulating it."""
+    if options.gather and make_schedule(options).flush:
+        # each batch ends before it matters when an update comes
+        options = replace(options, gather=False)
+    return _kept_plan(options.steady, sizes, num_batches)
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept_plan(options: ScheduleOptions, sizes: PipelineShape, num_batches: int) -> Plan:
+    return make_plan(options, sizes, 0, num_batches)
+
+
+def exposed_on_host(
+    options: ScheduleOptions, sizes: PipelineShape, costs: Costs, parts: int | Division
+) -> tuple[float, float]:
+    """Steady-state time of a step whose weights the host makes, and how much longer that is than
+    with a host that takes no time. Raises: ConfigError."""
+    plan = make_plan(options.steady, sizes, 0, _STEADY_BATCHES, parts)
+    times = [
+        simulate(plan, one).step_time(sizes.num_microbatches)
+        for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))
+    ]
+    return times[0], times[0] - times[1]
+
+
+def smallest_early_switch(costs: Costs, sizes: PipelineShape, options: ScheduleOptions) -> int:
+    """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 %
+    of the paper's rule.
+
+    options: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run
+    on these sizes.
+    """
+    rule = replace(options, early_switch=None)
+    m = sizes.num_microbatches
+    paper = predict_timeline(rule, sizes, costs).step_time(m)
+    for switch in range(m):
+        early = replace(rule, early_switch=switch)
+        try:
+            make_schedule(early).check_sizes(sizes)
+        except ConfigError:
+            continue
+        if predict_timeline(early, sizes, costs).step_time(m) <= _WORTH * paper:
+            return switch
+    raise AssertionError("the paper's rule is one of them")
+
+
+def free_to_leave(
+    costs: Costs,
+    sizes: PipelineShape,
+    options: ScheduleOptions,
+    *,
+    resident: Costs | None = None,
+    at_most: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """For each rank, how many micro-batches may be away at once so that the simulated step takes
+    within 1 % of one with all in memory. The most on the first rank, where most are in flight, then
+    on the next.
+
+    A block may so leave where both copies fit between its forward and its backward, and the engines
+    have time for all that do.
+
+    Args:
+        costs: With what a micro-batch takes to leave and to come back.
+        resident: Costs of the ranks of which nothing leaves, where these were measured in a trial
+            of their own, such as with CUDA graphs. Two trials never take the same time, so the step
+            may then take 2 % longer.
+        at_most: Numbers that the slow tier has room for, by rank.
+    Raises: ConfigError.
+    """
+    schedule = make_schedule(options)
+
+    def takes(away: Sequence[int]) -> float:
+        return time_with_away(costs, sizes, options, away, resident=resident)
+
+    most = [most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks)]
+    if at_most is not None:
+        most = list(map(min, most, at_most))
+    chosen = [0] * sizes.num_ranks
+    limit = (_WORTH if resident is None else _WORTH_OF_TWO) * takes(chosen)
+    if takes(most) <= limit:
+        return tuple(most)
+    for rank, bound in enumerate(most):
+
+        def is_free(number: int, rank: int = rank) -> bool:
+            return number == 0 or takes([*chosen[:rank], number, *chosen[rank + 1 :]]) <= limit
+
+        chosen[rank] = _largest(is_free, bound)
+    return tuple(chosen)
+
+
+def _largest(holds: Callable[[int], bool], bound: int) -> int:
+    """Return the largest number up to `bound` for which `holds`, which it does for 0.
+
+    Step times are not monotone, as which micro-batches leave depends on the number. Where trying
+    all would take long, one is found for which it holds, and does not for the next.
+    """
+    if bound <= _ALL_TRIED:
+        return next(number for number in range(bound, -1, -1) if holds(number))
+    least = 0
+    while least < bound:
+        number = (least + bound + 1) // 2
+        least, bound = (number, bound) if holds(number) else (least, number - 1)
+    return least
+
+
+def time_with_away(
+    costs: Costs,
+    sizes: PipelineShape,
+    options: ScheduleOptions,
+    away: Sequence[int],
+    *,
+    resident: Costs | None = None,
+) -> float:
+    """Return the steady-state time of a step with so many micro-batches of each rank away.
+
+    resident: as in `free_to_leave`. Raises: ConfigError.
+    """
+    if resident is not None:
+        homes = [sizes.rank_of(stage) for stage in range(sizes.num_stages)]
+        costs = costs.with_ranks_of(resident, [number == 0 for number in away], homes)
+    timeline = predict_timeline(replace(options, offload=tuple(away)), sizes, costs)
+    return timeline.step_time(sizes.num_microbatches)

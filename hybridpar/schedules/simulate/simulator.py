@@ -1,0 +1,381 @@
+"""Simulates the time that a plan takes, event by event, from the cost of each action.
+
+The rules are the executor's, so a plan that ends here cannot deadlock there:
+
+    F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's
+              time
+    W         takes the rank's time
+    SEND      returns at once. Its transfer starts once the sender knows that the receive is posted
+              (word takes `latency`; nothing is buffered) and the link's previous transfer is over.
+              It takes `transfer`, and arrives `latency` later. With `serial_links`, a rank's
+              transfers on one axis (SEND_F and RECV_F, or SEND_B and RECV_B) go one by one in the
+              order of issue, as NCCL's do on one communicator. With a send window (send_window.py)
+              a rank that has too many unfinished sends waits for the oldest one
+    RECV      posts the receive, returns at once
+    REDUCE    returns at once, ends `reduce` later; with `tied`, the first and the last stage share
+              one
+    NORM      returns at once, ends `norm` after all stages have issued it and ended their REDUCE
+    HOST      waits for NORM of all stages, returns at once; the host then makes the new weights
+              (copy_engines.py). Gradients have been on their way to it since NORM
+    UPDATE    waits for NORM of all stages (without a NORM, for its own REDUCE) and for its part of
+              HOST's new weights, if there is a HOST; then takes the rank's time. With sharded
+              optimizer state the new weights are there `gather` later
+
+    OFFLOAD, RELOAD return at once; a micro-batch's activations leave and come back beside the
+    rank's work (copy_engines.py).
+              EVICT waits until they have left, the backward until they are back
+
+    FETCH, RELEASE, DROP return at once; items move beside the rank's work (copy_engines.py). An
+    action waits for the items
+              that it touches. For chunks that replicas share, these are collectives
+
+Where an action is cut into parts, the first part to run waits (of an F, every part waits for the
+gather), the last one starts what follows, and all take equal times.
+
+With a `network`, transfers share its links (network.py), which say how long they take; `transfer`
+does not count. With `blocking` a rank computes nothing while it communicates: consecutive SENDs and
+RECVs with one neighbour are one exchange, and the next action waits for its end, as for that of a
+REDUCE.
+
+"At once" means after the time of the call itself (`calls`). With a number of `cores`, all ranks,
+hosts and transfers slow down alike while more of them are at work than there are cores.
+
+Each rank runs until it must wait, and is woken by what it waits for; where cores are shared, it
+also stops at each piece of work until that is done. The order in which ranks are taken changes no
+result, because every queue has one writer and one reader: one run that ends is a proof.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hybridpar.schedules.action import Action, Plan
+from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, COMPUTE, PER_ITEM, Kind
+from hybridpar.schedules.passes.residency import Residency
+from hybridpar.schedules.passes.segments import PartCounts
+from hybridpar.schedules.passes.shared_items import SharedItems
+from hybridpar.schedules.simulate.collectives import Collectives, Meeting
+from hybridpar.schedules.simulate.copy_engines import BusyHost
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.exchanges import Exchange, Exchanges
+from hybridpar.schedules.simulate.moved_state import Hosts, MovedItems, OffloadedActivations
+from hybridpar.schedules.simulate.send_window import SendWindow
+from hybridpar.schedules.simulate.simulated_rank import Dependency, Effect, Rank
+from hybridpar.schedules.simulate.simulated_rank import StuckError as StuckError
+from hybridpar.schedules.simulate.timeline import Timeline
+from hybridpar.schedules.simulate.transfers import Channel, Transfers
+from hybridpar.schedules.sizes import PipelineShape
+
+
+def simulate(
+    plan: Plan,
+    costs: Costs | None = None,
+    residency: Mapping[int, Residency | SharedItems] | None = None,
+    ready: Sequence[float] | None = None,
+) -> Timeline:
+    """Runs a lowered plan (`lowering.make_plan`) with the given costs (default: a forward takes 1,
+    a backward 2).
+
+    residency: by rank, the items that the plan moves between tiers or replicas; without it, moves
+    take no time. ready: by rank, the time at which it has its first weights; None: at once.
+
+    Raises: StuckError if a rank waits for something that never comes.
+    """
+    assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
+    machine = _Machine(plan, costs or Costs(), residency or {}, ready)
+    machine.run()
+    ranks = machine.ranks
+    makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
+    return Timeline(
+        plan,
+        {r.index: r.starts for r in ranks},
+        {r.index: r.ends for r in ranks},
+        makespan,
+        {r.index: r.returns for r in ranks},
+        {r.index: r.stalls for r in ranks},
+    )
+
+
+def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
+    """Return the smallest send window, at least `min_send_window`, with which the plan runs to its
+    end.
+
+    Whenever no rank can continue and at least one waits for its oldest send, the window of all
+    ranks grows by one. A wider window only removes waits, so the plan also ends if every rank has
+    the final window from the start.
+
+    Raises: StuckError if a rank waits for something that never comes, however wide the window is.
+    """
+    machine = _Machine(plan, costs or Costs(), {}, limit_sends=True)
+    machine.run()
+    assert machine.window is not None
+    return machine.window.width
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How actions of a kind run.
+
+    Args:
+        dependencies: Say one after the other when an action can start.
+        durations: Time of the rank that it takes, by stage and micro-batch.
+        effects: What follows, in this order.
+    """
+
+    dependencies: tuple[Dependency, ...]
+    durations: Sequence[Sequence[float]]
+    effects: tuple[Effect, ...]
+
+
+@dataclass(frozen=True)
+class _OfFirstPart:
+    """A dependency of the first part to run of actions that are cut into parts."""
+
+    dependency: Dependency
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, start: float) -> float | None:
+        first = self.parts[rank.index].first(action.kind, action.stage)
+        return self.dependency(rank, action, start) if action.part == first else start
+
+
+@dataclass(frozen=True)
+class _OfLastPart:
+    """An effect of the last part to run."""
+
+    effect: Effect
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, step: int) -> None:
+        if action.part == self.parts[rank.index].last(action.kind, action.stage):
+            self.effect(rank, action, step)
+
+
+class _Machine:
+    """A graph: ranks, the resources between and beside them, and the rules by kind of action that
+    connect both.
+
+        ranks ------ transfers ---- cores or wires, which these share
+              |----- collectives    REDUCE, NORM, gather
+              |----- exchanges      only where communication blocks a rank
+              |----- hosts          only where a host makes the weights
+              |----- activations    only where they are offloaded
+              |----- items          only where state moves
+              '----- window         only where unfinished sends are limited
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Costs,
+        residency: Mapping[int, Residency | SharedItems],
+        ready: Sequence[float] | None = None,
+        *,
+        limit_sends: bool = False,
+    ):
+        p = len(plan)
+        self.costs = costs
+        self.ranks = [Rank(r, plan[r]) for r in range(p)]
+        self.sizes = PipelineShape.found(
+            {a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p
+        )
+        self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]
+        self.parts = [PartCounts(rank.actions) for rank in self.ranks]
+        self.transfers = Transfers(self.ranks, self.sizes, self.homes, costs, self._arrived)
+        self.cores = self.transfers.cores
+        self.exchanges = Exchanges(self.ranks, self._wake) if costs.blocking else None
+        self.collectives = Collectives(self.ranks, costs, ready, self.exchanges, self._wake)
+        self.hosts = Hosts(self.ranks, costs, self.parts, self.cores, self.collectives, self._wake)
+        self.activations = OffloadedActivations(self.ranks, costs)
+        self.items = MovedItems(p, costs, residency)
+        self.window = None
+        if limit_sends:
+            self.window = SendWindow(self.ranks, self.transfers.outgoing, self._wake)
+        self.waits_for_gather = self.collectives.gathers or bool(ready)
+        self.offloads = any(a.kind is Kind.OFFLOAD for rank in self.ranks for a in rank.actions)
+        self.rules = {
+            kind: _Rule(self._dependencies(kind), self._durations(kind), self._effects(kind))
+            for kind in ACTION_SPECS
+        }
+        self.runnable = deque(self.ranks)
+
+    # -- rules
+
+    def _dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
+        """Return what an action of a kind waits for. Those that set the rank's clock come first."""
+        row = ACTION_SPECS[kind]
+        found: list[Dependency] = []
+        if self.window is not None:
+            found.append(self.window.oldest_send_finished)
+        if self.exchanges is not None:
+            found.append(self.exchanges.finished)
+        if row.receive:
+            found.append(self._once_for_all_parts(kind, self.transfers.received))
+        if kind is Kind.F and self.waits_for_gather:
+            found.append(self.collectives.gathered)
+        if kind is Kind.NORM and self.costs.blocking_norm:
+            found.append(self._once_for_all_parts(kind, self.collectives.reduced))
+        if kind in (Kind.HOST, Kind.UPDATE):
+            found.append(self._once_for_all_parts(kind, self.collectives.normed))
+        if kind is Kind.UPDATE and self.hosts:
+            found.append(self.hosts.weights_made)
+        if self.offloads and (kind is Kind.EVICT or Kind.RELOAD in row.needs):
+            found.append(self.activations.ready)
+        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+            found.append(self.items.ready)
+        return tuple(found)
+
+    def _effects(self, kind: Kind) -> tuple[Effect, ...]:
+        """Return what follows an action of a kind."""
+        row = ACTION_SPECS[kind]
+        found: list[Effect] = []
+        if row.matching_recv and self.window is not None:
+            found.append(self.window.note_send)
+        if self.exchanges is not None and (row.peer_offset or kind is Kind.REDUCE):
+            found.append(self.exchanges.join)
+        if row.matching_recv:
+            found.append(self.transfers.send)
+        elif row.peer_offset:
+            found.append(self.transfers.post)
+        if kind is Kind.REDUCE:
+            found.append(self.collectives.reduce)
+        if kind is Kind.NORM:
+            found.append(self._once_for_last_part(kind, self.collectives.norm))
+            if self.hosts:
+                found.append(self.hosts.send_gradients)
+        if kind is Kind.HOST:
+            found.append(self.hosts.begin)
+        if kind is Kind.UPDATE and self.collectives.gathers:
+            found.append(self._once_for_last_part(kind, self.collectives.gather))
+        if self.offloads and kind in (Kind.OFFLOAD, Kind.RELOAD):
+            found.append(self.activations.move)
+        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+            found.append(self.items.follow)
+        return tuple(found)
+
+    def _durations(self, kind: Kind) -> Sequence[Sequence[float]]:
+        """Return the rank's time for actions of a kind, by stage and micro-batch; parts take equal
+        times."""
+        if self.items and kind in PER_ITEM:
+            return self.items.durations(kind, self.homes)
+        durations = self.costs.durations(kind, self.homes)
+        if not any(self.parts) or not ACTION_SPECS[kind].cut:
+            return durations
+        return [
+            [time / self.parts[self.homes[stage]].count(kind, stage) for time in times]
+            for stage, times in enumerate(durations)
+        ]
+
+    def _touches_items(self, kind: Kind) -> bool:
+        """Whether actions of a kind, which is no move, touch items of the rank's state."""
+        return kind is Kind.NORM or kind not in BESIDE
+
+    def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
+        if any(self.parts) and ACTION_SPECS[kind].cut:
+            return _OfFirstPart(dependency, self.parts)
+        return dependency
+
+    def _once_for_last_part(self, kind: Kind, effect: Effect) -> Effect:
+        if any(self.parts) and ACTION_SPECS[kind].cut:
+            return _OfLastPart(effect, self.parts)
+        return effect
+
+    # -- events
+
+    def run(self) -> None:
+        """Run all ranks to the ends of their lists. Raises: StuckError."""
+        self._advance_all()
+        while self._step_shared() or (self.window is not None and self.window.widen()):
+            self._advance_all()
+        waiting = {
+            r.index: (len(r.starts), self._reason(r)) for r in self.ranks if r.waits_for is not None
+        }
+        if waiting:
+            raise StuckError(waiting)
+
+    def _step_shared(self) -> bool:
+        """Run the next event of shared cores or links, if there is one."""
+        shared = self.cores or self.transfers.wires
+        return shared is not None and shared.step()
+
+    def _advance_all(self) -> None:
+        while self.runnable:
+            self._advance(self.runnable.popleft())
+
+    def _advance(self, rank: Rank) -> None:
+        """Run a rank's actions until it must wait or, where cores are shared, work."""
+        rules = self.rules
+        cores = self.cores
+        actions = rank.actions
+        starts = rank.starts
+        returns = rank.returns
+        ends = rank.ends
+        for step in range(len(starts), len(actions)):
+            action = actions[step]
+            rule = rules[action.kind]
+            start = rank.clock
+            for dependency in rule.dependencies:
+                reached = dependency(rank, action, start)
+                if reached is None:
+                    return
+                start = reached
+            starts.append(start)
+            durations = rule.durations[action.stage]
+            duration = durations[action.microbatch % len(durations)]
+            if cores is not None and duration:
+                cores.add(start, duration, partial(self._done, rank))
+                return
+            rank.clock = end = start + duration
+            returns.append(end)
+            ends.append(end)
+            for effect in rule.effects:
+                effect(rank, action, step)
+
+    def _done(self, rank: Rank, now: float) -> None:
+        """The work of the rank's action is done."""
+        step = len(rank.starts) - 1
+        action = rank.actions[step]
+        rank.clock = now
+        rank.returns.append(now)
+        rank.ends.append(now)
+        for effect in self.rules[action.kind].effects:
+            effect(rank, action, step)
+        self.runnable.append(rank)
+
+    def _arrived(self, channel: Channel, when: float) -> None:
+        """A transfer has arrived: both ends may go on."""
+        self._wake(channel.receiver, channel)
+        if self.window is not None:
+            self.window.arrived(channel.sender)
+        if self.exchanges is not None:
+            self.exchanges.complete(channel.sender, when)
+            self.exchanges.complete(channel.receiver, when)
+
+    def _wake(self, rank: Rank, waited_for: object) -> None:
+        if rank.waits_for is waited_for:
+            rank.waits_for = None
+            self.runnable.append(rank)
+
+    def _reason(self, rank: Rank) -> str:
+        """Return what a rank waits for, in words."""
+        action = rank.actions[len(rank.starts)]
+        missing = rank.waits_for
+        if isinstance(missing, Channel):
+            sender = missing.sender.index
+            n = missing.num_used
+            what = f"{missing.num_sent} sent, {missing.num_posted} receives posted"
+            return f"{action} waits for transfer {n} from rank {sender} ({what})"
+        if isinstance(missing, BusyHost):
+            return f"{action} waits for the host"
+        if isinstance(missing, Exchange):
+            return f"{action} waits for {missing.left} transfers of this rank"
+        assert isinstance(missing, Meeting), f"rank {rank.index} is not waiting"
+        there = {member.index for member, _ in missing.issued}
+        absent = [r.index for r in self.ranks if r.index not in there]
+        return (
+            f"{action} waits for {missing.kind}{missing.batch}, which ranks {absent} have not "
+            "reached"
+        )

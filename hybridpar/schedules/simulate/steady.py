@@ -1,0 +1,121 @@
+"""Steady states, found rather than walked: what of a timeline repeats itself, so that the rest need
+not be simulated.
+
+A rank of 1f1b, once it has run ahead, does a forward and a backward by turns. Slice j of all ranks
+is the j-th of these pairs on each:
+
+    rank 0   F0 F1 F2 .. | F3 B0 | F4 B1 | F5 B2 | F6 B3 | .. drain
+    rank 1      F0 F1 .. | F2 B0 | F3 B1 | F4 B2 | F5 B3 | .. drain
+    slice                    0       1       2       3
+
+What a slice waits for is in it and in the few before. So where a window of slices lies on all ranks
+as long after the one before, every slice behind it does, however many there are until the drain;
+and that is then the same. Interleaved, the pairs of a round of micro-batches repeat those of the
+round before, and a rank waits for slices of up to two turns of the ring.
+
+p ranks, v chunks, m micro-batches of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridpar.schedules.kinds import COMPUTE, Kind
+from hybridpar.schedules.schedule_table import PipelineShape, Schedule
+from hybridpar.schedules.simulate.timeline import SAME, Timeline
+
+_BACK = 4
+"""Slices to look at: one waits for no more than so many before it."""
+_TO_SETTLE = 8
+
+
+def fewer(schedule: Schedule, sizes: PipelineShape) -> Iterator[int]:
+    """Numbers of micro-batches, fewer than those of the batch, whose timeline may prove what more
+    of them take."""
+    p = sizes.num_ranks
+    m = sizes.num_microbatches
+    if schedule.order or schedule.activations or (sizes.is_ring and m % p):
+        return
+    multiple = p if sizes.is_ring else 1
+    settling = _TO_SETTLE
+    while True:
+        slices = (
+            schedule.warmup(sizes, 0)
+            + _window(sizes)
+            + _alike(sizes)
+            + _delay(schedule, sizes)
+            + settling
+        )
+        few = -(-slices // (sizes.chunks * multiple)) * multiple
+        if 2 * few > m:
+            return
+        yield few
+        settling *= 4
+
+
+def time_of_more(timeline: Timeline, schedule: Schedule, sizes: PipelineShape) -> float | None:
+    """Time that each more micro-batch adds to a batch of a timeline of these sizes that drains;
+    None: does not show."""
+    alike = _alike(sizes)
+    number = sizes.num_microbatches * sizes.chunks
+    stop = number - schedule.warmup(sizes, 0)
+    window = range(stop - _window(sizes), stop)
+    if window.start <= alike + _delay(schedule, sizes):
+        return None
+    took = []
+    for rank, actions in timeline.plan.items():
+        starts: dict[Kind, list[float]] = {}
+        for action, start in zip(actions, timeline.starts[rank], strict=True):
+            if action.kind in COMPUTE:  # of a rank some backwards may be whole, some split
+                for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
+                    starts.setdefault(kind, []).append(start)
+        for kind, times in starts.items():
+            lead = {
+                Kind.F: schedule.warmup(sizes, rank),
+                Kind.W: -schedule.weight_delay(sizes, rank),
+            }.get(kind, 0)
+            first = len(times) - number + lead
+            took += [times[first + j] - times[first + j - alike] for j in window]
+    is_settled = max(took) - min(took) <= SAME * timeline.makespan
+    return max(took) * sizes.chunks / alike if is_settled else None
+
+
+def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
+    """The time of a batch, if every forward and backward of the last batch but one began as long
+    after its counterpart in the batch before, on all ranks: then all that follows does. None: they
+    did not.
+
+    For plans whose stages have no more than a batch in flight, and do not drain before the end.
+    """
+    m = num_microbatches
+    end = max(action.microbatch for action in timeline.plan[0] if action.kind is Kind.F) + 1
+    shifts = []
+    for rank, actions in timeline.plan.items():
+        for kind in COMPUTE:
+            starts = [
+                start
+                for action, start in zip(actions, timeline.starts[rank], strict=True)
+                if action.kind is kind and end - 3 * m <= action.microbatch < end - m
+            ]
+            shifts += [
+                after - before
+                for before, after in zip(starts, starts[len(starts) // 2 :], strict=False)
+            ]
+    least = min(shifts, default=0.0)
+    most = max(shifts, default=0.0)
+    return most if most - least <= SAME * timeline.makespan else None
+
+
+def _delay(schedule: Schedule, sizes: PipelineShape) -> int:
+    """The most slices by which gradients of weights come later."""
+    return max(schedule.weight_delay(sizes, rank) for rank in range(sizes.num_ranks))
+
+
+def _alike(sizes: PipelineShape) -> int:
+    """Slices after which what a rank does repeats itself."""
+    return sizes.num_stages if sizes.is_ring else 1
+
+
+def _window(sizes: PipelineShape) -> int:
+    """Slices that must be as long after those alike."""
+    return 2 * sizes.num_ranks + _BACK if sizes.is_ring else _BACK

@@ -1,0 +1,204 @@
+"""Times at which each action of a plan ran, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from hybridpar.schedules.action import Action, Plan
+from hybridpar.schedules.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
+from hybridpar.schedules.proof.liveness import Live, peak_live
+from hybridpar.schedules.sizes import PipelineShape
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Times at which each action of a plan ran: from `starts[rank][i]` on the rank itself did
+    `plan[rank][i]`, until `returns[rank][i]`; from then on it did other things. At `ends[rank][i]`
+    the action was complete.
+
+    A computation returns when it is complete, what goes on BESIDE the rank's work as soon as it is
+    issued, and UPDATE when the weights are made, which other ranks may still have to gather.
+    `returns` left out: the actions that start something take none of the rank's time, and all
+    others return at their end.
+
+    stalls: by rank and step, where it is more than none: of a computation how long it waited for
+    items of the rank's state or activations alone, and so of an EVICT; of a FETCH or RELEASE how
+    long after its call the engine took it up.
+    """
+
+    plan: Plan
+    starts: Mapping[int, Sequence[float]]
+    ends: Mapping[int, Sequence[float]]
+    makespan: float
+    returns: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    stalls: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    def actions(self, rank: int) -> Iterator[tuple[Action, float, float, float]]:
+        """Each action of a rank: start, return, end."""
+        starts = self.starts[rank]
+        ends = self.ends[rank]
+        returns = (
+            self.returns[rank]
+            if rank in self.returns
+            else [
+                s if action.kind in BESIDE else e
+                for action, s, e in zip(self.plan[rank], starts, ends, strict=True)
+            ]
+        )
+        return zip(self.plan[rank], starts, returns, ends, strict=True)
+
+    @property
+    def sizes(self) -> PipelineShape:
+        """Ranks and stages of the plan, and which holds which."""
+        return PipelineShape.found(
+            {
+                action.stage: rank
+                for rank, actions in self.plan.items()
+                for action in actions
+                if action.kind in COMPUTE
+            },
+            max(1, len(self.plan)),
+        )
+
+    @property
+    def rank_name(self) -> str:
+        """Word for a rank in pictures: stage, where each holds one."""
+        return self.sizes.rank_name
+
+    def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """Each action of a rank as pictures show it: start and end; of an update, the end of the
+        rank's own work."""
+        for (action, start, done, end), stall in zip(
+            self.actions(rank), self._stalls(rank), strict=True
+        ):
+            yield (
+                action,
+                start + stall * (action.kind in PER_ITEM),
+                end if action.kind in BESIDE else done,
+            )
+
+    def _stalls(self, rank: int) -> Iterator[float]:
+        stalls = self.stalls.get(rank, {})
+        return (stalls.get(step, 0.0) for step in range(len(self.plan[rank])))
+
+    def scaled(self, by: float) -> Timeline:
+        """Return the timeline in another unit of time."""
+        starts, ends, returns = (
+            {rank: [by * time for time in times] for rank, times in table.items()}
+            for table in (self.starts, self.ends, self.returns)
+        )
+        stalls = {
+            rank: {step: by * time for step, time in of_rank.items()}
+            for rank, of_rank in self.stalls.items()
+        }
+        return Timeline(self.plan, starts, ends, by * self.makespan, returns, stalls)
+
+    def busy(self, rank: int, since: float = 0.0, until: float = inf) -> float:
+        """Time in [since, until] that the rank itself spends on actions."""
+        return sum(
+            max(0.0, min(done, until) - max(start, since))
+            for _, start, done, _ in self.actions(rank)
+            if done > start
+        )
+
+    def item_waits(self, rank: int) -> Iterator[tuple[Action, float, float]]:
+        """Each action of a rank that waits for items: its start, and how long it waits before
+        that."""
+        for step, stall in self.stalls.get(rank, {}).items():
+            if self.plan[rank][step].kind not in PER_ITEM:
+                yield self.plan[rank][step], self.starts[rank][step], stall
+
+    def idle_share(self, rank: int, since: float = 0.0, until: float | None = None) -> float:
+        """Share of [since, until] (default: all) in which the rank does nothing (its bubble)."""
+        until = self.makespan if until is None else until
+        return 1 - self.busy(rank, since, until) / (until - since) if until > since else 0.0
+
+    def batch_starts(self, num_microbatches: int) -> list[float]:
+        """Times at which rank 0 begins the first forward of each batch."""
+        return [
+            start
+            for action, start in zip(self.plan[0], self.starts[0], strict=True)
+            if action.kind is Kind.F
+            and action.stage == 0
+            and action.microbatch % num_microbatches == 0
+            and action.part == 0
+        ]
+
+    def steady(self, num_microbatches: int) -> tuple[float, float, int]:
+        """A stretch of whole batches in the steady state, as rank 0 begins them: since when, until
+        when, how many.
+
+        One that the plan drains before and behind, where it has begun to repeat itself. Else the
+        second half of the plan without its last batch, so fill and drain do not count; that needs
+        at least four batches, and schedules with a long pipeline of few micro-batches need more to
+        settle.
+        """
+        if repeating := self.drained(num_microbatches):
+            return *repeating[0], 1
+        starts = self.batch_starts(num_microbatches)
+        assert len(starts) >= 4, f"{len(starts)} batches: a steady state shows in 4 or more"
+        middle = len(starts) // 2
+        return starts[middle], starts[-1], len(starts) - 1 - middle
+
+    def step_time(self, num_microbatches: int) -> float:
+        """Steady-state time of a batch: from the start of its first forward on rank 0 to that of
+        the next batch."""
+        since, until, num_batches = self.steady(num_microbatches)
+        return (until - since) / num_batches
+
+    def steady_step(self, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
+        """Steady-state time of a batch, and the idle share of each rank meanwhile."""
+        windows = self.drained(num_microbatches)
+        num_batches = 1
+        if not windows:
+            *window, num_batches = self.steady(num_microbatches)
+            windows = [(window[0], window[1])] * len(self.plan)
+        since, until = windows[0]
+        return (until - since) / num_batches, tuple(
+            self.idle_share(rank, *window)
+            for rank, window in zip(sorted(self.plan), windows, strict=True)
+        )
+
+    def drained(self, num_microbatches: int) -> list[tuple[float, float]]:
+        """A batch on each rank, from its update of the batch before to its own, if all that follows
+        repeats it; else nothing.
+
+        So it does where ranks begin a batch once they have made the update of the one before, and
+        all of them end it as long after that: how far they are apart is all that a batch has of the
+        past. It is the second, or the last but one: the last posts no receives for another, which
+        take time only where calls do.
+        """
+        windows = []
+        took = []
+        for rank, actions in sorted(self.plan.items()):
+            updates = list(
+                {
+                    action.microbatch: i
+                    for i, action in enumerate(actions)  # the last part of each
+                    if action.kind is Kind.UPDATE
+                }.values()
+            )
+            if len(updates) < 2 or updates[-1] != len(actions) - 1 or rank not in self.returns:
+                return []
+            before, last = updates if len(updates) == 2 else updates[-3:-1]
+            begun = next(
+                (actions[i].microbatch for i in range(before, -1, -1) if actions[i].kind is Kind.F),
+                -1,
+            )
+            if begun >= (actions[before].microbatch + 1) * num_microbatches:
+                return []
+            returns = self.returns[rank]
+            ends = self.ends[rank]
+            windows.append((returns[before], returns[last]))
+            took += [returns[last] - returns[before], ends[last] - ends[before]]
+        return windows if took and max(took) - min(took) <= SAME * self.makespan else []
+
+    def peak_live(self, rank: int, num_microbatches: int) -> Live:
+        """The most activations, weight versions and gradients that the rank holds at once."""
+        return peak_live(self.plan[rank], num_microbatches)
+
+
+SAME = 1e-12
+"""Share of a plan's time by which times that are equal may differ by rounding."""

@@ -1,0 +1,203 @@
+"""Transfers between the ranks of a simulated pipeline: flows one way between two neighbours, in
+order."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.network import Route, Wires
+from hybridpar.schedules.simulate.shared_cores import Cores
+from hybridpar.schedules.simulate.simulated_rank import Rank
+from hybridpar.schedules.sizes import PipelineShape
+
+
+@dataclass(slots=True, eq=False)
+class Queue:
+    """Transfers that one rank has issued and that are not over: channel, and step of the rank."""
+
+    pending: deque[tuple[Channel, int]] = field(default_factory=deque)
+    free: float = 0.0  # when the last one was over
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """A flow one way between two neighbours, in order: the i-th send meets the i-th receive."""
+
+    sender: Rank
+    receiver: Rank
+    sends: Queue
+    receives: Queue
+    work: float
+    transfer: float
+    latency: float
+    route: Route | None = None
+    num_sent: int = 0
+    num_posted: int = 0
+    num_used: int = 0
+    under_way: bool = False
+    arrivals: list[float] = field(default_factory=list)
+
+
+class Transfers:
+    """All channels, each with the order that its ends have issued transfers in. homes: ranks of the
+    stages.
+
+    arrived(channel, when): is told of what has arrived. Where cores or links are shared, they say
+    how long that takes.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        sizes: PipelineShape,
+        homes: Sequence[int],
+        costs: Costs,
+        arrived: Callable[[Channel, float], None],
+    ):
+        self.ranks = ranks
+        self.sizes = sizes
+        self.homes = homes
+        self.costs = costs
+        self.arrived = arrived
+        self.cores = None if costs.cores is None else Cores(costs.cores)
+        self.wires = None if costs.network is None else Wires(costs.network.bandwidth)
+        assert self.cores is None or self.wires is None, "cores or links are shared, not both"
+        channels = {
+            flow: self._channels(flow) for flow in (1, -1)
+        }  # by flow: what each stage receives
+        self.incoming = {kind: channels[row.flow] for kind, row in ACTION_SPECS.items() if row.flow}
+        leaving = {
+            1: [*channels[1][1:], None],
+            -1: [None, *channels[-1][:-1]],
+        }  # likewise: what each sends
+        self.outgoing = {
+            kind: leaving[row.flow] for kind, row in ACTION_SPECS.items() if row.matching_recv
+        }
+
+    def _channels(self, flow: int) -> list[Channel | None]:
+        """The channel that flows that way into each stage; none where it begins, or the rank hands
+        over to itself."""
+        costs = self.costs
+        sizes = self.sizes
+        links = self.sizes.num_links
+        # one for what a rank sends and receives, on a V of each turn
+        queues = defaultdict[tuple[int, int], Queue](Queue)
+        one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
+        work, transfer, latency = (
+            expand(c, links) for c in (costs.transfer_work, one_way, costs.latency)
+        )
+        network = costs.network
+        routes = [] if network is None else network.forward if flow > 0 else network.backward
+        assert not network or len(routes) == links, f"{len(routes)} routes for {links} links"
+
+        found: dict[
+            tuple[int, int, int], Channel
+        ] = {}  # by sender, receiver and turn: what has the same is in order
+
+        def channel(stage: int, receiver: int) -> Channel | None:
+            sender = sizes.peer(stage, -flow)
+            link = sizes.link(stage, -flow)
+            if sender is None or link is None:
+                return None
+            turn = sizes.turn(stage)
+            ends = (
+                (queues[sender, turn], queues[receiver, turn])
+                if costs.serial_links
+                else (Queue(), Queue())
+            )
+            return found.setdefault(
+                (sender, receiver, turn),
+                Channel(
+                    self.ranks[sender],
+                    self.ranks[receiver],
+                    *ends,
+                    work[link],
+                    transfer[link],
+                    routes[link].latency if routes else latency[link],
+                    routes[link] if routes else None,
+                ),
+            )
+
+        return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
+
+    def received(self, rank: Rank, action: Action, start: float) -> float | None:
+        """Dependency of F, B and I: what the stage beside has sent is there."""
+        channel = self.incoming[action.kind][action.stage]
+        if channel is None:
+            return start
+        if channel.num_used == len(channel.arrivals):
+            rank.waits_for = channel
+            return None
+        arrival = channel.arrivals[channel.num_used]
+        channel.num_used += 1
+        return max(start, arrival)
+
+    def send(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of SEND: issues its transfer."""
+        channel = self.outgoing[action.kind][action.stage]
+        assert channel is not None, f"{action} has no stage to send to"
+        channel.num_sent += 1
+        channel.sends.pending.append((channel, step))
+        self._transfer(channel)
+
+    def post(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of RECV: posts it."""
+        channel = self.incoming[action.kind][action.stage]
+        assert channel is not None, f"{action} has no stage to receive from"
+        channel.num_posted += 1
+        channel.receives.pending.append((channel, step))
+        self._transfer(channel)
+
+    def _transfer(self, channel: Channel) -> None:
+        """Runs the channel's next transfer if it is first in line at both ends, and those that it
+        was in the way of."""
+        freed = [channel]
+        while freed:
+            channel = freed.pop()
+            sends = channel.sends
+            receives = channel.receives
+            if not sends.pending or not receives.pending or channel.under_way:
+                continue
+            (first, sent), (other, posted) = sends.pending[0], receives.pending[0]
+            if first is not channel or other is not channel:
+                continue
+            known = channel.receiver.returns[posted] + channel.latency  # to the sender
+            start = max(channel.sender.returns[sent], known, sends.free, receives.free)
+            if self.wires is not None and channel.route is not None:
+                channel.under_way = True
+                self.wires.add(start, channel.route.load, partial(self._worked, channel))
+                continue
+            if channel.work and self.cores is not None:
+                channel.under_way = True
+                self.cores.add(start, channel.work, partial(self._worked, channel))
+                continue
+            self._arrive(channel, start + channel.work)
+            if sends.pending:
+                freed.append(sends.pending[0][0])
+            if receives.pending:
+                freed.append(receives.pending[0][0])
+
+    def _worked(self, channel: Channel, now: float) -> None:
+        channel.under_way = False
+        self._arrive(channel, now)
+        for queue in (channel.sends, channel.receives):
+            if queue.pending:
+                self._transfer(queue.pending[0][0])
+
+    def _arrive(self, channel: Channel, start: float) -> None:
+        """The channel's first transfer occupies the link from `start` on."""
+        sender = channel.sender
+        receiver = channel.receiver
+        (_, sent), (_, posted) = channel.sends.pending.popleft(), channel.receives.pending.popleft()
+        channel.sends.free = channel.receives.free = over = start + channel.transfer * (
+            channel.route is None
+        )
+        sender.ends[sent] = receiver.ends[posted] = arrival = over + channel.latency
+        channel.arrivals.append(arrival)
+        self.arrived(channel, arrival)

@@ -1,0 +1,129 @@
+"""PipelineShape of a pipeline, and which rank holds which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridpar.config import Config, rank_of_stage
+from hybridpar.errors import config_error
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
+    that a rank holds.
+
+    With several `chunks` of the model on each rank their `stage_layout` says which. loop: stage c *
+    num_ranks + r is chunk c of rank r; the pipeline is a ring, and the last rank sends to the
+    first. v: stages r and 2 * num_ranks - 1 - r are the two of rank r; the last rank hands over to
+    itself, and the first has both ends. With more chunks, an even number, it goes on so: there and
+    back again.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    chunks: int = 1
+    stage_layout: str = "loop"
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise config_error("parallel.pp", self.num_ranks, "must be at least 1", "1")
+        if self.num_microbatches < 1:
+            raise config_error(
+                "pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1"
+            )
+        if self.chunks < 1:
+            raise config_error("pipeline.virtual_stages", self.chunks, "must be at least 1", "1")
+        if self.chunks > 1 and self.num_ranks == 1:
+            works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
+            raise config_error(
+                "parallel.pp",
+                1,
+                f"must be at least 2 with {self.chunks} stages per rank (pipeline.chunks): on a "
+                f"single rank they would only wait for each other",
+                works,
+            )
+
+    @staticmethod
+    def of(config: Config) -> PipelineShape:
+        """The sizes that a configuration names."""
+        pipeline = config.pipeline
+        return PipelineShape(
+            config.parallel.pp,
+            pipeline.num_microbatches,
+            pipeline.num_virtual_stages,
+            pipeline.stage_layout,
+        )
+
+    @staticmethod
+    def found(ranks: Mapping[int, int], num_ranks: int) -> PipelineShape:
+        """The sizes of a pipeline whose stages were seen on these ranks. (They do not tell the
+        micro-batches: 1.)"""
+        chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
+        loops = all(
+            rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items()
+        )
+        return PipelineShape(max(num_ranks, 1), 1, chunks, "loop" if loops else "v")
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return self.num_ranks * self.chunks
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether the last rank sends to the first."""
+        return self.chunks > 1 and not self.is_v
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go there and back."""
+        return self.stage_layout == "v"
+
+    @property
+    def num_links(self) -> int:
+        """Number of pairs of ranks that send to each other: rank r and the one after it, in a ring
+        mod p."""
+        return self.num_ranks if self.is_ring else self.num_ranks - 1
+
+    @property
+    def rank_name(self) -> str:
+        """Word for a rank in messages: stage, where each holds one."""
+        return "stage" if self.chunks == 1 else "rank"
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        return rank_of_stage(stage, self.num_ranks, self.stage_layout)
+
+    def stages_of(self, rank: int) -> Sequence[int]:
+        """The stages that a rank holds, the first one first; it has the rank's number."""
+        p = self.num_ranks
+        return [
+            turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank)
+            for turn in range(self.chunks)
+        ]
+
+    def turn(self, stage: int) -> int:
+        """The number of the turn in which a stage's transfers go their own way: 0 but on a V."""
+        return stage // self.num_ranks if self.is_v else 0
+
+    def peer(self, stage: int, side: int) -> int | None:
+        """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None
+        where there is no such stage, or it is on the same rank."""
+        if not 0 <= stage + side < self.num_stages:
+            return None
+        rank = self.rank_of(stage + side)
+        return None if rank == self.rank_of(stage) else rank
+
+    def link(self, stage: int, side: int) -> int | None:
+        """The number of the link between a stage and its neighbour on that side, as in plan.costs;
+        None as `peer`."""
+        if self.peer(stage, side) is None:
+            return None
+        lower = min(stage, stage + side)
+        return (
+            min(self.rank_of(lower), self.rank_of(lower + 1))
+            if self.is_v
+            else lower % self.num_ranks
+        )

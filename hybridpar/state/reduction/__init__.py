@@ -1,0 +1,1 @@
+"""How gradients and weights are summed over replicas and sites."""

@@ -1,0 +1,270 @@
+"""ZeRO: decides which replica updates which part of the parameters, and keeps the optimizer state
+for it.
+
+    flat buffer   [ a a a a a a b b | c c c c c c c | d ... ]     buckets, in the order of the layout
+    owner           0 0 0 0 1 1 1 1   1 1 1 1 1 1 1   ...         c must stay whole (LAMB, Muon's matrices)
+
+Each bucket's gradient is reduce-scattered over its axis, owners update their parts, and an
+all-gather brings these to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Parts, Works, all_gather_async, reduce_scatter_async
+from hybridpar.grid import BATCH, Axis, ProcessGrid
+from hybridpar.nn.placement import Held, Placement, has_shared_rows
+from hybridpar.optim import ParameterSlot, divisible
+from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
+from hybridpar.state.policy import StatePolicy
+from hybridpar.state.residency.chunks import WHOLE, Buffer, Use
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Route:
+    """The route of one parameter's gradient.
+
+    axis: the ranks it is summed over. group: parameters of different groups share no message.
+    sharded: those ranks share the update. whole: 0 if the update may be cut anywhere; else it may
+    not, and this is its size for balancing, equal on all tp ranks.
+    """
+
+    axis: Axis
+    group: object = None
+    sharded: bool = False
+    whole: int = 0
+
+
+def make_routes(
+    policy: StatePolicy, placements: Mapping[str, Placement], grid: ProcessGrid
+) -> dict[str, Route]:
+    """Routes of the gradients of a stage's parameters.
+
+    A weight tied across stages is summed over both its holders and all their replicas at once
+    (`ends`); a rank that has both ends has summed them already. Replicated parameters are apart
+    from split ones: Gloo adds in an order that depends on the place in the message, and they must
+    come out equal on all tp ranks, whose split parameters differ in size. Rows that several tp
+    ranks hold lie at different places there, so everyone updates those. Sums that are still partial
+    along a layer's axis are completed later, by `reduce_shared_gradients`.
+    """
+
+    def route(name: str, placement: Placement) -> Route:
+        tied = placement.along("pp") is Held.PARTIAL and policy.ends_apart
+        common_rows = has_shared_rows(placement)
+        cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
+        return Route(
+            grid.ends if tied and grid.pp.size > 1 else grid.axis(*BATCH),
+            (placement.shard is None, common_rows),
+            sharded=policy.parallel.zero > 0 and not common_rows,
+            whole=0 if cuttable else prod(placement.shape),
+        )
+
+    return {name: route(name, placement) for name, placement in placements.items()}
+
+
+def frozen_routes(policy: StatePolicy, names: Iterable[str], grid: ProcessGrid) -> dict[str, Route]:
+    """Routes of frozen parameters, which have no gradient: the replicas that share the weights, if
+    they do."""
+    return {name: Route(grid.axis(*BATCH), sharded=policy.splits_weights) for name in names}
+
+
+class Partition:
+    """A flat buffer in buckets, and the rank that updates each part of them.
+
+    Whole parameters go to the rank that has least so far, the rest is cut evenly. Both depend only
+    on the order of the parameters and on global sizes, so tp ranks of one replica own the same
+    whole parameters. `uses`: parameters of a bucket have their use in common, besides their route.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        routes: Mapping[str, Route],
+        bucket_bytes: int = BUCKET_BYTES,
+        uses: Callable[[str], Use] = lambda name: WHOLE,
+    ):
+        self.layout = layout
+        self.uses = uses
+        self._ranges = dict(
+            zip(layout.names, zip(layout.offsets, layout.ends, strict=True), strict=True)
+        )
+        self._routes = routes
+        keys = {
+            name: (route.axis.name, route.sharded, route.group, uses(name))
+            for name, route in routes.items()
+        }
+        # what is final last, and is never given away, goes last: nothing is held back for it
+        self.buckets = tuple(
+            sorted(
+                layout.buckets(bucket_bytes, keys.__getitem__), key=lambda b: self.use_of(b).stays
+            )
+        )
+        self.axes = [routes[bucket.names[0]].axis for bucket in self.buckets]
+        self._owner_of_whole: dict[str, int] = {}
+        self._load = {axis.name: [0] * axis.size for axis in self.axes}
+        self.parts: list[Parts] = [
+            tuple(self._cut(bucket, axis))
+            if routes[bucket.names[0]].sharded and axis.size > 1
+            else ()
+            for bucket, axis in zip(self.buckets, self.axes, strict=True)
+        ]
+        """Parts of each bucket: (owner, start, stop), counted from its start; () where everyone
+        updates all of it."""
+        self.owned = sorted(self._owned(), key=lambda owned: owned.start)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank leaves anything to others."""
+        return any(self.parts)
+
+    def is_alone(self, part: int) -> bool:
+        """Whether no other rank has a share in the gradients that a part's backward makes final."""
+        return part not in self._shared_parts
+
+    @cached_property
+    def _shared_parts(self) -> frozenset[int]:
+        """Parts whose backward makes shared gradients final."""
+        return frozenset(
+            self.use_of(bucket).parts[0]
+            for bucket, axis in zip(self.buckets, self.axes, strict=True)
+            if axis.size > 1
+        )
+
+    def most_whole(self, ranks: Sequence[int]) -> int:
+        """That of these ranks of the job which updates most of what is not cut; the first of equal
+        ones."""
+        load = Counter[int]()
+        for name, owner in self._owner_of_whole.items():
+            load[self.axis_of(name).ranks[owner]] += self._routes[name].whole
+        return max(ranks, key=load.__getitem__)
+
+    def axis_of(self, name: str) -> Axis:
+        """The ranks that a parameter's gradient is summed over."""
+        return self._routes[name].axis
+
+    def use_of(self, bucket: Bucket) -> Use:
+        """The use of all its parameters."""
+        return self.uses(bucket.names[0])
+
+    def gather(
+        self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
+    ) -> Works:
+        """Starts to bring each rank's own parts of `flat`, or of its buckets of some uses, to the
+        others.
+
+        Collectives: an all-gather for each bucket over its axis.
+        """
+        return Works(
+            all_gather_async(flat[bucket.start : bucket.stop], parts, axis)
+            for bucket, parts, axis in self._shared(wanted)
+        )
+
+    def reduce_scatter(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool]) -> Works:
+        """Starts the sums of the buckets of some uses, each complete on its owner; the rest of them
+        is scratch.
+
+        Collectives: a reduce-scatter for each bucket over its axis.
+        """
+        return Works(
+            reduce_scatter_async(flat[bucket.start : bucket.stop], parts, axis)
+            for bucket, parts, axis in self._shared(wanted)
+        )
+
+    def _shared(self, wanted: Callable[[Use], bool]) -> Iterator[tuple[Bucket, Parts, Axis]]:
+        return (
+            (bucket, parts, axis)
+            for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
+            if parts and wanted(self.use_of(bucket))
+        )
+
+    def owned_views(
+        self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
+    ) -> Iterator[Tensor]:
+        """Views of this rank's own parts of a flat buffer, in order: parameters, or parts of them
+        as vectors."""
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        return (
+            flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,))
+            for o in self.owned
+            if wanted(self.uses(o.name))
+        )
+
+    def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
+        """All parameters, by name, from each rank's own parts, in order. Collectives: as
+        `gather`."""
+        flat = self.layout.zeros(device)
+        for view, own in zip(self.owned_views(flat), owned, strict=True):
+            view.copy_(own)
+        self.gather(flat).wait()
+        return self.layout.views(flat)
+
+    def layout_of_owned(
+        self,
+        dtype: torch.dtype,
+        *,
+        offset_dtype: torch.dtype | None = None,
+        wanted: Callable[[Use], bool] = lambda use: True,
+    ) -> FlatLayout:
+        """The layout of this rank's own parts, in order: parameters, or parts of them as
+        vectors."""
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        own = {
+            o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)
+            for o in self.owned
+            if wanted(self.uses(o.name))
+        }
+        return FlatLayout(list(own), list(own.values()), dtype, offset_dtype=offset_dtype)
+
+    def _cut(self, bucket: Bucket, axis: Axis) -> Iterator[tuple[int, int, int]]:
+        load = self._load[axis.name]
+        align = ALIGN_BYTES // self.layout.dtype.itemsize
+        for whole, run in groupby(bucket.names, lambda name: self._routes[name].whole > 0):
+            names = list(run)
+            if not whole:
+                start = self._ranges[names[0]][0]
+                stop = self._ranges[names[-1]][1]
+                units = (stop - start) // align
+                cuts = [start + units * i // axis.size * align for i in range(axis.size)]
+                yield from (
+                    (owner, a - bucket.start, b - bucket.start)
+                    for owner, (a, b) in enumerate(pairwise((*cuts, stop)))
+                )
+                continue
+            for name in names:
+                owner = self._owner_of_whole[name] = load.index(min(load))
+                load[owner] += self._routes[name].whole
+                yield (
+                    owner,
+                    self._ranges[name][0] - bucket.start,
+                    self._ranges[name][1] - bucket.start,
+                )
+
+    def _owned(self) -> Iterator[Owned]:
+        sizes = dict(zip(self.layout.names, map(prod, self.layout.shapes), strict=True))
+        for bucket, axis, parts in zip(self.buckets, self.axes, self.parts, strict=True):
+            mine = [
+                (bucket.start + a, bucket.start + b) for owner, a, b in parts if owner == axis.rank
+            ]
+            for name in bucket.names:
+                start = self._ranges[name][0]
+                size = sizes[name]
+                if not parts or self._owner_of_whole.get(name, -1) == axis.rank:
+                    yield Owned(name, start, start + size, None, shared=not parts)
+                elif name not in self._owner_of_whole:
+                    for a, b in mine:
+                        low = max(a, start)
+                        high = min(b, start + size)
+                        if low < high or (size == 0 and a <= start < b):
+                            part = None if high - low == size else (low - start, high - start)
+                            yield Owned(name, low, high, part, shared=False)

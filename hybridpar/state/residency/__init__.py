@@ -1,0 +1,1 @@
+"""Where state is: chunks, tiers, shares, and which actions touch which item."""

@@ -1,0 +1,202 @@
+"""Which items of its state each action of a rank touches: a plan is thus an access string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from hybridpar.errors import config_error
+from hybridpar.schedules.action import PER_ITEM, Action, Kind
+from hybridpar.schedules.passes.residency import Mode, Residency, Touch
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.state import RankState
+from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.shares import FROZEN
+from hybridpar.state.residency.tiered import ItemMemory, StateItem
+
+_Touches = tuple[Touch, ...]
+
+
+class AccessMap:
+    """The items that an action touches, except those that stay.
+
+    weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
+    frozen weights        the same; nothing writes them
+    what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes
+    the new weights where replicas share, items are shares, and whole chunks have the numbers behind
+    (shared_touches.py):
+    FETCH of weights      reads the share                RELEASE of gradients   adds to it; the first B or I writes it
+
+    items: of the rank's state, by number.
+    """
+
+    def __init__(
+        self,
+        memory: ItemMemory,
+        state: RankState,
+        parts: Parts,
+        sizes: PipelineShape,
+        *,
+        norms: bool,
+    ):
+        self.items = memory.items
+        self.state = state
+        self.whole_bytes = memory.whole_bytes
+        items = memory.items
+        chunks = [] if memory.whole is None else memory.whole.chunks
+        self.shares = {
+            number: i
+            for number, chunk in enumerate(chunks, len(items))
+            for i, item in enumerate(items)
+            if (item.kind, item.use) == (chunk.kind, chunk.use)
+        }
+        """Numbers of shares, by those of whole chunks."""
+        self._chunks = range(len(items), len(items) + len(chunks))
+        self._parts = parts
+        self._m = sizes.num_microbatches
+        self._norms = norms
+        self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
+        self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
+        """Items that come and go."""
+        self.void = frozenset(
+            i for i, item in self.moving.items() if item.kind.startswith("gradients/")
+        )
+        """Items whose content does not outlast a batch."""
+        self._compute, self._update = cache(self._compute_touches), cache(self._update_touches)
+
+    @property
+    def num_bytes(self) -> list[int]:
+        """Bytes by item."""
+        return [item.num_bytes for item in self.items]
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of memory with which nothing moves."""
+        return sum(self.num_bytes) + self.whole_bytes
+
+    def least_budget(self) -> int:
+        """Least bytes of memory that the state needs."""
+        state = self.state
+        versions = range(state.weights.num_versions)
+        buffers = range(len(state.gradients.buffers))
+        one = [
+            self._compute(Kind.B, part, slot, buffer, False)
+            for part in range(self._parts.last + 1)
+            for slot in versions
+            for buffer in buffers
+        ]
+        one += [
+            self._norm_touches(buffer, part)
+            for part in range(state.num_groups)
+            for buffer in buffers
+        ]
+        one += [
+            self._shared(kind, number)
+            for number in self.shares
+            for kind in (Kind.FETCH, Kind.RELEASE)
+        ]
+        one += [
+            self._update(group, slot, state.weights.slot(slot + 1), buffer)
+            for group in range(state.num_groups)
+            for slot in versions
+            for buffer in buffers
+        ]
+        return (
+            self.whole_bytes
+            + sum(self.items[i].num_bytes for i in self.pinned)
+            + max(sum(self.items[touch.item].num_bytes for touch in touches) for touches in one)
+        )
+
+    def require(self, budget: int) -> None:
+        """Raises: ConfigError if a budget is too small for any plan."""
+        if (least := self.least_budget()) > budget:
+            rule = f"too small: one segment of this rank needs {least} bytes at a time"
+            raise config_error("memory.budget", budget, rule, str(least))
+
+    def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:
+        """What the tiers keep and move with a budget. resident: as in Residency; None: all is in
+        the slow tier.
+
+        If not all items fit, two of the largest do: one comes while another leaves.
+        """
+        num_bytes = self.num_bytes
+        budget = budget - self.whole_bytes
+        spare = (
+            2 * max((num_bytes[i] for i in self.moving), default=0)
+            if sum(num_bytes) > budget
+            else 0
+        )
+        return Residency(
+            self, num_bytes, budget, self.pinned, resident or {}, self.void, spare, self._chunks
+        )
+
+    def __call__(self, action: Action) -> _Touches:
+        kind = action.kind
+        number = action.microbatch
+        gradients = self.state.gradients
+        weights = self.state.weights
+        if kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            batch, index = divmod(number, self._m)
+            return self._compute(
+                kind,
+                self._parts.number(action),
+                weights.slot(action.version),
+                gradients.buffer_index(batch),
+                index == 0,
+            )
+        if kind is Kind.NORM:
+            return self._norm_touches(gradients.buffer_index(number), action.part)
+        if kind is Kind.UPDATE:
+            versions = weights.slot(number), weights.slot(number + 1)
+            return self._update(action.part, *versions, gradients.buffer_index(number))
+        return self._shared(kind, number) if kind in PER_ITEM else ()
+
+    def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
+        """The items of a kind of state that come and go."""
+        return ((i, item) for i, item in self.moving.items() if item.kind == kind)
+
+    def _compute_touches(
+        self, kind: Kind, part: int, slot: int, buffer: int, begins: bool
+    ) -> _Touches:
+        touches = [
+            Touch(i, Mode.READ)
+            for of in (f"weights/{slot}", FROZEN)
+            for i, item in self.of(of)
+            if kind is not Kind.W and part in item.use.parts
+        ]
+        for i, item in self.of(f"gradients/{buffer}") if kind is not Kind.F else ():
+            if part in item.use.parts:
+                first = begins and kind is not Kind.W and part == item.use.parts[-1]
+                if first or not self.state.shares:
+                    touches.append(Touch(i, Mode.WRITE if first else Mode.UPDATE))
+        return tuple(touches)
+
+    def _shared(self, kind: Kind, number: int) -> _Touches:
+        """Weights are gathered from their share, and dropped; gradients that leave are added to
+        theirs."""
+        if (share := self.shares.get(number)) is None or (share in self.void) is not (
+            kind is Kind.RELEASE
+        ):
+            return ()
+        return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
+
+    def _norm_touches(self, buffer: int, part: int) -> _Touches:
+        """Gradients whose squares were not noted at their backward."""
+        return tuple(
+            Touch(i, Mode.UPDATE)
+            for i, item in self.of(f"gradients/{buffer}")
+            if not self.state.is_alone(own := item.use.parts[0])
+            and (own == part or not self._norms)
+        )
+
+    def _update_touches(self, group: int, old: int, new: int, buffer: int) -> _Touches:
+        modes = {f"gradients/{buffer}": Mode.READ, "master": Mode.UPDATE}
+        if self.state.weights.master is None:
+            modes[f"weights/{old}"] = Mode.READ
+        modes[f"weights/{new}"] = Mode.UPDATE if modes.get(f"weights/{new}") else Mode.WRITE
+        return tuple(
+            Touch(i, modes.get(item.kind, Mode.UPDATE))
+            for i, item in self.moving.items()
+            if item.use.group == group
+            and (item.kind in modes or item.kind.startswith("optimizer/"))
+        )

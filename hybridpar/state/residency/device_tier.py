@@ -1,0 +1,140 @@
+"""The two tiers of a GPU's state: its memory, and pinned host memory. The same items move as on a
+CPU (tiered.py).
+
+An item's memory is its tensor's storage, which is empty while the item is away: so views stay
+views. An item leaves once the launch thread's stream has passed its release, and copies each way
+have a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.config import Config
+from hybridpar.state.host import HostMemory, host_work
+from hybridpar.state.policy import StatePolicy
+from hybridpar.state.residency.chunks import Chunk
+from hybridpar.state.residency.region import TensorRegion, on, taken
+from hybridpar.state.residency.shares import WholeChunks
+from hybridpar.state.residency.store import padded
+from hybridpar.state.residency.tiered import TieredMemory, slow_folder
+from hybridpar.state.residency.tiers import Tiers
+
+
+def state_memory(
+    config: Config, device: torch.device, policy: StatePolicy
+) -> TieredMemory | WholeChunks | None:
+    """The configured memory of a rank's state; None: the device's."""
+    budget = config.memory.budget
+    whole = WholeChunks(device, policy) if policy.moves else None
+    if not budget:
+        return whole
+    if device.type == "cpu":
+        return TieredMemory(budget, slow_folder(config), whole=whole)
+    return DeviceTieredMemory(budget, device, whole)
+
+
+def _is_late(device: torch.device) -> bool:
+    """Whether a call returns before its work is over."""
+    return device.type == "cuda"
+
+
+class DevicePages:
+    """As SparePages, for a device: its allocator keeps the memory that is given back."""
+
+    def add(self, region: TensorRegion) -> None:
+        region.give_back()
+
+    def hand_to(self, region: TensorRegion) -> None:
+        region.take()
+
+    def shrink_to(self, num_bytes: int) -> None:
+        pass
+
+
+class HostStore:
+    """Room for items of these sizes (bytes) in host memory, taken at once; for a GPU pinned."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        sizes = [padded(size) for size in sizes]
+        self._memory, self._work = HostMemory(device), host_work(device)
+        self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
+
+    def read(self, item: int, into: Tensor) -> None:
+        """Copies an item to `into`; returns once it is there."""
+        self._copy("in", into, self._items[item])
+
+    def write(self, item: int, content: Tensor) -> None:
+        """Stores an item's content; returns once it is there."""
+        self._copy("out", self._items[item], content)
+
+    def item(self, number: int) -> Tensor:
+        """The memory of an item."""
+        return self._items[number]
+
+    def close(self) -> None:
+        """Does nothing: the memory goes with this object."""
+
+    @torch.no_grad()
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
+        with self._work.reach(None, way):
+            self._work.copy([(target, source)])
+
+
+class _Passed:
+    """Is done once the launch thread's stream has reached the point at which this was made."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class DeviceTieredMemory(TieredMemory):
+    """State in at most `budget` bytes of a device's memory, and the rest in host memory."""
+
+    def __init__(self, budget: int, device: torch.device, whole: WholeChunks | None = None):
+        super().__init__(budget, Path(), device, whole)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _region(self, num_bytes: int) -> TensorRegion:
+        with on(self._stream):
+            found = TensorRegion(
+                torch.empty(padded(max(num_bytes, 1)), dtype=torch.uint8, device=self.device),
+                self._stream,
+            )
+        found.give_back()
+        return found
+
+    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+        mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
+        tiers = Tiers(
+            self._regions,
+            pinned,
+            self.room_bytes,
+            HostStore(sizes, self.device),
+            DevicePages(),
+            mark,
+        )
+        for number in pinned:
+            tiers.items[number].region.clear()
+        return tiers
+
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        """While in it, views of a chunk can be made. Before `seal` its content is lost
+        afterwards."""
+        if self._is_whole(chunk):
+            return super().viewing(chunk)
+        region = self._regions[self.number_of(chunk)]
+        assert isinstance(region, TensorRegion)
+        return taken([region])

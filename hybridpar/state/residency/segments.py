@@ -1,0 +1,87 @@
+"""The parts that a rank's stages are cut into; one at a time computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridpar.config import Config
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.passes.segments import WHOLE, Division
+from hybridpar.state.policy import cut_into_parts
+from hybridpar.state.rank import RankState
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The blocks of each part, by stage of the rank. Parts are numbered through all stages.
+
+    part_major: all micro-batches of a batch go through a part before the next one; not if the last
+    part shares a weight with the first, whose gradients would then be added in another order. late:
+    parts are updated as they are needed, so that their state comes from the slow tier while others
+    compute. is_divided: stages are cut, if only into one part.
+    """
+
+    of_stage: Mapping[int, tuple[range, ...]]
+    part_major: bool = False
+    late: bool = False
+    is_divided: bool = False
+
+    @staticmethod
+    def of(config: Config, split: Mapping[int, range]) -> Parts:
+        """The parts that a configuration asks for. split: the blocks of each stage of the rank."""
+        found = {
+            stage: cut_into_parts(config, blocks) or (blocks,) for stage, blocks in split.items()
+        }
+        return Parts(
+            found,
+            late=config.memory.budget > 0,
+            part_major=(
+                config.pipeline.schedule == "gpipe"
+                and config.parallel.pp == 1
+                and not config.model.tie_embeddings
+            ),
+            is_divided=any(len(parts) > 1 for parts in found.values())
+            or config.state_moves
+            or (config.memory.budget > 0 and len(found) > 1),
+        )
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """The blocks of all parts in order; none where stages are whole."""
+        return (
+            tuple(part for parts in self.of_stage.values() for part in parts)
+            if self.is_divided
+            else ()
+        )
+
+    @cached_property
+    def last(self) -> int:
+        """Number of the part whose backward comes first."""
+        return sum(map(len, self.of_stage.values())) - 1
+
+    @cached_property
+    def _first(self) -> dict[int, int]:
+        ends = 0
+        first = {}
+        for stage, parts in self.of_stage.items():
+            first[stage], ends = ends, ends + len(parts)
+        return first
+
+    def number(self, action: Action) -> int:
+        """Number of the part that an action computes with."""
+        return self._first[action.stage] + action.part
+
+    def division(self, state: RankState) -> Division:
+        """How to cut the plan of the rank with this state."""
+        if not self.is_divided:
+            return WHOLE
+        norms = state.num_groups > 1 and not all(map(state.is_alone, range(1, state.num_parts)))
+        return Division(
+            {stage: len(parts) for stage, parts in self.of_stage.items()},
+            lambda rank: state.num_groups,
+            norms=norms,
+            part_major=self.part_major,
+            late=self.late,
+        )

@@ -1,0 +1,185 @@
+"""State in limited memory: chunks of all kinds are items that move between memory and a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.config import Config
+from hybridpar.cpu import zeros
+from hybridpar.optim import ParameterSlot
+from hybridpar.state.layout import FlatLayout
+from hybridpar.state.residency.chunks import Chunk, Memory, Use
+from hybridpar.state.residency.pages import AnyRegion, Region, SparePages
+from hybridpar.state.residency.shares import SHARES, WholeChunks
+from hybridpar.state.residency.store import DiskStore, padded
+from hybridpar.state.residency.tiers import Tiers
+
+FOLDER = "state"
+"""Subfolder of a run for the file, if the configuration names none."""
+
+
+def slow_folder(config: Config) -> Path:
+    """The folder of the slow tier."""
+    return Path(config.memory.folder or config.run.folder / FOLDER)
+
+
+def folder_to_measure(config: Config) -> Path:
+    """That folder, or the nearest one above it that exists."""
+    folder = Path(config.memory.folder or config.run.folder).absolute()
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master',
+    'optimizer/..'."""
+
+    kind: str
+    use: Use
+    num_bytes: int
+
+
+class ItemMemory(Memory):
+    """Memory that lists its chunks: `items`, in the order in which they are taken.
+
+    whole: holds the chunks that replicas share; their items are this rank's shares. None: they
+    share none.
+    """
+
+    is_limited = True
+
+    def __init__(self, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
+        super().__init__(device)
+        self.whole = whole
+        self.items: list[StateItem] = []
+        self._uses: Callable[[str], Use]
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        if self.whole is not None and self.whole.has(kind, chunk.use):
+            return self.whole.zeros(kind, chunk, dtype)
+        return self._add(kind.removeprefix(SHARES), chunk.use, chunk.stop - chunk.start, dtype)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Most bytes of shared chunks that are whole at once."""
+        return 0 if self.whole is None else self.whole.most_bytes
+
+    def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
+        self._uses = uses
+        return self
+
+    def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
+        """Zeros of the slots' shapes, an item for each use. what: name of an optimizer's state."""
+        found: dict[str, Tensor] = {}
+        for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
+            names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
+            layout = FlatLayout(list(names), list(names.values()), dtype)
+            flat = self._add(f"optimizer/{what}", use, layout.numel, dtype)
+            with self.viewing(flat):
+                found |= layout.views(flat)
+        return [found[slot.name] for slot in slots]
+
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        return nullcontext() if self.whole is None else self.whole.viewing(chunk)
+
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        return nullcontext() if self.whole is None else self.whole.writing(*views)
+
+    def seal(self, allocate: Callable[[], object]) -> None:
+        allocate()
+
+    def _add(self, kind: str, use: Use, numel: int, dtype: torch.dtype) -> Tensor:
+        self.items.append(StateItem(kind, use, padded(max(numel, 1) * dtype.itemsize)))
+        return self._take(numel, dtype)
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return zeros(numel, dtype, self.device)
+
+
+class TieredMemory(ItemMemory):
+    """State in at most `budget` bytes of a CPU's memory, and the rest in a file in `folder`.
+
+    From `seal` on, `tiers` moves the items, in the part of the budget that `whole` leaves.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        whole: WholeChunks | None = None,
+    ):
+        super().__init__(device, whole)
+        self.budget = budget
+        self.folder = folder
+        self.tiers: Tiers
+        self._regions: list[AnyRegion] = []
+        self._numbers: dict[int, int] = {}  # of items, by their storage
+        self._copy: tuple[int, Tensor] | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the budget for items."""
+        return self.budget - self.whole_bytes
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        region = self._region(numel * dtype.itemsize)
+        self._numbers[region.tensor.untyped_storage()._cdata] = len(self._regions)
+        self._regions.append(region)
+        with self.viewing(region.tensor):
+            return region.tensor[: numel * dtype.itemsize].view(dtype)
+
+    def _region(self, num_bytes: int) -> AnyRegion:
+        return Region(num_bytes)
+
+    def seal(self, allocate: Callable[[], object]) -> None:
+        """Makes the slow tier. Raises: HybridparError if there is no room for it."""
+        super().seal(allocate)
+        pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
+        self.tiers = self._make_tiers(
+            pinned, [0 if item.use.stays else item.num_bytes for item in self.items]
+        )
+
+    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+        """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
+        return Tiers(
+            self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages()
+        )
+
+    def close(self) -> None:
+        self.tiers.close()
+
+    def number_of(self, view: Tensor) -> int:
+        """The item that a tensor is a view of."""
+        return self._numbers[view.untyped_storage()._cdata]
+
+    @contextmanager
+    def writing(self, *views: Tensor) -> Iterator[None]:
+        self._copy = None
+        own = dict.fromkeys(self.number_of(view) for view in views if not self._is_whole(view))
+        with self.tiers.using(list(own), changing=True), super().writing(*views):
+            yield
+
+    def _is_whole(self, view: Tensor) -> bool:
+        """Whether a tensor is a view of a chunk that replicas share."""
+        return self.whole is not None and self.whole.of(view) is not None
+
+    def read(self, view: Tensor) -> Tensor:
+        number = self.number_of(view)
+        if self.tiers.is_here(number):
+            return view
+        if self._copy is None or self._copy[0] != number:
+            self._copy = None  # not both at once
+            self._copy = number, self.tiers.content(number)
+        content = self._copy[1].view(view.dtype)
+        return content.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    def forget(self) -> None:
+        """Forgets the copy that was read: it is going to change."""
+        self._copy = None

@@ -1,0 +1,1 @@
+"""Settings that are "auto": measured on the machines of the run, before its first step."""

@@ -1,0 +1,208 @@
+"""memory.offload_activations = "auto": how many micro-batches of each rank may leave at no cost in
+time.
+
+One trial moves as many as can be, on all ranks at once: so the times of moves are those beside
+moves of all ranks and both ways, whatever link they share. On CPUs this trial is the only one, and
+no run takes less memory.
+
+Beside a GPU a second trial moves none. Where activations leave, micro-batches run without CUDA
+graphs, and the launch thread waits for copies instead of running ahead. What that costs is in the
+difference between the two, rank by rank.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+
+import torch
+
+from hybridpar.comm import gather_objects
+from hybridpar.config import Config
+from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
+from hybridpar.prediction.limit import limit_here
+from hybridpar.prediction.predict import predict
+from hybridpar.runtime.slow_tier import in_host_memory
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.passes.offload import most_away
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.predict import free_to_leave, time_with_away
+from hybridpar.train.autotuning.auto_schedule import of_first_rank
+from hybridpar.train.autotuning.trial import Moves, Trial
+from hybridpar.train.forecasts.offload_room import OffloadRoom, everything, with_away
+from hybridpar.train.reporting.costs_file import in_ms
+
+TryOut = Callable[[Config, int], Trial]
+"""Tries a configuration after so many batches that are not measured. Collectives: on all ranks of
+the grid."""
+Away = tuple[int, ...]
+"""Micro-batches that are away at once, by rank of a pipeline."""
+
+
+def find_numbers_for(
+    job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
+) -> tuple[Away, str]:
+    """Return what "auto" stands for, and a line that says so. Collectives: on all ranks of the
+    grid."""
+    if in_host_memory(device):
+        away, why = _beside_a_gpu(job, grid, device, try_out)
+    else:
+        away = _in_a_file(job, grid, try_out)
+        why = "as many as may leave at no cost in time here"
+    return away, f"memory.offload_activations: {list(away)}, by rank of a pipeline: {why}"
+
+
+def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
+    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `job`
+    gives.
+
+    Collectives: on all ranks of the grid.
+    """
+    numbers = job.config.memory.num_away
+    if numbers != 0 and in_host_memory(device):
+        OffloadRoom(job, grid).require(numbers)
+
+
+def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
+    """Where ranks and their moves are more than the cores, moves take time of the ranks."""
+    trial = try_out(with_away(job.config, everything(job)), 0)
+    costs = trial.costs
+    moves = _slowest(trial.moves, grid)
+    if costs.cores is not None and costs.cores < 2 * grid.pp.size:
+        costs = replace(
+            costs,
+            calls={
+                **costs.calls,
+                Kind.OFFLOAD: [one.work_offload for one in moves],
+                Kind.RELOAD: [one.work_reload for one in moves],
+            },
+        )
+    return of_first_rank(
+        partial(free_to_leave, _with_moves(costs, moves), job.shape, trial.ordering), grid.world
+    )
+
+
+def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
+    """Return the longest times of the replicas of each rank of a pipeline. Collectives: on all
+    ranks of the grid."""
+    everyone = gather_objects((grid.pp.rank, mine), grid.world)
+    found = []
+    for rank in range(grid.pp.size):
+        of_replicas = [astuple(moves) for place, moves in everyone if place == rank]
+        found.append(Moves(*map(max, zip(*of_replicas, strict=True))))
+    return found
+
+
+def _with_moves(costs: Costs, moves: Sequence[Moves]) -> Costs:
+    return replace(
+        costs, offload=[one.offload for one in moves], reload=[one.reload for one in moves]
+    )
+
+
+# -- beside a GPU
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the trials say. step_time: with `away`; none_time, most_time: with none, and with as
+    many as can be.
+
+    without_graphs: as many as may leave at no cost where CUDA graphs run on no rank. Units:
+    seconds.
+    """
+
+    away: Away
+    without_graphs: Away
+    step_time: float
+    none_time: float
+    most_time: float
+
+
+def _beside_a_gpu(
+    job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
+) -> tuple[Away, str]:
+    sizes = job.shape
+    bounds = tuple(most_away(job.schedule, sizes, rank) for rank in range(sizes.num_ranks))
+    if not any(bounds):
+        return bounds, "no rank has more than two in flight, and two stay"
+    most = OffloadRoom(job, grid).most()
+    if not any(most):
+        return most, "the hosts of this run have no memory for more"
+    trial = try_out(with_away(job.config, most), 0)
+    costs = _with_moves(trial.costs, _slowest(trial.moves, grid))
+    resident: Trial | None = None
+    none_away = with_away(job.config, 0)
+    if _fits(JobPlan(none_away), grid, device):
+        # a graph is made for each of two buffers of weights and each place of a micro-batch, at its
+        # second use
+        resident = try_out(none_away, 2 * sizes.num_ranks + 2)
+    resident_costs = None if resident is None else resident.costs
+    found = of_first_rank(
+        partial(_choose, costs, resident_costs, sizes, trial.ordering, most), grid.world
+    )
+    replays = any(gather_objects(resident is not None and resident.replays, grid.world))
+    return found.away, "; ".join(
+        _reasons(found, bounds, most, fits=resident is not None, replays=replays)
+    )
+
+
+def _fits(job: JobPlan, grid: ProcessGrid, device: torch.device) -> bool:
+    """Return whether the GPUs of all ranks have memory for this job, as predicted.
+
+    Collectives: on all ranks of the grid.
+    """
+    (memory,) = predict(job, device=torch.device("cuda"), ranks=[grid.pp.rank])
+    names = gather_objects(platform.node(), grid.world)
+    here = memory.needed <= limit_here(device.type, names.count(platform.node()))
+    return all(gather_objects(here, grid.world))
+
+
+def _choose(
+    costs: Costs,
+    resident: Costs | None,
+    sizes: PipelineShape,
+    ordering: ScheduleOptions,
+    most: Away,
+) -> _Found:
+    def takes(away: Sequence[int]) -> float:
+        return time_with_away(costs, sizes, ordering, away, resident=resident)
+
+    away = free_to_leave(costs, sizes, ordering, resident=resident, at_most=most)
+    without_graphs = (
+        away if resident is None else free_to_leave(costs, sizes, ordering, at_most=most)
+    )
+    return _Found(away, without_graphs, takes(away), takes([0] * len(most)), takes(most))
+
+
+def _reasons(found: _Found, bounds: Away, most: Away, *, fits: bool, replays: bool) -> list[str]:
+    """Return what was compared, and what a user who needs more memory can set."""
+    said = [
+        f"as many as may leave at no cost in time here: {in_ms(found.step_time)} a step by what "
+        "its actions cost"
+    ]
+    if any(found.away):
+        said[0] += f", {in_ms(found.none_time)} with none away"
+    if found.away != most:
+        said.append(f"with {list(most)} it would be {in_ms(found.most_time)}")
+    if most != bounds:
+        said.append(
+            f"the hosts of this run have memory for {list(most)}, and {list(bounds)} could be away"
+        )
+    if not fits:
+        said.append(
+            "with none away this run is not predicted to fit its GPUs, so that was not tried"
+        )
+    if replays and any(found.away):
+        said.append("ranks of which any leave run without CUDA graphs, which is in these times")
+    elif replays and any(found.without_graphs):
+        said.append(
+            "CUDA graphs, which run where none leave, save more time than copies beside training; "
+            "with "
+            f"train.cuda_graphs = false {list(found.without_graphs)} would cost nothing more"
+        )
+    return said

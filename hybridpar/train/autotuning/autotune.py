@@ -1,0 +1,78 @@
+"""Settings that are "auto" and depend on speeds: measured on the machines that the run is on, and
+from then on its own.
+
+A few batches of random tokens are trained on weights that are then thrown away, and their measured
+costs simulated with every value. What was found is written into the run's config.toml, which a run
+that goes on takes it from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from hybridpar.config import FOUND, Config, PipelineConfig
+from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
+from hybridpar.schedules.simulate.predict import smallest_early_switch
+from hybridpar.train.autotuning.auto_offload import find_numbers_for, require_room
+from hybridpar.train.autotuning.auto_schedule import find_schedule_for, of_first_rank
+from hybridpar.train.autotuning.trial import Build, Trial, try_out
+from hybridpar.train.forecasts.offload_room import with_away
+
+
+def settle(
+    config: Config,
+    grid: ProcessGrid,
+    device: torch.device,
+    say: Callable[[str], None],
+    build: Build = lambda make: make(),
+) -> Config:
+    """`config` with a value in the place of each "auto", which is said.
+
+    pipeline.schedule: auto_schedule.py says which. pipeline.early_switch: the smallest that costs
+    no time here. memory.offload_activations: for each rank of a pipeline how many may leave at no
+    cost in time.
+    Collectives: on all ranks of the grid.
+    Raises: SetupError on all ranks, where what is found fails, or a host has no memory for the
+        activations that are to
+    leave its GPUs; HybridparError where the file has no room.
+    """
+
+    def tried(trial: Config, warmup: int = 0) -> Trial:
+        return try_out(trial, grid, device, build, warmup=warmup)
+
+    if config.pipeline.schedule == "auto" and config.parallel.pp == 1:
+        config = replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))
+    if config.pipeline.schedule == "auto":
+        best, usual = find_schedule_for(config, grid, device, lambda trial: tried(trial).costs)
+        config = replace(config, pipeline=best.pipeline)
+        found = ", ".join(
+            f"{name} = {getattr(best.pipeline, name)}"
+            for name in ("schedule", *FOUND)
+            if name != "order" and getattr(best.pipeline, name) != getattr(PipelineConfig, name)
+        )
+        say(
+            f"pipeline: {found or 'schedule = 1f1b'}, the fastest here: {1e3 * best.step_time:.4g} "
+            "ms a step by what "
+            f"its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms"
+        )
+    if config.pipeline.early_switch == "auto":
+        trial = tried(replace(config, pipeline=replace(config.pipeline, early_switch="off")))
+        switch = of_first_rank(
+            partial(smallest_early_switch, trial.costs, JobPlan(config).shape, trial.ordering),
+            grid.world,
+        )
+        config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
+        say(f"pipeline.early_switch: {switch}, the smallest that costs no time here")
+    job = JobPlan(config)
+    if config.memory.offload_activations == "auto":
+        away, line = find_numbers_for(job, grid, device, tried)
+        config = with_away(config, away)
+        say(line)
+    else:
+        require_room(job, grid, device)
+    return config

@@ -1,0 +1,104 @@
+"""Trials: a few batches of random tokens, trained on weights that are then thrown away, and what
+their actions cost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridpar.config import Config, OuterConfig
+from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
+from hybridpar.schedules.schedule_options import ScheduleOptions
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.reporting import trace
+from hybridpar.train.reporting.costs_file import run_costs
+
+_BATCHES = 8
+
+Build = Callable[[Callable[[], Engine]], Engine]
+"""Builds an engine; where one rank cannot, none has it."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Means over the moves of this rank's activations, out and back. Units: seconds; `work_`: of a
+    core."""
+
+    offload: float = 0.0
+    reload: float = 0.0
+    work_offload: float = 0.0
+    work_reload: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of a trial. costs: of all ranks. replays: whether micro-batches ran as CUDA graphs on
+    this rank."""
+
+    costs: Costs
+    ordering: ScheduleOptions
+    moves: Moves
+    replays: bool
+
+
+def try_out(
+    config: Config, grid: ProcessGrid, device: torch.device, build: Build, *, warmup: int = 0
+) -> Trial:
+    """Train a few batches, and give back all that they took.
+
+    warmup: batches before them that are not measured. Collectives: on all ranks of the grid.
+    """
+    trial = _train(config, grid, device, build, warmup)
+    gc.collect()  # an engine and its executor refer to each other, and hold a run's worth of memory
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return trial
+
+
+def _train(
+    config: Config, grid: ProcessGrid, device: torch.device, build: Build, warmup: int
+) -> Trial:
+    num_batches = warmup + _BATCHES
+    config = replace(
+        config,
+        pipeline=replace(config.pipeline, sync_steps=0),
+        outer=OuterConfig(every=num_batches + 1),
+    )
+    job = JobPlan(config)
+    engine = build(lambda: Engine(job, grid, device))
+    loader = SyntheticLoader(
+        config.model,
+        config.train.micro_batch_size,
+        config.pipeline.num_microbatches,
+        grid.replica,
+        grid.num_replicas,
+    )
+    stash = engine.executor.stash
+    graphs = engine.executor.graphs
+    recorder = trace.Recorder(engine.executor, 0, num_batches, skip=warmup)
+
+    def after_step(result: StepResult) -> None:
+        began_before = recorder.is_active
+        recorder.after_step(result.step)
+        if stash is not None and recorder.is_active and not began_before:
+            stash.tier.restart()  # the first moves took memory, and ran beside compilers
+
+    engine.train(loader, num_batches, after_step)
+    recorder.close()
+    engine.close()
+    moves = (
+        Moves()
+        if stash is None
+        else Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+    )
+    run = run_costs(job, trace.gather(recorder, grid))
+    assert run is not None, "too few batches were recorded"
+    return Trial(
+        run.measured.costs, run.ordering, moves, graphs is not None and graphs.num_replayed > 0
+    )

@@ -1,0 +1,1 @@
+"""A batch in training: its sums, decisions, updates and result."""

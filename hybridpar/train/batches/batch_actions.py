@@ -1,0 +1,116 @@
+"""What a plan's actions mean to a batch.
+
+batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
+          accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
+          (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
+with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from hybridpar.runtime.executor import Executor
+from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.passes.segments import Division
+from hybridpar.state import RankState
+from hybridpar.state.residency.segments import Parts
+from hybridpar.train.batches.batch_policy import BatchPolicy
+from hybridpar.train.batches.batch_results import BatchResults
+from hybridpar.train.batches.batch_updates import UpdateAfterNorm, UpdateBeforeNorm, WeightUpdates
+from hybridpar.train.sites import SiteTalk
+from hybridpar.train.tiers import RankTiers
+
+
+class BatchActions:
+    """Carries out the actions of a plan that concern a whole batch, and prepares its backwards.
+
+    The executor calls these methods; it alone decides when.
+
+    Args:
+        policy: Decides what happens to each batch.
+        state: This rank's weights, gradients and optimizer.
+        executor: Runs the plan.
+        parts: The parts of this rank's stages.
+        division: How the plan is cut into parts.
+        tiers: Tiers of the state; None: all of it is always resident.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        state: RankState,
+        executor: Executor,
+        parts: Parts,
+        division: Division,
+        tiers: RankTiers | None,
+    ):
+        self._policy = policy
+        self._state = state
+        self._executor = executor
+        self._parts = parts
+        self._tiers = tiers
+        self._m = policy.sizes.num_microbatches
+        self._first_norm_part = state.num_groups - 1 if division.norms else 0
+        self.results = BatchResults(policy, state, executor)
+        self.updates = WeightUpdates(policy, state, executor, tiers)
+        if policy.config.norms_first:
+            talk = None if state.outer is None else SiteTalk(state.outer)
+            self._rule: UpdateAfterNorm | UpdateBeforeNorm = UpdateAfterNorm(
+                self.updates, self.results, executor, talk
+            )
+        else:
+            self._rule = UpdateBeforeNorm(self.updates, self.results, executor)
+        self._actions = {
+            Kind.REDUCE: self._reduce,
+            Kind.NORM: self._norm,
+            Kind.HOST: self._rule.host,
+            Kind.UPDATE: self._rule.update,
+        }
+
+    def run(self, action: Action) -> None:
+        """Carry out a REDUCE, NORM, HOST or UPDATE."""
+        self._actions[action.kind](action)
+
+    def before_backward(self, action: Action) -> float:
+        """Point gradients at the batch's buffer; return the gradient of the loss, its scale."""
+        batch, index = divmod(action.microbatch, self._m)
+        is_last = index == self._m - 1
+        part = self._parts.number(action)
+        if part == self._parts.last:  # its backwards come first
+            if index == 0:
+                self._state.begin(batch)
+            if is_last:
+                self._state.close(batch, self._policy.loss_scale(batch))
+        self._state.bind(batch, self._policy.versions_in(action), last=is_last, part=part)
+        if action.kind is Kind.I:
+            self._state.collect((part, action.microbatch))
+        return self._policy.loss_gradient(action)
+
+    def add_weight_gradients(self, action: Action) -> None:
+        """Add the gradients of weights that the micro-batch's I left for its W."""
+        is_last = (action.microbatch + 1) % self._m == 0
+        part = self._parts.number(action)
+        self._state.apply((part, action.microbatch), last=is_last, part=part)
+
+    def after_backward(self, action: Action) -> None:
+        """Start reducing what a part's last backward of a batch has made final."""
+        batch, index = divmod(action.microbatch, self._m)
+        if self._parts.is_divided and index == self._m - 1:
+            part = self._parts.number(action)
+            self._state.finish(batch, part)
+            if self._tiers is not None and not self._state.is_alone(part):
+                self._tiers.hold_gradients(batch, part)
+
+    def _reduce(self, action: Action) -> None:
+        self._state.reduce(action.microbatch)
+        self._executor.watch(self._state.reducer.newest.is_done)
+
+    def _norm(self, action: Action) -> None:
+        batch = action.microbatch
+        if action.part == self._first_norm_part:
+            self._executor.wait(partial(self._state.await_sums, batch))
+        if action.part:
+            self._state.square(batch, action.part)
+        else:
+            self.results.start_sums(batch)

@@ -1,0 +1,117 @@
+"""The result of each batch: summed over the grid, judged by the policy, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridpar.data.loader import Loader
+from hybridpar.runtime.executor import Executor
+from hybridpar.state import RankState
+from hybridpar.train.batches.batch_policy import BatchPolicy, StepResult
+from hybridpar.train.batches.batch_totals import BatchTotals
+
+OnStep = Callable[[StepResult], None]
+OnGradients = Callable[[int, dict[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    """Arguments of one call of `Engine.train`."""
+
+    loader: Loader
+    num_batches: int
+    on_step: OnStep
+    on_gradients: OnGradients | None
+
+
+class BatchResults:
+    """Results of batches, equal on all ranks, from sums over the grid.
+
+    A batch's sums start with `start_sums` and become its result with `take`, once for each batch
+    and in order. `report` hands the result to the caller and decides where training ends.
+
+    Args:
+        policy: Judges a batch by its sums.
+        state: This rank's state; its gradient norm is part of the sums.
+        executor: Keeps the losses of each batch until they are summed.
+    """
+
+    def __init__(self, policy: BatchPolicy, state: RankState, executor: Executor):
+        self._policy = policy
+        self._state = state
+        self._executor = executor
+        self._grid = state.grid
+        model = policy.config.model
+        self.names = (*model.losses, *model.metric_names)
+        """Names of the losses and metrics of a batch."""
+        self._stop_requested = False
+        self.is_stopping = False
+        """Whether a rank asked to end training, or a batch must end it."""
+        self._pending: dict[int, BatchTotals] = {}
+        self._call: TrainCall | None = None
+        self.end = 0
+        """The batch that training ends before."""
+
+    def start(self, call: TrainCall, first: int) -> None:
+        """Begin a call of `Engine.train` with batch `first`."""
+        self._call = call
+        self.end = first + call.num_batches
+
+    def request_stop(self, wanted: bool) -> None:
+        """Ask to end training with the sums that start next, or take it back."""
+        self._stop_requested = wanted
+
+    @property
+    def call(self) -> TrainCall:
+        """Arguments of the current call of `Engine.train`."""
+        assert self._call is not None, "no call of Engine.train is under way"
+        return self._call
+
+    def start_sums(self, batch: int) -> None:
+        """Start the sums of a batch over the grid. Collectives: one all-reduce over `home`."""
+        square = self._state.square_norm(batch)
+        self._state.send(batch)
+        totals = BatchTotals(self._grid.pp.size, self.names, self._executor.lane.device)
+        totals.set_square_norm(self._grid.pp.rank, square)
+        totals.set_stop_requested(self._stop_requested)
+        losses = self._executor.losses.pop(batch, {})
+        if self._grid.is_first_copy:
+            totals.set_numbers(losses)
+        work = totals.all_reduce_async(self._grid.home)
+        self._executor.watch(work.is_done)
+        self._pending[batch] = totals
+
+    def take(self, batch: int) -> StepResult:
+        """Wait for a batch's sums and return its result."""
+        totals = self._pending.pop(batch)
+        self._executor.wait(totals.wait)
+        with self._grid.home.waiting("all_reduce"):  # a GPU waits here, not above
+            sums = totals.read()
+        num_targets = self.call.loader.num_targets(batch)
+        result = self._policy.result(batch, sums.square_norms, sums.numbers, num_targets)
+        must_end = result.anomaly is not None and result.anomaly.policy != "skip"
+        self.is_stopping |= sums.stop_requested or must_end
+        return result
+
+    def report(self, result: StepResult, lead: int) -> None:
+        """Hand a result to the caller of `Engine.train`.
+
+        Args:
+            result: The result of a batch.
+            lead: Batches after this one that a rank may have begun already. A stop request ends
+                training behind them. Several sites end when the message that tells all of them of
+                it has arrived.
+        """
+        all_sites_end = result.news is not None and result.news.ending
+        if all_sites_end or (self._state.outer is None and self.is_stopping):
+            self.end = min(self.end, result.step - 1 + lead)
+        self.call.on_step(result)
+
+    def finish(self) -> None:
+        """Report the batches whose results nobody has taken, after the last action of a call."""
+        for batch in sorted(self._pending):
+            self.report(self.take(batch), lead=0)
+        self.is_stopping = False

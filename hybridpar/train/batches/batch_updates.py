@@ -1,0 +1,177 @@
+"""The UPDATE of a batch: when the weights change, and what must be known by then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from hybridpar.runtime.executor import Executor
+from hybridpar.schedules.action import Action
+from hybridpar.state import RankState
+from hybridpar.train.batches.batch_policy import BatchPolicy, StepResult
+from hybridpar.train.batches.batch_results import BatchResults
+from hybridpar.train.sites import SiteTalk
+from hybridpar.train.tiers import RankTiers
+
+
+class WeightUpdates:
+    """Makes new versions of this rank's weights.
+
+    Args:
+        policy: Gives the learning rate and the factor of the gradients.
+        state: Weights, gradients and optimizer.
+        executor: Waits for other ranks as a part of the current action.
+        tiers: Tiers of the state, which keep what is still being gathered; None: there are none.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        state: RankState,
+        executor: Executor,
+        tiers: RankTiers | None,
+    ):
+        self.policy = policy
+        self.state = state
+        self._executor = executor
+        self._tiers = tiers
+        self.batches_done = 0
+
+    def resume_at(self, batch: int) -> None:
+        """Continue with the weights that so many batches have made."""
+        self.batches_done = batch
+
+    def is_last(self, part: int) -> bool:
+        """Whether a part of an update is its last one."""
+        return part == self.state.num_groups - 1
+
+    def apply(self, batch: int, part: int, result: StepResult | None) -> None:
+        """Make a part of W(batch + 1), equal to W(batch) if the step is skipped.
+
+        Args:
+            batch: The batch whose gradients are applied.
+            part: Which part of the update.
+            result: The batch's result. None: not known yet, so gradients are not clipped.
+        """
+        policy = self.policy
+        self.state.update(
+            batch,
+            policy.learning_rate(batch),
+            policy.factor(batch, result),
+            predict=policy.predicts(batch),
+            group=part,
+            wait=self._executor.wait,
+        )
+        if self._tiers is not None:
+            self._tiers.hold_weights(batch + 1, part)
+        if not self.is_last(part):
+            return
+        if self.state.partition.is_sharded:
+            self._executor.watch(lambda: not self.state.weights.is_arriving(batch + 1))
+        policy.updated(batch, result)
+        self.batches_done = batch + 1
+
+    def start_on_host(self, batch: int, result: StepResult) -> None:
+        """Start the host's update of W(batch + 1)."""
+        host = self.state.host
+        assert host is not None
+        policy = self.policy
+        self.state.begin_update(
+            policy.learning_rate(batch),
+            policy.factor(batch, result),
+            predict=policy.predicts(batch),
+        )
+        self._executor.watch(host.is_done)
+
+    def show_gradients(self, results: BatchResults, batch: int) -> None:
+        """Hand a batch's gradients to the caller of `Engine.train`, if it asked for them."""
+        if (on_gradients := results.call.on_gradients) is not None:
+            on_gradients(batch, self.state.full_gradients(batch))
+
+
+class UpdateAfterNorm:
+    """Updates once the sums of the batch are known: gradients are clipped, anomalies are skipped.
+
+    This is the rule of every schedule but pipedream without clipping. With the optimizer on the
+    host, HOST starts the update there, and UPDATE waits for each part.
+    """
+
+    def __init__(
+        self,
+        updates: WeightUpdates,
+        results: BatchResults,
+        executor: Executor,
+        talk: SiteTalk | None,
+    ):
+        self._updates = updates
+        self._results = results
+        self._executor = executor
+        self._talk = talk
+        self._host = updates.state.host
+        self._result: StepResult | None = None  # of the batch whose update has begun
+
+    def host(self, action: Action) -> None:
+        """Start the host's update."""
+        self._updates.start_on_host(action.microbatch, self._begin(action.microbatch))
+
+    def update(self, action: Action) -> None:
+        """Make a part of the next version of the weights; report the batch after its last part."""
+        batch = action.microbatch
+        part = action.part
+        if self._host is not None:
+            self._executor.wait(partial(self._host.wait, part))
+        elif part == 0:
+            self._begin(batch)
+        result = self._result
+        assert result is not None
+        if self._talk is not None:
+            self._talk.before(result, self._results.is_stopping)
+        self._updates.apply(batch, part, result)
+        if self._talk is not None:
+            self._result = result = replace(result, news=self._talk.after(batch + 1))
+        if self._updates.is_last(part):
+            # no rank has begun batch + 3 when any applies this update
+            self._results.report(result, lead=3)
+
+    def _begin(self, batch: int) -> StepResult:
+        self._result = result = self._results.take(batch)
+        self._updates.show_gradients(self._results, batch)
+        return result
+
+
+class UpdateBeforeNorm:
+    """Updates as soon as this rank's gradients are reduced: no stage waits for another.
+
+    This is the rule of pipedream without clipping, whose stages update at different times. Sums of
+    a batch start with its update, and are reported when all stages must have finished the batch.
+    """
+
+    def __init__(self, updates: WeightUpdates, results: BatchResults, executor: Executor):
+        self._updates = updates
+        self._results = results
+        self._executor = executor
+        sizes = updates.policy.sizes
+        self._lag = -(-sizes.num_stages // sizes.num_microbatches)
+
+    def host(self, action: Action) -> None:
+        """Refuse: a host updates after the norm."""
+        raise AssertionError(f"{action}: the host updates after the norm")
+
+    def update(self, action: Action) -> None:
+        """Make a part of the next version of the weights; report an older batch after the last."""
+        batch = action.microbatch
+        part = action.part
+        state = self._updates.state
+        is_last = self._updates.is_last(part)
+        if part == 0:
+            self._executor.wait(partial(state.await_sums, batch))
+        if is_last:
+            self._results.start_sums(batch)
+        else:
+            state.square(batch, part)
+        if part == 0:
+            self._updates.show_gradients(self._results, batch)
+        self._updates.apply(batch, part, None)
+        finished = batch - self._lag
+        if is_last and finished >= self._updates.policy.first:
+            self._results.report(self._results.take(finished), lead=self._lag + 3)

@@ -1,0 +1,171 @@
+"""What an optimizer on the host will cost a run, before it starts: its plan, with speeds that are
+measured here.
+
+A step waits for nothing where (Source: the inequality that 2bw's slack sets)
+
+    norm + max(update, copy to the host, copy from it) + a group of the others  <=  slack / m of the
+    time of a batch
+
+which asks for a number of tokens in a batch that hardly depends on the size of the model. The norm
+is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hybridpar.config import Config
+from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
+from hybridpar.models.build import DTYPES
+from hybridpar.models.cost import training_flops_per_token
+from hybridpar.nn.placement import Init, Placement
+from hybridpar.ops.update import Weights
+from hybridpar.optim import ParameterSlot, build_optimizer
+from hybridpar.schedules.passes.segments import Division
+from hybridpar.schedules.simulate.copy_engines import HostEngines
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.predict import exposed_on_host
+from hybridpar.state.parameters import LOW_PRECISION
+from hybridpar.train.forecasts.ghost_rank import GhostRank
+from hybridpar.train.reporting.peak import peak_flops
+
+_SAMPLE = 1 << 22
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one process: parameters that the host updates and bytes that are copied, in a second;
+    FLOP/s of products."""
+
+    parameters: float
+    num_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class HostForecast:
+    """The host of the rank with the most parameters, and what all hosts do to a step.
+
+    update_ms, to_host_ms, from_host_ms: of a batch. step_ms: time of a step whose products take all
+    of it; exposed_ms: what of it is waiting for hosts. tokens: of a batch in one pipeline;
+    needed_tokens: from which on none is; 0: never, as the schedule has no slack.
+    """
+
+    parameters: int
+    update_ms: float
+    to_host_ms: float
+    from_host_ms: float
+    step_ms: float
+    exposed_ms: float
+    tokens: int
+    needed_tokens: int
+
+    def __str__(self) -> str:
+        needed = (
+            f"hidden from about {self.needed_tokens:,} tokens in a batch of a pipeline on, and "
+            "there are "
+            f"{self.tokens:,}"
+            if self.needed_tokens
+            else "this schedule has no slack to hide it in"
+        )
+        return (
+            f"the optimizer on the host: {self.parameters:,} parameters take {self.update_ms:,.1f} "
+            "ms, their "
+            f"gradients {self.to_host_ms:,.1f} ms to get there, the weights "
+            f"{self.from_host_ms:,.1f} ms back; "
+            f"{needed}.\n  Of a step of at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms "
+            "are waiting "
+            "for it (speeds measured here, in one process)"
+        )
+
+
+def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | None:
+    """The forecast for a job; None without memory.host_optimizer. speeds: None, measured here."""
+    config = job.config
+    if not config.memory.host_optimizer:
+        return None
+    speeds = speeds or measure_speeds(config)
+    sizes = job.shape
+    parallel = config.parallel
+    groups, parts = _groups(job)
+    schedule = job.schedule
+    weight_bytes = 2 if DTYPES[config.train.dtype] in LOW_PRECISION else 4
+    totals = [sum(of_rank) for of_rank in groups]
+    update, there, back = (
+        [total * each for total in totals]
+        for each in (1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes)
+    )
+    m = sizes.num_microbatches
+    tokens = config.batch_tokens // parallel.dp
+    rate = (
+        speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)
+    )  # tokens/s of a pipeline
+    pair = tokens / rate / m / sizes.chunks
+    costs = Costs(
+        pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups
+    )
+    step, exposed = exposed_on_host(job.options, sizes, costs, parts)
+    largest = totals.index(max(totals))
+    host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
+    slack = schedule.slack(sizes)
+    host.send(0.0)
+    needed = round(host.begin(0.0) * rate * schedule.pairs(sizes) / slack) if slack else 0
+    return HostForecast(
+        round(totals[largest]),
+        1e3 * update[largest],
+        1e3 * there[largest],
+        1e3 * back[largest],
+        1e3 * step,
+        1e3 * exposed,
+        tokens,
+        needed,
+    )
+
+
+def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
+    """Number of parameters that each host of a pipeline updates, by group; and the parts of all
+    stages."""
+    ranks = GhostRank.pipeline(job)
+    parts = {
+        stage: len(of_stage)
+        for rank in ranks
+        for stage, of_stage in rank.ghost.parts.of_stage.items()
+    }
+    return [rank.hosted for rank in ranks], Division(parts)
+
+
+def measure_speeds(config: Config) -> Speeds:
+    """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
+    return Speeds(*host_speeds(config), flops)
+
+
+def host_speeds(config: Config) -> tuple[float, float]:
+    """Parameters that a host with torch's threads updates, and bytes that it copies, in a
+    second."""
+    dtype = DTYPES[config.train.dtype]
+    master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
+    working = (torch.zeros(_SAMPLE, dtype=dtype),) if dtype in LOW_PRECISION else ()
+    slot = ParameterSlot("sample", Placement((_SAMPLE,), Init("zeros")))
+    optimizer = build_optimizer(config.optim, [slot], Axis("tp"), config.kernels.optimizer)
+    update = _seconds(
+        lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3)
+    )
+    copy = _seconds(lambda: target.copy_(gradient))
+    return _SAMPLE / update, gradient.nbytes / copy
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """The shortest of some calls, after one that does not count."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

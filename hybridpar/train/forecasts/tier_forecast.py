@@ -1,0 +1,89 @@
+"""What a run will move between the tiers of its state, before it starts: its own plan, on
+ghosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from hybridpar.job import JobPlan
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import Kind
+from hybridpar.schedules.passes.residency import FastTier, add_residency
+from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.train.forecasts.ghost_rank import GhostRank
+
+_MIB = 2**20
+_BEGUN = 4
+_STEPS = 4
+_LEFT = 4
+"""Steps of the forecast: before it counts, that it counts, and that are known to follow."""
+
+
+@dataclass(frozen=True)
+class TierForecast:
+    """The tiers of one rank. state: all that it keeps; least: the smallest budget. read, written:
+    from and to the slow tier, in a step on average. Units: bytes."""
+
+    state: int
+    least: int
+    read: int
+    written: int
+
+    def __str__(self) -> str:
+        state, least, read, written = (f"{num_bytes / _MIB:,.1f}" for num_bytes in astuple(self))
+        return (
+            f"of {state} MiB of state, {least} have to be in memory; a step reads {read} from the "
+            "file, and writes "
+            f"{written}"
+        )
+
+
+def forecasts(job: JobPlan) -> list[TierForecast]:
+    """The tiers of the first replica's ranks, in the order of the pipeline; none without
+    memory.budget."""
+    parallel = job.config.parallel
+    ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
+    return [forecast(job, rank) for rank in ranks] if job.config.memory.budget else []
+
+
+def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
+    """The tiers of a rank of the job's grid, in a steady step. Nothing is taken, moved or computed.
+
+    `job`: has memory.budget.
+    Raises: ConfigError where the budget is smaller than the least.
+    """
+    ghost = GhostRank.of(job, rank)
+    budget = job.config.memory.budget
+    touches = ghost.touches(job.shape)
+    touches.require(budget)
+    num_batches = _BEGUN + _STEPS + _LEFT
+    actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
+    if (shared := ghost.ghost.shared_items(job.shape)) is not None:
+        actions = shared.moved(actions)
+    read, written = moved(actions, touches, budget, range(_BEGUN, _BEGUN + _STEPS))
+    return TierForecast(
+        touches.most_bytes, touches.least_budget(), read // _STEPS, written // _STEPS
+    )
+
+
+def moved(
+    actions: Iterable[Action], touches: AccessMap, budget: int, batches: range
+) -> tuple[int, int]:
+    """Bytes read and written from update to update of these batches, of a run that starts with all
+    in the slow tier."""
+    residency = touches.residency(budget)
+    fast = FastTier(residency)
+    read = 0
+    written = 0
+    counts = False
+    for action in add_residency(actions, residency):
+        if action.kind is Kind.UPDATE and action.part == 0:
+            counts = action.microbatch in batches
+        counted = counts and action.microbatch < len(touches.items)
+        if counted and action.kind is Kind.FETCH:
+            read += touches.num_bytes[action.microbatch]
+        elif counted and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
+            written += touches.num_bytes[action.microbatch]
+        fast.follow(action)
+    return read, written

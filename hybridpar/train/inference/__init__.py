@@ -1,0 +1,1 @@
+"""Text from a trained GPT, and its weights by their global names."""

@@ -1,0 +1,128 @@
+"""Next tokens of several texts, by this rank's stage of a GPT on a grid of tp and pp.
+
+    start      the prompts, padded at their ends to one length: computed together, keys and values
+               are kept
+    go_on      a token more of each text; only these are computed
+    forget     texts that have ended
+
+A text fills the model's window of seq_length positions. Where it would go beyond, the last half of
+the window becomes its beginning and is computed anew: so a token costs the same however long the
+text is, and sees at least the last seq_length // 2 tokens before it. A text depends on none of the
+others, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.p2p import irecv, isend
+from hybridpar.config import ModelConfig
+from hybridpar.grid import ProcessGrid
+from hybridpar.nn import KeyValueCache
+from hybridpar.runtime.stage import Stage
+
+
+class Decoder:
+    """The stage of this rank, with the keys and values of the texts so far.
+
+    Collectives: every method that computes is called on all ranks of the grid, with the same texts.
+    """
+
+    def __init__(self, stage: Stage, model: ModelConfig, grid: ProcessGrid):
+        self.stage = stage
+        self.model = model
+        self.grid = grid
+        self._texts: list[list[int]] = []
+        self._lengths: list[int] = []
+        """Number of positions of each text whose keys and values are kept."""
+        self._capacity = 0
+        self._layers = range(1, model.num_layers + 1)
+        self._caches: dict[str, KeyValueCache] = {}
+
+    def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor | None:
+        """Begins with other texts; up to `room` tokens will be added to each.
+
+        Shapes: returns logits [b, v] on the last stage's ranks, else None.
+        """
+        window = self.model.seq_length
+        self._texts = [list(prompt[-window:]) for prompt in prompts]
+        self._lengths = [len(text) for text in self._texts]
+        self._capacity = min(window, max(self._lengths) + room)
+        self._caches, logits = self._compute(self._texts)
+        return logits
+
+    def go_on(self, tokens: Sequence[int]) -> Tensor | None:
+        """Adds a token to each text. Shapes: as for `start`."""
+        window = self.model.seq_length
+        half = self.model.seq_length // 2
+        full = [i for i, length in enumerate(self._lengths) if length == window]
+        for i in full:
+            self._texts[i], self._lengths[i] = self._texts[i][window - half :], half
+        if full and half:
+            for number, fresh in self._compute([self._texts[i] for i in full])[0].items():
+                self._caches[number].replace(full, fresh)
+        for text, token in zip(self._texts, tokens, strict=True):
+            text.append(token)
+        at = torch.tensor(self._lengths)
+        self._lengths = [length + 1 for length in self._lengths]
+        batch = {"tokens": torch.tensor(tokens)[:, None], "positions": at[:1]}
+        if len(set(self._lengths)) > 1:
+            batch["positions"] = at[:, None]
+            batch["padding_mask"] = torch.arange(max(self._lengths)) <= at[:, None]
+        return self._logits(self._forward(batch, self._caches), [0] * len(tokens))
+
+    def forget(self, ended: Sequence[int]) -> None:
+        """Goes on without these texts; the others move up."""
+        stay = [i for i in range(len(self._texts)) if i not in ended]
+        self._texts = [self._texts[i] for i in stay]
+        self._lengths = [self._lengths[i] for i in stay]
+        for cache in self._caches.values():
+            cache.keep(stay)
+
+    def _compute(
+        self, texts: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, KeyValueCache], Tensor | None]:
+        """Returns caches of these texts, and the logits of the tokens that follow them."""
+        longest = max(map(len, texts))
+        caches = {
+            number: KeyValueCache(self._capacity)
+            for number in self.stage.blocks
+            if int(number) in self._layers
+        }
+        padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
+        return caches, self._logits(x, [len(text) - 1 for text in texts])
+
+    @torch.no_grad()
+    def _forward(
+        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]
+    ) -> Tensor | None:
+        """The output of the layers for new tokens; None where it went to the next stage. Shapes:
+        returns [b, s, h]."""
+        pp = self.grid.pp
+        x = None
+        if not pp.is_first:
+            x = torch.empty(*batch["tokens"].shape, self.model.hidden_size)
+            irecv(x, pp.rank - 1, pp).wait()
+        for number, block in self.stage.blocks.items():
+            if number in caches:
+                x = block(x, batch, None, caches[number])
+            elif number == "0":
+                x = block(x, batch, None)
+        if pp.is_last:
+            return x
+        assert x is not None
+        isend(x, pp.rank + 1, pp).wait()
+        return None
+
+    @torch.no_grad()
+    def _logits(self, x: Tensor | None, last: Sequence[int]) -> Tensor | None:
+        """Logits of the token after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
+        if x is None:
+            return None
+        head = self.stage.blocks[str(self.model.num_layers + 1)]
+        logits: Tensor = head.logits(x[torch.arange(len(x)), torch.tensor(last)])  # type: ignore[operator]
+        return logits

@@ -1,0 +1,332 @@
+"""Text from a checkpoint of a GPT, on one process or on a grid of tp and pp (decoder.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.checkpoint import FullWeights, hold_found, read_held, read_manifest
+from hybridpar.checkpoint.finding import MOST_TRIES
+from hybridpar.checkpoint.folders import Hold
+from hybridpar.checkpoint.stages import load_stage
+from hybridpar.comm import broadcast
+from hybridpar.config import Launch, TrainConfig
+from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
+from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
+from hybridpar.grid import ProcessGrid
+from hybridpar.job.stage_split import inference_split
+from hybridpar.random import random_bits, site
+from hybridpar.train.faults.errors import describe_failure
+from hybridpar.train.inference.decoder import Decoder
+from hybridpar.train.launch import Job, set_threads
+
+TOGETHER = 16
+"""Number of prompts that are computed at once; the others wait."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rules by which the next token is chosen.
+
+    temperature 0: the likeliest one. top_k 0: all are candidates. top_p: only the likeliest
+    candidates count that together have this probability.
+    """
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_tokens", self.max_tokens),
+            ("temperature", self.temperature),
+            ("top_k", self.top_k),
+        ):
+            if not value >= 0:
+                raise config_error(
+                    name, value, "must not be negative", str(getattr(type(self), name))
+                )
+        if not 0 < self.top_p <= 1:
+            raise config_error("top_p", self.top_p, "must be above 0 and at most 1", "0.9")
+
+
+class Generator:
+    """This rank's part of a GPT, and its tokenizer. No id is chosen that the tokenizer lacks."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.end = tokenizer.end
+        self._ends = tokenizer.ends
+        has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
+        has_token[torch.from_numpy(tokenizer.holes)] = False
+        self._ids = has_token.nonzero().squeeze(1)
+
+    @staticmethod
+    def load(
+        path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None
+    ) -> Generator:
+        """Loads from a run folder (its newest checkpoint that is whole) or from one checkpoint in
+        it.
+
+        A rank reads its own part of the weights. grid: of tp and pp; None: this process alone.
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads
+            or blocks for the
+        grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
+        """
+        return read_held(
+            path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid())
+        )
+
+    @staticmethod
+    def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
+        trained = read_manifest(folder).config
+        if not trained.model.can_generate:
+            rule = f"holds a {trained.model.kind}; only a gpt generates text"
+            raise config_error("checkpoint", named, rule)
+        model = trained.transformer
+        tokenizer = folder.parent.parent / "tokenizer.json"
+        if not os.path.lexists(tokenizer):
+            raise CheckpointError(
+                f"{tokenizer}: missing, as the corpus came without a tokenizer; put the "
+                f"tokenizer.json there"
+            )
+        loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
+        check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
+        stage = load_stage(
+            FullWeights(folder), grid.tp, inference_split(model, grid.pp.size)[grid.pp.rank]
+        )
+        return Generator(Decoder(stage, model, grid), loaded)
+
+    def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece,
+        until its end.
+
+        Collectives: on all ranks of the grid. Raises: CheckpointError where logits are not finite.
+        """
+        return (piece for _, piece in self.generate_all([prompt], sampling))
+
+    def generate_all(self, prompts: Sequence[str], sampling: Sampling) -> Iterator[tuple[int, str]]:
+        """Yields pieces of the continuations of several prompts, each with its prompt's index.
+
+        A text depends on its prompt, the seed, and how many equal prompts come before it.
+        Collectives: as for `generate`. Raises: as `generate`; ConfigError for a prompt that is not
+            UTF-8 text.
+        """
+        texts = []
+        check_prompts(prompts)
+        for i, prompt in enumerate(prompts):
+            tokens = self.tokenizer.encode_prompt(prompt)
+            key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
+            texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens), key))
+        for first in range(0, len(texts), TOGETHER):
+            yield from self._generate(texts[first : first + TOGETHER], sampling)
+
+    def _generate(self, texts: list[_Text], sampling: Sampling) -> Iterator[tuple[int, str]]:
+        logits = self.decoder.start([text.prompt for text in texts], sampling.max_tokens)
+        for position in range(sampling.max_tokens):
+            tokens = self._choose(logits, sampling, texts, position)
+            last = position + 1 == sampling.max_tokens
+            for text, token in zip(texts, tokens, strict=True):
+                piece = "" if token in self._ends else text.pieces.add(token)
+                if piece := piece + (text.pieces.rest() if token in self._ends or last else ""):
+                    yield text.index, piece
+            if ended := [i for i, token in enumerate(tokens) if token in self._ends]:
+                texts = [text for i, text in enumerate(texts) if i not in ended]
+                tokens = [token for token in tokens if token not in self._ends]
+                self.decoder.forget(ended)
+            if last or not texts:
+                return
+            logits = self.decoder.go_on(tokens)
+
+    def _choose(
+        self, logits: Tensor | None, sampling: Sampling, texts: Sequence[_Text], position: int
+    ) -> list[int]:
+        """A token for each text, from the last stage's logits, on all ranks.
+
+        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all of
+            them.
+        """
+        world = self.decoder.grid.world
+        chosen = torch.empty(len(texts), dtype=torch.int64)
+        if logits is not None:
+            uniform = torch.tensor(
+                [_uniform(text.key, position) for text in texts], dtype=torch.float64
+            )
+            chosen = choose(logits[:, self._ids], sampling, uniform)
+            chosen = torch.where(chosen < 0, chosen, self._ids[chosen])
+        tokens: list[int] = broadcast(
+            chosen, world, world.size - self.decoder.grid.tp.size
+        ).tolist()
+        if min(tokens) < 0:
+            raise CheckpointError("the model's logits are not finite, so no token can be sampled")
+        return tokens
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raises: ConfigError for the first prompt that is not UTF-8 text."""
+    for prompt in prompts:
+        if flaw := not_utf8(prompt):
+            raise config_error(
+                "prompt", prompt, f"must be UTF-8 text; {flaw}", '"Once upon a time"'
+            )
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A prompt, its continuation as text, and the key of its random numbers (seed, site, step,
+    sample)."""
+
+    index: int
+    prompt: list[int]
+    pieces: Pieces
+    key: tuple[int, int, int, int]
+
+
+@contextmanager
+def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterator[Generator]:
+    """A Generator on the grid that the processes of this one's job make, tp * pp of them.
+
+    path, threads: as for Generator.load and set_threads.
+    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike;
+        RankError where this
+    one fails.
+    """
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    set_threads(threads, launch)
+    job = Job.connect(launch)
+    source = _Source(path, say)
+    folder = job.decide(source.find)
+    job.require_addresses("gloo")
+    job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
+    grid = ProcessGrid(tp=tp, pp=pp)
+    generator = source.load(folder, grid, job)
+    try:
+        yield generator
+        job.end_group()
+    except (HybridparError, BrokenPipeError):  # raised on all ranks together; nobody reads on
+        raise
+    except Exception as error:
+        raise describe_failure(error, grid.describe()) from error
+
+
+class _Source:
+    """The checkpoint of a path, which rank 0 finds and holds until all ranks have loaded their
+    parts of it."""
+
+    def __init__(self, path: str, say: Callable[[str], None]):
+        self._path = path
+        self._say = say
+        self._hold: Hold | None = None
+
+    def find(self) -> str:
+        """Return the checkpoint's folder, on rank 0. Raises: CheckpointError if there is none."""
+        self._hold = hold_found(self._path, self._say)
+        return str(self._hold.folder)
+
+    def load(self, folder: str, grid: ProcessGrid, job: Job) -> Generator:
+        """Load from what `find` returned, or from the next one if it was removed. Raises: as
+        `on_grid`."""
+        found = job.together(partial(self._load_or_error, folder, grid))
+        for _ in range(MOST_TRIES):
+            has_failed = any(job.gather(isinstance(found, CheckpointError)))
+            if not job.decide(self._is_lost) or not has_failed:
+                break
+            folder = job.decide(self.find)
+            found = job.together(partial(self._load_or_error, folder, grid))
+        generator = job.together(partial(_raised, found))
+        assert generator is not None
+        return generator
+
+    def _is_lost(self) -> bool:
+        """Let go of the checkpoint; return whether it was removed."""
+        assert self._hold is not None
+        with self._hold as hold:
+            return not hold.is_there
+
+    def _load_or_error(self, folder: str, grid: ProcessGrid) -> Generator | CheckpointError:
+        try:
+            return Generator.load(folder, self._say, grid)
+        except CheckpointError as error:
+            return error
+
+
+def _raised(found: Generator | CheckpointError | None) -> Generator | None:
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+class Pieces:
+    """Text of tokens as they come, in pieces of whole characters. behind: the tokens that they
+    follow.
+
+    Only the last few tokens are decoded, so a piece costs the same however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, behind: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._tokens = list(behind)
+        self._read = 0
+        self._shown = 0
+        self._go_on()
+
+    def add(self, token: int) -> str:
+        """The text that another token adds; empty in the middle of a character."""
+        self._tokens.append(token)
+        piece = self.rest()
+        if piece.endswith("\ufffd"):
+            return ""
+        self._go_on()
+        return piece
+
+    def rest(self) -> str:
+        """The text that was not returned yet, if it ends here."""
+        return self._tokenizer.decode(self._tokens)[self._shown :]
+
+    def _go_on(self) -> None:
+        """Keeps the tokens of the last piece, as the text of those that follow may depend on
+        them."""
+        self._tokens = self._tokens[self._read :]
+        self._read, self._shown = len(self._tokens), len(self._tokenizer.decode(self._tokens))
+
+
+def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """Chooses a token for each row; -1 for all where a logit is not finite.
+
+    Candidates are taken by likelihood, and the token from them in the order of their ids. So
+    rounding, which is another one on another grid, hardly ever changes the token.
+    Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
+    Source of top_p: arXiv 1904.09751.
+    """
+    if not logits.isfinite().all():
+        return torch.full((len(logits),), -1)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    scores, tokens = logits.topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
+    p = torch.softmax((scores - scores[:, :1]).double() / sampling.temperature, -1)
+    if sampling.top_p < 1:
+        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0.0)
+    tokens, order = tokens.sort(-1)
+    total = p.gather(-1, order).cumsum(-1)
+    at = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
+    return tokens.gather(-1, at).squeeze(-1)
+
+
+def _uniform(key: tuple[int, int, int, int], position: int) -> float:
+    """A random number between 0 and 1 for a position of a text."""
+    bits = random_bits(*key, num_samples=1, rows=1, cols=1, stride=1, start=position)
+    return (int(bits) % 2**32 + 0.5) / 2**32

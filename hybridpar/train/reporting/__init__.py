@@ -1,0 +1,1 @@
+"""What a run says about itself: progress, metrics, pictures, trackers, measured costs."""

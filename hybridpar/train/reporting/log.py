@@ -1,0 +1,190 @@
+"""Files that a run keeps in its folder besides checkpoints: metrics, TensorBoard, notes,
+pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.errors import in_a_line
+from hybridpar.reading import to_json
+from hybridpar.train.folder import METRICS, NOTES
+from hybridpar.train.reporting.console import lost_console
+from hybridpar.train.reporting.progress import Reporter
+from hybridpar.train.reporting.records import MOST_FEW_RECORDS, Records
+from hybridpar.train.reporting.run_metrics import end_of, last_step
+from hybridpar.train.reporting.trackers import NAMES, Trackers
+
+
+class RunLog(Records):
+    """The files of a run, none of which it needs to go on.
+
+    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed
+    step. config: of the run, whose trackers are sent the rows.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int,
+        reporter: Reporter,
+        *,
+        writes: bool,
+        config: Config | None = None,
+    ):
+        super().__init__(folder, self.note, writes=writes)
+        self._reporter = reporter
+        self._step = resumed_step
+        self._is_silent = False
+        if writes:
+            self.begin(NOTES)
+            reached = last_step(folder / METRICS)
+            self.begin(METRICS, end_of(folder / METRICS, resumed_step))
+            self._board = TensorBoard(self, "tensorboard", resumed_step, self.note)
+            self._trackers = Trackers(config or Config(), self.note, resumed_step, reached)
+            self._keep_names()
+
+    def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
+        """Writes a row of numbers; those that are not finite as null. besides: values for
+        metrics.jsonl alone."""
+        if not self.writes:
+            return
+        self._step = row["step"]
+        self.append(METRICS, f"{to_json(row | dict(besides or {}))}\n".encode())
+        self._board.write(row)
+        self._trackers.write(row)
+        if not self._is_silent and (why := lost_console()):
+            self._is_silent = True
+            self.note(f"stderr is lost ({why}); training goes on in silence")
+
+    def close(self) -> None:
+        """Closes the files, and what is sent elsewhere."""
+        if self.writes:
+            self._trackers.close()
+        super().close()
+
+    def cut_back(self, step: int) -> None:
+        """Forgets the metrics of later steps, because training goes on after this one."""
+        if self.writes:
+            kept = [line for line in self.waiting(METRICS) if json.loads(line)["step"] <= step]
+            self.begin(METRICS, end_of(self.folder / METRICS, step))
+            for line in kept:
+                self.append(METRICS, line)
+            self._board.go_back(step)
+            self._trackers.go_back(step)
+            self._keep_names()
+
+    def _keep_names(self) -> None:
+        """Writes trackers.json, if the run has ever had a tracker."""
+        if self._trackers.ids:
+            self.draw(NAMES, self._trackers.names)
+
+    def note(self, text: str) -> None:
+        """Says something, and keeps it."""
+        self._reporter.say(text)
+        self.append(
+            NOTES,
+            f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode(),
+        )
+
+    def put(self, name: str, write: Callable[[Path], object]) -> None:
+        """Writes a file beside its place and renames it; what keeps it from being made, besides the
+        disk, is said."""
+
+        def make(path: Path) -> None:
+            try:
+                write(path)
+            except OSError:  # Records tries again later
+                raise
+            except Exception as error:  # a run without a picture is a run
+                path.unlink(missing_ok=True)
+                self._reporter.say(f"no {name}: {in_a_line(error)}; nothing else is missing")
+
+        super().put(name, make)
+
+    def draw(self, name: str, draw: Callable[[], str]) -> None:
+        """Writes a picture, or another text."""
+        self.put(name, lambda path: path.write_text(draw(), encoding="utf-8"))
+
+
+class TensorBoard:
+    """A file of events in a folder, with a record for each row of numbers; none where tensorboard
+    is not installed.
+
+    tensorboard's own writer has a thread, which ends with the first error of the disk: here it only
+    makes the bytes. Where tensorboard fails, that is said once, and no more is written.
+
+    Args:
+        records: Files of the run.
+        folder: Folder for the events, in the run's folder.
+        resumed_step: The step that training goes on after.
+        say: Called with a line for people.
+    """
+
+    def __init__(
+        self, records: Records, folder: str, resumed_step: int, say: Callable[[str], None]
+    ):
+        self._records = records
+        self._file = ""
+        self._say = say
+        if importlib.util.find_spec("tensorboard") is None:
+            return
+        self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        records.begin(self._file, 0, MOST_FEW_RECORDS)
+        self._try(self._begin)
+        self.go_back(resumed_step)
+
+    def go_back(self, step: int) -> None:
+        """Hides the steps after this one that were written before, here and in other files."""
+        self._try(lambda: self._hide_after(step))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Adds the floating point numbers of a row of metrics.jsonl."""
+        self._try(lambda: self._add_row(row))
+
+    def _try(self, do: Callable[[], None]) -> None:
+        if not self._file:
+            return
+        try:
+            do()
+        except (
+            Exception
+        ) as error:  # of an import, or of a version of protobuf that tensorboard cannot work with
+            self._file = ""
+            self._say(f"tensorboard: {in_a_line(error)}; training goes on without it")
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._add(Event(file_version="brain.Event:2"))
+
+    def _hide_after(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        first = step + 1 if step else 0  # an evaluation comes before the first step
+        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
+
+    def _add_row(self, row: dict[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [(name, value) for name, value in row.items() if isinstance(value, float)]
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values]
+        )
+        self._add(Event(step=row["step"], summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time, record = time.time(), BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._records.append(self._file, record.getvalue())

@@ -1,0 +1,331 @@
+"""Traces of some steady-state batches on all ranks: recorded, brought to one clock, and drawn.
+
+Ranks record their actions on the clock of their host; clocks.py compares those of several hosts.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from hybridpar.checkpoint.files import write_text
+from hybridpar.comm import gather_objects
+from hybridpar.cores import available_cores
+from hybridpar.grid import ProcessGrid
+from hybridpar.runtime.executor import Executor
+from hybridpar.runtime.recording import Event, Recording, Usage, make_clock
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.draw.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
+from hybridpar.schedules.draw.svg import draw_svg
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
+from hybridpar.schedules.simulate.timeline import Timeline
+from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.train.faults.clocks import shift_to_first
+
+WARMUP = 3
+SHOWN = 3
+"""Batches in trace.json and executed.svg."""
+_MOST_BATCHES = 16
+_MOST_MICROBATCHES = 1000
+_WAITED_S = 50e-6
+"""Shortest wait that was for something that was not there yet."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The host of a rank: machine, device, cores (0: the rank computes elsewhere), and threads of
+    each rank."""
+
+    name: str = ""
+    device: str = "cpu"
+    cores: int = 0
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """Events that one rank recorded, in seconds on a clock that all ranks share."""
+
+    rank: int
+    name: str
+    pipeline: tuple[int, ...]
+    """Its place on all axes but pp: ranks with the same one exchange activations."""
+    stage: int
+    """The rank's place in the pipeline: the stage that it holds, or the first of them."""
+    events: tuple[Event, ...]
+    host: Host = field(default_factory=Host)
+    usage: Usage = field(default_factory=Usage)
+    clock_error: float = 0.0
+    """Largest error of its times beside those of rank 0, on another host."""
+
+
+class Recorder:
+    """Records some batches of a stretch of training that begins now.
+
+    Recording begins after WARMUP batches, earlier and with fewer where the stretch is short. skip:
+    batches at its start that are not like the others.
+    """
+
+    def __init__(self, executor: Executor, first: int, num_batches: int, *, skip: int = 0):
+        most = max(SHOWN, min(_MOST_BATCHES, _MOST_MICROBATCHES // executor.num_microbatches))
+        self._executor = executor
+        self._start = first + skip + min(WARMUP, (num_batches - skip) // 3)
+        self._stop = min(self._start + most, first + num_batches)
+        self._recording: Recording | None = None
+        self.events: tuple[Event, ...] = ()
+        self.usage = Usage()
+        if self._start == first:
+            self._begin()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether batches are being recorded."""
+        return self._recording is not None
+
+    def after_step(self, step: int) -> None:
+        """To be called after every update, while the executor runs."""
+        if step == self._start:
+            self._begin()
+        elif step == self._stop:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording, if it has not ended."""
+        if self._recording is not None:
+            self.events, self.usage = self._recording.events(), self._recording.usage()
+        self._recording = None
+        self._executor.record(None)
+
+    def _begin(self) -> None:
+        self._recording = Recording(make_clock(self._executor.lane.device))
+        self._executor.record(self._recording)
+
+
+def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
+    """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the
+    grid."""
+    shift = shift_to_first(grid)
+    mine = replace(
+        events_of(recorder, grid),
+        events=_shifted(recorder.events, shift.seconds),
+        clock_error=shift.error,
+    )
+    return _from_zero(gather_objects(mine, grid.world))
+
+
+def events_of(recorder: Recorder, grid: ProcessGrid) -> RankEvents:
+    """Return this rank's events, on its own host's clock."""
+    return RankEvents(
+        grid.rank,
+        grid.describe(),
+        tuple(index for name, index in grid.place.items() if name != "pp"),
+        grid.pp.rank,
+        recorder.events,
+        _host(grid),
+        recorder.usage,
+    )
+
+
+def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:
+    """Shifts events so that the earliest begins at 0."""
+    origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
+    return [replace(r, events=_shifted(r.events, -origin)) for r in ranks]
+
+
+def _shifted(events: Sequence[Event], by: float) -> tuple[Event, ...]:
+    return tuple(
+        replace(
+            e,
+            start=e.start + by,
+            end=e.end + by,
+            waits=tuple((since + by, until + by) for since, until in e.waits),
+            over=None if e.over is None else e.over + by,
+        )
+        for e in events
+    )
+
+
+def _host(grid: ProcessGrid) -> Host:
+    if grid.device_type != "cpu":
+        return Host(platform.node(), torch.cuda.get_device_name())
+    return Host(
+        platform.node(),
+        platform.processor() or platform.machine(),
+        available_cores(),
+        torch.get_num_threads(),
+    )
+
+
+def _span(event: Event) -> tuple[float, float]:
+    """The time in which an action itself ran: after its last wait; of a send before its first,
+    which is for others."""
+    if ACTION_SPECS[event.action.kind].matching_recv and event.waits:
+        return event.start, event.waits[0][0]
+    return event.ready, event.end
+
+
+# Where the input of a computation comes from, how it is sent, and how it is received.
+_TRANSFERS = {
+    kind: (-row.flow, row.send, row.receive)
+    for kind, row in ACTION_SPECS.items()
+    if row.send and row.receive
+}
+
+
+def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
+    """Times that receivers on a link had to wait once the transfer could start, where they were
+    waiting: half of that where the receive was posted last, as word of it goes the other way
+    before.
+
+    Links are numbered as in plan.costs.
+    """
+    # of an action in parts the first one waits for what comes
+    events = {
+        (r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e
+        for r in ranks
+        for e in reversed(r.events)
+    }
+    sizes = _sizes(ranks)
+    for (pipeline, stage, kind, number), used in events.items():
+        towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
+        if not towards or sizes.link(stage, towards) != link or not _has_waited(used):
+            continue
+        sent = events.get((pipeline, stage + towards, send, number))
+        posted = events.get((pipeline, stage, receive, number))
+        if sent is not None and posted is not None:
+            start = _transfer_start(sent, posted)
+            yield (_input_waits(used)[0][1] - start) / (1 + (start == posted.end))
+
+
+def _sizes(ranks: Sequence[RankEvents]) -> PipelineShape:
+    """Ranks and stages of a pipeline, and which holds which."""
+    homes = {e.action.stage: r.stage for r in ranks for e in r.events if e.action.kind in COMPUTE}
+    return PipelineShape.found(homes, len({r.stage for r in ranks}))
+
+
+def _transfer_start(sent: Event, posted: Event) -> float:
+    # not from the end of the send's call: a sender that gets no core returns late from it
+    return max(sent.start + sent.own, posted.end)
+
+
+def _has_waited(used: Event) -> bool:
+    """Whether the action had to wait for its input."""
+    return any(until - since > _WAITED_S for since, until in _input_waits(used)[:1])
+
+
+def _input_waits(used: Event) -> Sequence[tuple[float, float]]:
+    """The waits of an action, from that for its input on."""
+    return used.waits[used.for_state :]
+
+
+def executed(
+    ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False
+) -> Timeline:
+    """The timeline of one pipeline (the first) as it ran. Waits in the course of an action are no
+    part of it.
+
+    Work beside the actions ends when it was seen to be over. A transfer that nobody waited for
+    takes as long as those on that link that someone did wait for. gathers: whether replicas gather
+    new weights after an update.
+    """
+    pipeline = pipeline or min(r.pipeline for r in ranks)
+    stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
+    events = {
+        (e.action.stage, e.action.kind, e.action.microbatch): e
+        for r in stages
+        for e in reversed(r.events)
+    }
+    sizes = _sizes(stages)
+    usual: dict[int | None, float] = {
+        link: median(times)
+        for link in range(len(stages))
+        if (times := list(transfer_times(stages, link)))
+    }
+
+    def end_of(event: Event) -> float:
+        was_seen = event.over is not None and (event.action.kind is not Kind.UPDATE or gathers)
+        return max(event.end, event.over or 0.0) if was_seen else event.end
+
+    ends = {key: end_of(event) for key, event in events.items()}
+    for (stage, kind, number), event in events.items():
+        towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
+        sent = events.get((stage + towards, send, number))
+        posted = events.get((stage, receive, number))
+        if not towards or sent is None or posted is None:
+            continue
+        arrival = event.ready
+        if not _has_waited(event):
+            arrival = min(
+                arrival, _transfer_start(sent, posted) + usual.get(sizes.link(stage, towards), 0.0)
+            )
+        ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
+        ends[stage, receive, number] = max(posted.end, arrival)
+    plan: dict[int, tuple[Action, ...]] = {
+        r.stage: tuple(e.action for e in r.events) for r in stages
+    }
+    by_rank = {
+        r.stage: [
+            ends[e.action.stage, e.action.kind, e.action.microbatch]
+            if ACTION_SPECS[e.action.kind].peer_offset
+            else end_of(e)
+            for e in r.events
+        ]
+        for r in stages
+    }
+    spans = {r.stage: [_span(e) for e in r.events] for r in stages}
+    return Timeline(
+        plan,
+        {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()},
+        by_rank,
+        max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
+        {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()},
+    )
+
+
+def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:
+    """The events since the last updates of each rank but `num_batches`, so that pictures stay
+    small."""
+    shown = []
+    for rank in ranks:
+        updates = [i for i, event in enumerate(rank.events) if event.action.kind is Kind.UPDATE]
+        first = updates[-num_batches - 1] + 1 if len(updates) > num_batches else 0
+        shown.append(replace(rank, events=rank.events[first:]))
+    return _from_zero(shown)
+
+
+def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = False) -> None:
+    """Writes all ranks in Chrome's trace format."""
+    entries: list[Entry] = []
+    for pipeline in sorted({r.pipeline for r in ranks}):
+        stages = {r.stage: r for r in ranks if r.pipeline == pipeline}
+        idle = {
+            stage: [
+                Slice(wait_name(e.action), "idle", since, until)
+                for e in r.events
+                for since, until in e.waits
+            ]
+            for stage, r in stages.items()
+        }
+        names = {stage: (r.rank, r.name) for stage, r in stages.items()}
+        entries += trace_entries(executed(ranks, pipeline, gathers=gathers), names, idle)
+    entries += [
+        {
+            "ph": "M",
+            "name": "process_labels",
+            "pid": r.rank,
+            "args": {"labels": f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"},
+        }
+        for r in ranks
+        if r.clock_error
+    ]
+    write_text(path, trace_json(entries))
+
+
+def draw_executed(ranks: Sequence[RankEvents], title: str) -> str:
+    """Draws the first pipeline as an SVG picture that fits a page, in milliseconds."""
+    return draw_svg(executed(ranks).scaled(1e3), title=title, unit="milliseconds", widens=False)

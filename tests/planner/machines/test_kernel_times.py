@@ -1,0 +1,127 @@
+"""What kernels take by their shapes: estimates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.config import ModelConfig
+from hybridpar.errors import ConfigError
+from hybridpar.models.cost import forward_flops_per_token, layer_matmul_parameters
+from hybridpar.planner.machines.hardware import DEVICES
+from hybridpar.planner.machines.kernel_times import (
+    HALF,
+    MEGATRON_2020,
+    OURS,
+    Product,
+    activation_bytes,
+    block_times,
+    product_time,
+)
+
+MODEL = ModelConfig(num_layers=6, hidden_size=1024, num_heads=16, seq_length=512, vocab_size=32000)
+V100 = DEVICES["v100-16gb"]
+H200 = DEVICES["h200-141gb"]
+
+
+def rate(device, *sizes):
+    product = Product(*sizes)
+    return 2 * product.m * product.n * product.k * product.copies / product_time(device, product)
+
+
+def test_an_endless_product_has_the_rate_of_the_table() -> None:
+    for device in DEVICES.values():
+        most = device.peak_flops * device.matmul_share
+        assert 0.97 * most < rate(device, 32768, 32768, 16384) <= most
+
+
+def test_waves_that_are_not_full_and_a_short_k_cost_their_part() -> None:
+    """80 multiprocessors, tiles of 256 x 128 along one row of blocks: the 81st has a wave of its
+    own."""
+    one, more = (product_time(V100, Product(256 * tiles, 128, 4096)) for tiles in (80, 81))
+    assert 1.1 < more / one <= 2  # smaller tiles, which are slower, fill their last wave better
+    assert rate(V100, 8192, 8192, 64) < 0.55 * rate(V100, 8192, 8192, 8192)
+    assert rate(V100, 8, 8192, 8192) < 0.1 * rate(V100, 8192, 8192, 8192)
+
+
+def test_a_product_takes_its_traffic_at_least() -> None:
+    product = Product(16, 1024, 1024)
+    quick = replace(V100, peak_flops=1e30)
+    num_bytes = HALF * (1024 * (16 + 1024) + 16 * 1024)
+    assert product_time(quick, product) == pytest.approx(num_bytes / (900e9 * 0.8))
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000))
+def test_more_of_anything_takes_no_less(m: int, n: int, k: int) -> None:
+    one = product_time(H200, Product(m, n, k))
+    for more in (Product(m + 128, n, k), Product(m, n + 128, k), Product(m, n, k, 2)):
+        assert one <= product_time(H200, more) * (1 + 1e-12)
+    assert 2 * m * n * k / one <= H200.peak_flops * H200.matmul_share
+
+
+def test_gradients_are_two_products_of_as_many_operations() -> None:
+    product = Product(3, 5, 7, 2)
+    for one in product.backward:
+        assert one.m * one.n * one.k == 3 * 5 * 7
+        assert one.copies == 2
+
+
+@pytest.mark.parametrize("kernels", [OURS, MEGATRON_2020])
+def test_blocks_take_their_operations_at_least(kernels) -> None:
+    for flops, time in zip(
+        forward_flops_per_token(MODEL), block_times(MODEL, 4, V100, 1, kernels), strict=True
+    ):
+        causal = 4 * 512 * (flops - 2 * 512 * 1024 * (0 < flops < 3e7)) / 125e12
+        assert time.forward >= causal
+        assert time.backward >= 2 * causal
+
+
+def test_scores_that_are_never_written_take_no_time() -> None:
+    """Twice the sequence and half of the samples: as many tokens, so only attention takes
+    longer."""
+    longer = replace(MODEL, seq_length=4096)
+    written, fused = (
+        block_times(longer, 1, H200, 1, kernels)[1].forward
+        - block_times(replace(MODEL, seq_length=512), 8, H200, 1, kernels)[1].forward
+        for kernels in (MEGATRON_2020, OURS)
+    )
+    assert fused < 0.3 * written
+
+
+def test_kernels_that_add_gradients_cost_most_with_small_micro_batches() -> None:
+    """Half of the micro-batch, twice: gradients are added once more, in fp16, unless the product
+    does it itself."""
+    saved = {
+        kernels: 2 * block_times(MODEL, 16, V100, 1, kernels)[1].backward
+        - block_times(MODEL, 32, V100, 1, kernels)[1].backward
+        for kernels in (MEGATRON_2020, OURS)
+    }
+    adding = V100.memory_time(3 * HALF * layer_matmul_parameters(MODEL))
+    assert adding < saved[MEGATRON_2020] - saved[OURS] < 1.2 * adding
+
+
+def test_a_small_layer_waits_for_its_launches() -> None:
+    small = replace(MODEL, hidden_size=64, num_heads=4, seq_length=16)
+    layer = block_times(small, 1, H200)[1]
+    assert layer[:2] == (pytest.approx(16 * 5e-6), pytest.approx(36 * 5e-6))
+    assert 16 * 1e-6 < layer.forward - layer.forward_idle < layer.forward / 2, (
+        "the kernels' own time, and their gaps"
+    )
+    assert not block_times(MODEL, 16, H200)[1].forward_idle
+
+
+@given(st.integers(1, 64), st.sampled_from([2, 4, 8]))
+def test_tensor_parallelism_speeds_up_by_no_more_than_its_size(b: int, tp: int) -> None:
+    whole = block_times(MODEL, b, V100)[1]
+    part = block_times(MODEL, b, V100, tp)[1]
+    for one, other in zip(whole[:2], part[:2], strict=True):  # the rest is waiting
+        assert 0.95 * one / tp <= other <= 1.05 * one
+
+
+def test_messages_and_degrees() -> None:
+    assert activation_bytes(MODEL, 8) == 2 * 8 * 512 * 1024
+    with pytest.raises(ConfigError, match=r"parallel.tp = 0: must be at least 1"):
+        block_times(MODEL, 1, V100, 0)

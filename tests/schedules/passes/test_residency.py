@@ -1,0 +1,392 @@
+from itertools import combinations, count, islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedules.items import (
+    ADD,
+    READ,
+    RENEW,
+    UPDATE,
+    WRITE,
+    plans,
+    string_of,
+    training_state,
+    with_residency,
+)
+
+from hybridpar.errors import ConfigError
+from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
+from hybridpar.schedules.passes.lowering import lower, make_plan
+from hybridpar.schedules.passes.residency import FastTier, Residency, Touch, add_residency
+from hybridpar.schedules.proof.check import PlanError, check
+from hybridpar.schedules.schedule_table import PipelineShape
+
+
+def reads(items):
+    return [[Touch(item, READ)] for item in items]
+
+
+def text(actions):
+    return " ".join(map(str, actions)).replace("@0", "")
+
+
+def fetches(actions):
+    return sum(action.kind is Kind.FETCH for action in actions)
+
+
+def fewest_fetches(accesses, num_items, capacity):
+    """By trying all: the least over what may be in the fast tier after each access, which it may
+    pick freely."""
+    least = {frozenset(): 0}
+    for touches in accesses:
+        needed = {touch.item for touch in touches}
+        following = {}
+        for before, cost in least.items():
+            now = cost + sum(
+                touch.item not in before and touch.mode is not WRITE for touch in touches
+            )
+            rest = sorted(before - needed)
+            for kept in range(min(len(rest), capacity - len(needed)) + 1):
+                for chosen in combinations(rest, kept):
+                    after = frozenset(needed | set(chosen))
+                    following[after] = min(now, following.get(after, now))
+        least = following
+    return min(least.values())
+
+
+# -- what moves where
+
+
+def test_the_one_that_is_touched_last_gives_way():
+    sweep = reads([0, 1, 2, 2, 1, 0])
+    assert text(with_residency(sweep, [1] * 3, 2)[0]) == (
+        "FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1 F2 F3 F4 RELEASE1 FETCH0 F5"
+    )
+    assert text(with_residency(sweep, [1] * 3, 2, ahead=0)[0]) == (
+        "FETCH0 F0 FETCH1 F1 RELEASE0 FETCH2 F2 F3 F4 RELEASE1 FETCH0 F5"
+    ), "a release is early all the same"
+    assert (
+        text(with_residency(sweep, [1] * 3, 3, ahead=9)[0])
+        == "FETCH0 FETCH1 FETCH2 F0 F1 F2 F3 F4 F5"
+    )
+
+
+def test_what_is_next_overwritten_is_dropped_first():
+    accesses = [
+        [Touch(0, WRITE)],
+        [Touch(0, READ), Touch(1, READ)],
+        [Touch(2, READ)],
+        [Touch(0, WRITE)],
+        [Touch(1, READ)],
+    ]
+    assert (
+        text(with_residency(accesses, [1] * 3, 2)[0])
+        == "FETCH1 F0 F1 DROP0 FETCH2 F2 RELEASE2 F3 F4"
+    )
+
+
+def test_what_is_elsewhere_is_added_to_and_made_anew():
+    """0: weights of which each rank has a share, 1 and 2: gradients that are summed into shares."""
+    accesses = [
+        [Touch(0, READ)],
+        [Touch(0, READ), Touch(1, ADD)],
+        [Touch(1, ADD)],
+        [Touch(2, ADD)],
+        [Touch(1, RENEW), Touch(2, RENEW)],
+        [Touch(0, RENEW)],
+        [Touch(0, READ)],
+    ]
+    moves, residency = with_residency(accesses, [1] * 3, 2)
+    assert text(moves) == "FETCH0 F0 F1 RELEASE0 F2 RELEASE1 F3 RELEASE2 F4 F5 FETCH0 F6"
+    for fault, missing in (
+        ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
+        ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
+    ):
+        tier = FastTier(Residency(residency.touches, [1] * 3, 3))
+        assert fault in [tier.follow(action) for action in moves if str(action) != missing]
+
+
+def test_of_equals_what_need_not_be_written_back_gives_way():
+    accesses = [
+        [Touch(0, UPDATE), Touch(1, READ)],
+        [Touch(2, READ)],
+        [Touch(0, READ), Touch(1, READ)],
+    ]
+    assert "RELEASE1 FETCH2" in text(with_residency(accesses, [1] * 3, 2)[0])
+    accesses[0] = [Touch(0, READ), Touch(1, UPDATE)]
+    assert "RELEASE0 FETCH2" in text(with_residency(accesses, [1] * 3, 2)[0])
+
+
+def test_small_items_stay_where_a_large_one_makes_room_enough():
+    accesses = reads([0, 1, 2, 1, 0])  # 0 is touched last, but 1 must go, and does
+    assert text(with_residency(accesses, [1, 10, 10], 12, ahead=0)[0]) == (
+        "FETCH0 F0 FETCH1 F1 RELEASE1 FETCH2 F2 RELEASE2 FETCH1 F3 F4"
+    )
+
+
+def test_what_is_there_at_the_start_and_what_always_is():
+    actions, touches = string_of(reads([3, 0, 1, 2]))
+    residency = Residency(touches, [1] * 4, 3, pinned={3}, resident={0: False, 2: True})
+    moves = list(add_residency(actions, residency))
+    assert text(moves) == "F0 F1 RELEASE0 FETCH1 F2 F3"
+    assert not any(map(FastTier(residency).follow, moves))
+
+
+def test_too_small_a_budget_is_refused_at_once_with_the_least_that_works():
+    actions, touches = string_of([[Touch(0, READ)], [Touch(1, READ), Touch(2, WRITE)]])
+    with pytest.raises(ConfigError, match=r"memory\.budget = 49: .*; try 60") as error:
+        add_residency(actions, Residency(touches, [10, 20, 30, 10], 49, pinned={3}))
+    least = int(error.value.problems[0].suggestion)
+    for budget in (least, least - 1):
+        residency = Residency(touches, [10, 20, 30, 10], budget, pinned={3})
+        if budget < least:
+            with pytest.raises(ConfigError):
+                add_residency(actions, residency)
+        else:
+            assert not any(map(FastTier(residency).follow, add_residency(actions, residency)))
+
+
+# -- the fewest
+
+
+@given(st.lists(st.integers(0, 7), max_size=14), st.integers(1, 5), st.integers(0, 6))
+def test_no_choice_fetches_less(items, capacity, ahead):
+    actions, _ = with_residency(reads(items), [1] * 8, capacity, ahead=ahead)
+    assert fetches(actions) == fewest_fetches(reads(items), 8, capacity)
+
+
+@given(
+    st.lists(st.integers(0, 7), max_size=14),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.integers(0, 6),
+)
+def test_with_spare_room_no_choice_in_the_rest_fetches_less(items, capacity, spare, ahead):
+    actions, touches = string_of(reads(items))
+    residency = Residency(touches, [1] * 8, capacity + spare, spare=spare)
+    moves = list(add_residency(actions, residency, ahead=ahead))
+    assert fetches(moves) == fewest_fetches(reads(items), 8, capacity)
+    assert not any(map(FastTier(residency).follow, moves))
+
+
+def test_an_action_that_needs_the_spare_room_has_it():
+    actions, touches = string_of(
+        [[Touch(0, READ)], [Touch(1, READ), Touch(2, READ)], [Touch(0, READ)]]
+    )
+    moves = list(add_residency(actions, Residency(touches, [1] * 3, 2, spare=1)))
+    assert fetches(moves) == 4
+    assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
+
+
+TOUCHES = st.lists(
+    st.builds(Touch, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])),
+    min_size=0,
+    max_size=2,
+    unique_by=lambda touch: touch.item,
+)
+
+
+@given(st.lists(TOUCHES, max_size=12), st.integers(2, 4), st.integers(0, 4))
+def test_no_choice_fetches_less_where_items_are_made_and_several_touched(accesses, capacity, ahead):
+    actions, _ = with_residency(accesses, [1] * 5, capacity, ahead=ahead)
+    assert fetches(actions) == fewest_fetches(accesses, 5, capacity)
+
+
+@given(
+    st.lists(st.permutations(range(5)), min_size=1, max_size=2),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahead):
+    """Where every item is touched within each batch, to know two batches is to know which comes
+    last."""
+
+    def endless():
+        for batch in count():
+            for item in orders[batch % len(orders)]:
+                yield Action(Kind.F, 0, item)
+            yield Action(Kind.UPDATE, 0, batch, batch + 1)
+
+    residency = Residency(
+        lambda action: [Touch(action.microbatch, READ)] if action.kind is Kind.F else (),
+        [1] * 5,
+        capacity,
+    )
+    length = 12 * 6
+    known = list(add_residency(islice(endless(), length), residency, ahead=ahead, batches=1000))
+    seen = list(islice(add_residency(endless(), residency, ahead=ahead, batches=3), 2 * length))
+    same = len(known) // 2  # at the end of what is known nothing is touched again
+    assert seen[:same] == known[:same]
+
+
+# -- right, whatever is touched
+
+
+@given(
+    st.lists(TOUCHES, max_size=40),
+    st.lists(st.integers(1, 9), min_size=5, max_size=5),
+    st.integers(0, 20),
+    st.integers(0, 6),
+)
+def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, ahead):
+    least = max(
+        (sum(num_bytes[touch.item] for touch in touches) for touches in accesses), default=0
+    )
+    actions, residency = with_residency(accesses, num_bytes, least + more, ahead=ahead)
+    assert [action for action in actions if action.kind not in PER_ITEM] == string_of(accesses)[0]
+    tier = FastTier(residency)
+    dropped = set()
+    for step, action in enumerate(actions):
+        assert not tier.follow(action)
+        if action.kind is Kind.FETCH:
+            before_use = 0
+            for other in actions[step + 1 :]:
+                touched = residency.touches(other) if other.kind not in PER_ITEM else ()
+                if any(touch.item == action.microbatch for touch in touched):
+                    break
+                before_use += bool(touched)
+            else:
+                pytest.fail(f"{action} is for nothing")
+            assert before_use <= ahead
+        elif action.kind is Kind.DROP:
+            dropped.add(action.microbatch)
+        elif action.kind not in PER_ITEM:
+            for item, mode in residency.touches(action):
+                assert item not in dropped or mode is WRITE
+                dropped.discard(item)
+
+
+@given(st.lists(TOUCHES, max_size=30), st.integers(2, 4))
+def test_what_leaves_does_so_behind_its_last_use(accesses, capacity):
+    actions, residency = with_residency(accesses, [1] * 5, capacity, ahead=len(accesses))
+    last = None
+    for action in actions:
+        if action.kind in (Kind.RELEASE, Kind.DROP):
+            assert last is not None
+            assert action.microbatch in {touch.item for touch in residency.touches(last)}
+        elif action.kind is not Kind.FETCH:
+            last = action
+
+
+def test_an_endless_plan_is_taken_as_it_comes():
+    sizes = PipelineShape(2, 4)
+    taken = []
+    touches, num_bytes, void = training_state("2bw", sizes, 0, 2)
+
+    def watched():
+        for action in lower("2bw", sizes, 0, parts=2):
+            taken.append(action)
+            yield action
+
+    residency = Residency(touches, num_bytes, 40, void=void)
+    moves = add_residency(watched(), residency, batches=2)
+    assert sum(action.kind is Kind.UPDATE and action.part == 0 for action in taken) == 2
+    some = list(islice(moves, 500))
+    assert len(taken) < 700
+    assert not any(map(FastTier(residency).follow, some))
+
+
+# -- training plans
+
+
+@given(plans())
+def test_plans_that_move_items_are_right(made):
+    name, sizes, plan, residency = made
+    check(plan, sizes, name, residency=residency)
+
+
+@given(plans(), st.data())
+def test_a_missing_fetch_is_found(made, data):
+    name, sizes, plan, residency = made
+    step = data.draw(
+        st.sampled_from([i for i, action in enumerate(plan[0]) if action.kind is Kind.FETCH])
+    )
+    faulty = plan | {0: (*plan[0][:step], *plan[0][step + 1 :])}
+    with pytest.raises(PlanError, match="is not in the fast tier"):
+        check(faulty, sizes, name, residency=residency)
+
+
+@given(plans(st.just(0)), st.data())
+def test_a_release_before_the_last_use_is_found(made, data):
+    name, sizes, plan, residency = made
+    actions = list(plan[0])
+    leaving = [i for i, action in enumerate(actions) if action.kind in (Kind.RELEASE, Kind.DROP)]
+    if not leaving:
+        return
+    move = actions.pop(step := data.draw(st.sampled_from(leaving)))
+    use = max(
+        i
+        for i in range(step)
+        if actions[i].kind not in PER_ITEM
+        and any(touch.item == move.microbatch for touch in residency[0].touches(actions[i]))
+    )
+    actions.insert(use, move)
+    with pytest.raises(PlanError):
+        check(plan | {0: tuple(actions)}, sizes, name, residency=residency)
+
+
+@given(plans(st.integers(0, 10)))
+def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
+    name, sizes, plan, residency = made
+    tier = FastTier(residency[0])
+    most = 0
+    for action in plan[0]:
+        tier.follow(action)
+        most = max(most, tier.num_bytes)
+
+    def with_budget(budget):
+        items = residency[0]
+        return residency | {0: Residency(items.touches, items.num_bytes, budget, void=items.void)}
+
+    check(plan, sizes, name, residency=with_budget(most))
+    with pytest.raises(PlanError, match=f"{most} bytes are in the fast tier, of {most - 1}"):
+        check(plan, sizes, name, residency=with_budget(most - 1))
+
+
+@pytest.mark.parametrize(
+    ("faulty", "fault"),
+    [
+        ("F0@0v0", "F0@0v0: item 0 is not in the fast tier"),
+        ("FETCH0@0 FETCH0@0", "FETCH0@0: the item is in the fast tier"),
+        ("FETCH2@0", "FETCH2@0: the item has no content"),
+        ("FETCH9@0", "FETCH9@0: there is no such item"),
+        ("RELEASE0@0", "RELEASE0@0: the item is not in the fast tier"),
+        ("RELEASE3@0", "RELEASE3@0: the item always stays"),
+        ("FETCH0@0 DROP0@0 FETCH0@0", "FETCH0@0: the item has no content"),
+        ("FETCH0@0 F0@0v0 DROP0@0 F1@0v0", "F1@0v0: item 0 has no content"),
+        ("FETCH0@0 FETCH1@0 B0@0v0", "B0@0v0: 4 bytes are in the fast tier, of 3"),
+    ],
+)
+def test_what_may_not_move(faulty, fault):
+    def touches(action):
+        return [Touch(0, READ)] if action.kind is Kind.F else [Touch(2, WRITE)]
+
+    tier = FastTier(Residency(touches, [1] * 4, 3, pinned={3}, void={2}))
+    *right, wrong = parse_actions(faulty)
+    assert not any(map(tier.follow, right))
+    assert tier.follow(wrong).startswith(fault)
+
+
+def test_moves_are_of_ranks_of_which_something_is_known():
+    sizes = PipelineShape(1, 1)
+    plan = {0: (*parse_actions("FETCH0@0"), *make_plan("1f1b", sizes)[0])}
+    with pytest.raises(PlanError, match="FETCH0@0 is on rank 0, where nothing moves"):
+        check(plan, sizes, "1f1b")
+    plan = {0: (Action(Kind.FETCH, 1, 0), *plan[0][1:])}
+    with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, which does not hold its stage"):
+        check(plan, sizes, "1f1b", residency={0: Residency(lambda _: (), [1], 1)})
+
+
+@given(plans())
+def test_without_moves_the_plan_is_as_it_was(made):
+    name, sizes, plan, residency = made
+    bare = {
+        rank: tuple(action for action in actions if action.kind not in PER_ITEM)
+        for rank, actions in plan.items()
+    }
+    assert check(bare, sizes, name).peaks == check(plan, sizes, name, residency=residency).peaks
+    touches = residency[0].touches
+    num_bytes = residency[0].num_bytes
+    roomy = Residency(touches, num_bytes, sum(num_bytes), pinned=range(len(num_bytes)))
+    assert tuple(add_residency(bare[0], roomy)) == bare[0]
