@@ -247,7 +247,7 @@ def test_ctrl_c_while_it_is_loaded_ends_it_without_a_word(monkeypatch: pytest.Mo
         (["--run.name", "x" * 300], "File name too long"),
         (
             ["--train.device", "cuda", "--train.threads", "1"],
-            "train.device = 'cuda': this machine has 0 GPUs",
+            "train.device = 'cuda': requires one GPU per process; this machine has 0 GPUs",
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_damaged_or_unfit_corpora_are_refused(
     prefix = tmp_path / "own"
     for suffix in (".bin", ".idx"):
         prefix.with_suffix(suffix).write_bytes(prepared.prefix.with_suffix(suffix).read_bytes())
-    assert "has ids up to" in fails(
+    assert "the highest id of" in fails(
         capsys, "train", config, "--data.corpus", prefix, "--model.vocab_size", "260"
     )
     content = prefix.with_suffix(".bin").read_bytes()
@@ -330,7 +330,7 @@ def test_check_reports_every_problem_at_once(
         "3 problems",
         "processes",
         "model.num_heads",
-        "pipeline.num_microbatches = 2: schedule 2bw",
+        "pipeline.num_microbatches = 2: must be at least",
     ):
         assert part in message
     assert main(["check", str(config), *flags, "--json"]) == 1

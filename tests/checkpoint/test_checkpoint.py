@@ -170,7 +170,7 @@ def test_other_data_under_the_same_name_and_another_mix_are_named() -> None:
     mixed = from_mapping({"data": {"corpus": ("stdlib", "a.txt"), "weights": (1.0, 2.0)}}, config)
     for other, keys in ((config, ["data.corpus"]), (mixed, ["data.corpus", "data.weights"])):
         with pytest.raises(
-            CheckpointError, match=f"another version of hybridpar .*{re.escape(json.dumps(keys))}"
+            CheckpointError, match=f"a version of hybridpar .*{re.escape(json.dumps(keys))}"
         ):
             checkpoint.check_compatible(config, other, Path("run"), ("old", "new"))
         checkpoint.check_compatible(config, other, Path("run"), ("same", "same"))

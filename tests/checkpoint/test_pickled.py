@@ -85,7 +85,7 @@ def test_stand_ins_keep_attributes_alone(tmp_path: Path, is_zip: bool) -> None:
     path = write(
         tmp_path / "x.pt", {"args": settings, "rng": np.arange(3), "w": torch.ones(2)}, is_zip
     )
-    with pytest.raises(CheckpointError, match=r"names argparse\.Namespace"):
+    with pytest.raises(CheckpointError, match=r"contains argparse\.Namespace"):
         load_pickled(path)
     found = load_pickled(path, r"argparse\.Namespace|numpy(\.\w+)+")
     assert type(found["args"]) is type(found["rng"]) is Inert
@@ -102,7 +102,7 @@ def test_what_others_declare_safe_is_not(tmp_path: Path) -> None:
     theirs = [tempfile.mkdtemp, (Evil, "some.name")]
     with torch.serialization.safe_globals(theirs):
         before = torch.serialization.get_safe_globals()
-        with pytest.raises(CheckpointError, match=r"names tempfile\.mkdtemp"):
+        with pytest.raises(CheckpointError, match=r"contains tempfile\.mkdtemp"):
             load_pickled(path)
         assert set(torch.serialization.get_safe_globals()) == set(before)
     assert list(tmp_path.iterdir()) == [path]
@@ -139,7 +139,7 @@ def test_tensors_that_claim_more_than_there_is(tmp_path: Path) -> None:
     for text in (b"X\xff\xff\xff\x7fabc.", b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."):
         path.write_bytes(b"\x80\x02" + text)
         tracemalloc.start()
-        with pytest.raises(CheckpointError, match=r"is damaged|names builtins\.bytearray"):
+        with pytest.raises(CheckpointError, match=r"is damaged|contains builtins\.bytearray"):
             load_pickled(path)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -228,7 +228,7 @@ def test_a_folder_whose_weights_could_run_code(tmp_path: Path) -> None:
     theirs = export_folder(save_ours(tmp_path / "made", OURS["llama"]), tmp_path / "theirs").folder
     as_pickled(theirs, True, 1)
     write(theirs / "pytorch_model.bin", {"model.norm.weight": Evil(tmp_path / "ran")})
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: names \w+\.mkdir"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: contains \w+\.mkdir"):
         import_folder(theirs, tmp_path / "ours")
     assert not list(tmp_path.glob("*ours*"))
     assert not (tmp_path / "ran").exists()
@@ -260,7 +260,7 @@ def nested(operations: bytes, path: Path) -> Path:
 )
 def test_a_pickle_that_nests_without_end_is_refused(operations: bytes, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"nest deeper|wait for one that|more than .* operations"
+        CheckpointError, match=r"nested deeper|on its stack|more than .* operations"
     ) as error:
         load_pickled(nested(operations, tmp_path / "x.pt"))
     assert len(str(error.value)) < 400

@@ -149,13 +149,14 @@ def test_weights_for_other_tokens_are_refused(
     [
         (
             {"hidden_size": 64, "num_heads": 4},
-            r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48",
+            r"model\.hidden_size = 64: does not match train\.start_from = .* has 48; try 48",
         ),
         ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"),
         ({"norm_eps": 1e-3}, r"model\.norm_eps"),
         (
             {"seq_length": 10},
-            r"model\.max_positions = 0: train\.start_from = .* has a table of 20 positions; try 20",
+            r"model\.max_positions = 0: does not match train\.start_from = .* has a table of 20 "
+            r"positions; try 20",
         ),
         ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"),
         ({"position": "rotary"}, r"model\.position"),

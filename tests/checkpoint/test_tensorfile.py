@@ -185,7 +185,7 @@ def entry(start: int = 0, stop: int = 16, shape: Any = (4,), dtype: Any = "F32")
         ([], "the header is .*, which must be of type dict"),
         ({"__metadata__": {"k": 3}, "a": entry()}, "metadata__.k is 3, which must be of type str"),
         (b'{"a":{},"a":{}}', "the same key twice"),
-        (b"[" * 100_000, "nests too deep"),
+        (b"[" * 100_000, "nested too deeply"),
         (b"\xff\xfe", "damaged"),
         (b"", "cannot be 0 bytes long"),
     ],

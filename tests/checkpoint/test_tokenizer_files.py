@@ -232,7 +232,8 @@ def sequence(add_prefix_space: bool) -> tokenizers.Tokenizer:
         (
             foreign.llama,
             {"add_prefix_space": False},
-            "add_prefix_space = False: tokenizer.json puts a space before a text",
+            "add_prefix_space = False: conflicts with tokenizer.json, which puts a space before "
+            "a text",
         ),
         (lambda: foreign.llama("first"), {"add_prefix_space": False}, "add_prefix_space = False"),
         (
@@ -243,7 +244,7 @@ def sequence(add_prefix_space: bool) -> tokenizers.Tokenizer:
         (
             lambda: sequence(False),
             {"add_prefix_space": True},
-            r"add_prefix_space = True: .*must be false",
+            r"add_prefix_space = True: .*set it to false",
         ),
         (
             foreign.llama,
@@ -353,7 +354,7 @@ def test_older_files_of_another_class_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
     with pytest.raises(
         DataError,
-        match=r"tokenizer_class = 'Qwen2Tokenizer': without a tokenizer\.json must be GPT2",
+        match=r"tokenizer_class = 'Qwen2Tokenizer': must be GPT2",
     ):
         tokenizer_of(tmp_path, GPT)
     write(tmp_path, "vocab.txt", "\n".join(BERT_WORDS))

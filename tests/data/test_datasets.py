@@ -142,7 +142,7 @@ def test_what_does_not_go_together(texts, theirs, tmp_path):
     with pytest.raises(DataError, match=r"missing\.txt: does not exist"):
         opened(valid_corpus=("missing.txt",))
     gpt = str(opened().prepared[0].prefix)
-    with pytest.raises(ConfigError, match="was prepared for gpt, this is bert"):
+    with pytest.raises(ConfigError, match="was prepared for gpt, which does not match this bert"):
         opened(
             kind="bert",
             corpus=(gpt,),

@@ -118,7 +118,8 @@ def test_a_given_tokenizer_is_used(corpus, tmp_path):
         )
     with pytest.raises(
         ConfigError,
-        match=r"vocab_size = 100: the tokenizer .*mine\.json has ids up to 26.; try 320",
+        match=r"vocab_size = 100: must be above 26., the highest id of the tokenizer "
+        r".*mine\.json; try 320",
     ):
         prepare(corpus, tmp_path / "cache", 100, tokenizer=tmp_path / "mine.json", quiet=True)
 
@@ -210,7 +211,9 @@ def test_files_from_elsewhere(tmp_path):
     assert (prepared.kind, prepared.vocab_size, prepared.num_tokens) == ("", 512, 3)
     check_vocab(prepared, 512)
     with pytest.raises(
-        ConfigError, match=r"model\.vocab_size = 511: the corpus .* has ids up to 511; try 512"
+        ConfigError,
+        match=r"model\.vocab_size = 511: must be above 511, the highest id of the corpus .*; "
+        r"try 512",
     ):
         check_vocab(prepared, 511)
     with pytest.raises(DataError, match=r"data\.tokenizer"):

@@ -68,7 +68,7 @@ def test_samples_of_a_bert(tmp_path: Path, sample: dict[str, Any]) -> None:
 
 
 WRONG = [
-    (GPT, gpt(labels=None), r"has no 'labels', only \['tokens'\]: a gpt needs tokens, labels"),
+    (GPT, gpt(labels=None), r"has no 'labels', only \['tokens'\]; a gpt requires tokens, labels"),
     (
         GPT,
         gpt(loss_mask=IDS),
@@ -109,7 +109,8 @@ WRONG = [
     (
         BERT,
         gpt(),
-        r"has no 'token_types', only .*: a bert needs tokens, labels, token_types, sentence_labels",
+        r"has no 'token_types', only .*: a bert requires tokens, labels, token_types, "
+        r"sentence_labels",
     ),
     (
         BERT,

@@ -165,9 +165,9 @@ def test_a_bad_row_is_named_by_its_number_in_the_dataset(tmp_path: Path) -> None
         ),
         (
             pa.table({"indices": pa.array([2**64 - 1], pa.uint64())}),
-            r"names row 18446744073709551616; save",
+            r"selects row 18446744073709551616; save",
         ),
-        (pa.table({"indices": pa.array([-1], pa.int64())}), r"names row 0; save"),
+        (pa.table({"indices": pa.array([-1], pa.int64())}), r"selects row 0; save"),
         (pa.table({"indices": pa.array([1, None], pa.uint64())}), "has a null entry; save"),
         (
             pa.table({"indices": pa.array([1.0])}),

@@ -65,7 +65,7 @@ def test_what_can_be_read_once_is_read_once() -> None:
     stream = StreamedSamples(Model(), iter(Numbers()), "train", 2)
     assert stream.batch(np.arange(2, 5))["x"].tolist() == [2, 3, 4]
     with pytest.raises(
-        DataError, match=r"dataset\('train'\) of Model, sample 1 has been read before.*a function"
+        DataError, match=r"dataset\('train'\) of Model, sample 1 was read before.*a function"
     ):
         stream.batch(np.array([1]))
     with pytest.raises(

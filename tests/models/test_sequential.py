@@ -123,7 +123,7 @@ def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.M
             r"'x'",
         ),
         ("no sample", r"samples must be dicts of arrays by name; they are of type int"),
-        ("function", r"gives <.*tanh.*> as module 0, whi"),
+        ("function", r"must yield torch.nn.Modules; number 0 is <.*tanh.*>"),
         ("misfit", r"module 0 \(Linear\) fails on \(1, 3\): "),
         ("a pair", r"module 0 \(LSTM\) fails"),
         ("a norm", r"has a BatchNorm1d \(itself\) in block 0"),

@@ -185,8 +185,11 @@ def test_the_newest_class_of_a_name_is_used() -> None:
             lambda: Trainer().verify({"pp": "2"}),
             "grid pp = '2': must be a whole number of at least 1",
         ),  # type: ignore[dict-item]
-        (lambda: Trainer().verify({"tp": 0}), "grid tp = 0: must be at least 1"),
-        (lambda: Trainer().verify(num_batches=0), "num_batches = 0: must be at least 1"),
+        (lambda: Trainer().verify({"tp": 0}), "grid tp = 0: must be a whole number of at least 1"),
+        (
+            lambda: Trainer().verify(num_batches=0),
+            "num_batches = 0: must be a whole number of at least 1",
+        ),
     ],
     ids=range(17),
 )

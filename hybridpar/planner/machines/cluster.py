@@ -211,7 +211,7 @@ def _wrong_count(
     per = document["devices_per_server"]
     if number > 1 and "outer" not in document:
         yield Problem(
-            "outer", None, f"missing: names the link between the {number} servers", _USUAL["outer"]
+            "outer", None, f"missing: it is the link between the {number} servers", _USUAL["outer"]
         )
     if number * per <= _MOST_DEVICES:
         return

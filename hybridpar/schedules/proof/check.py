@@ -313,7 +313,7 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
         if action.kind in PER_ITEM and (not tiers or action.stage != rank):
             fault = (
                 f"{action} is on rank {rank}, "
-                f"{'not on its own' if tiers else 'where nothing moves'}"
+                f"{'which does not hold its stage' if tiers else 'where nothing moves'}"
             )
         for tier in tiers:
             fault = fault or tier.follow(action)

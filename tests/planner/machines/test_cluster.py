@@ -190,7 +190,9 @@ def test_the_page_has_every_key_and_every_name() -> None:
 
 
 def test_several_servers_need_a_link(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="outer = None: joins the 2 servers"):
+    with pytest.raises(
+        ConfigError, match="outer = None: missing: it is the link between the 2 servers"
+    ):
         read_cluster(
             write(tmp_path, GOOD.replace("outer = { gbit_per_s = 100, latency_us = 7 }\n", ""))
         )

@@ -110,7 +110,7 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
     [
         (Kind.OFFLOAD, "EVICT0@0: the data that it moves is not resident"),
         (Kind.EVICT, "RELOAD0@0: the data that it moves is not resident"),
-        (Kind.RELOAD, "B0@0v0: the data that it needs is offloaded"),
+        (Kind.RELOAD, "B0@0v0: the data that it needs is offloaded (in the slow tier)"),
     ],
 )
 def test_a_move_that_is_missing(kind: Kind, message: str) -> None:

@@ -214,7 +214,7 @@ def test_metrics_train_nothing() -> None:
     [
         (
             "a float",
-            r"returns a float as metric 'accuracy' from metrics\(\), .*; try no \.item\(\)",
+            r"metrics\(\) must return a number .*; try no \.item\(\)",
         ),
         (
             "a vector",
