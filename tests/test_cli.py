@@ -580,7 +580,7 @@ def test_verify_says_whether_a_grid_agrees(
     out, err = capsys.readouterr()
     assert json.loads(out)["ok"]
     assert "tensors agree" in err
-    assert "must be sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
+    assert "must give the sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
 
 
 def test_what_the_system_refuses_is_said_in_a_line(

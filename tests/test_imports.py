@@ -15,31 +15,25 @@ from hybridpar.state.compression.registry import gradient_method
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hybridpar"
 
-# lowest first; modules of one layer may import each other and everything below
-LAYERS = (
-    ("errors", "reading", "scratch", "toml_advice"),
-    ("config",),
-    ("autograd", "cores", "cpu", "flight", "native", "sockets"),
-    ("grid", "random"),
-    ("comm",),
-    ("ops",),
-    ("nn",),
-    ("models", "schedules"),
-    ("optim",),
-    ("state",),
-    ("job",),
-    ("runtime",),
-    ("data",),
-    ("checkpoint",),
-    ("validate",),
-    ("prediction",),
-    ("train",),
-    ("verify", "planner", "conformance"),
-    ("placement", "memory_behaviour"),
-    ("trainer", "watch"),
-    ("cli", "placement.commands", "memory_behaviour.commands"),
-    ("__main__",),
-)
+PAGE = (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def layers(page: str) -> tuple[tuple[str, ...], ...]:
+    """The layers of ARCHITECTURE.md, lowest first.
+
+    A line with a number begins a layer, and one without adds to it. Modules of one layer may import
+    each other and everything below.
+    """
+    text = page.split("\n## Layers\n")[1].split("\n## ")[0]
+    found: list[list[str]] = []
+    for number, names in re.findall(r"^    ( ?\d+|  ) (\w[\w., ]*?)(?:  +|$)", text, re.MULTILINE):
+        if number.strip():
+            found.append([])
+        found[-1] += names.split(", ")
+    return tuple(tuple(names) for names in reversed(found))
+
+
+LAYERS = layers(PAGE)
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
 
 ROOMS = ("hybridpar.placement", "hybridpar.memory_behaviour")
@@ -56,7 +50,7 @@ def layer_of(module: str) -> str | None:
     for length in (2, 1):
         if ".".join(parts[:length]) in RANK:
             return ".".join(parts[:length])
-    assert not parts, f"{module} is in no layer: add it to ARCHITECTURE.md and here"
+    assert not parts, f"{module} is in no layer of ARCHITECTURE.md"
     return None
 
 
@@ -99,6 +93,24 @@ def _module(package: str, name: str) -> str:
     holds."""
     path = ROOT.joinpath(*package.split("."), name)
     return f"{package}.{name}" if path.is_dir() or path.with_suffix(".py").exists() else package
+
+
+def test_files_and_tests_that_the_page_names_exist() -> None:
+    paths = [
+        f"/{path.relative_to(ROOT)}" + "/" * path.is_dir()
+        for folder in (PACKAGE, ROOT / "kernels", ROOT / "csrc")
+        for path in (folder, *folder.rglob("*"))
+    ]
+    named = re.findall(r"`([\w/]+\.(?:py|json)|[\w/]+/)`", PAGE)
+    assert len(named) > 40
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in paths)]
+    tests = [name for group in re.findall(r"\[([\w/, ]+)\]", PAGE) for name in group.split(", ")]
+    assert len(tests) > 40
+    for test in {*tests} - {"none"}:
+        folder, _, name = test.rpartition("/")
+        if not (ROOT / "tests" / folder / f"test_{name}.py").exists():
+            missing.append(test)
+    assert not missing
 
 
 def test_imports_point_down() -> None:

@@ -90,7 +90,7 @@ def _different(saved: Config, wanted: Config) -> Iterator[str]:
 
 
 def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
-    """Reasons why some keys cannot change, each with those of its keys that have."""
+    """Yield reasons why some keys cannot change, each with the keys that have changed."""
     saved = replace(saved, model=saved.model.canonical())
     wanted = replace(wanted, model=wanted.model.canonical())
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]

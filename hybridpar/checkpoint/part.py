@@ -24,7 +24,7 @@ from hybridpar.state.kind import StateKind
 
 
 class Trainee(Protocol):
-    """A rank in training, whose state is saved and loaded: train.engine.Engine."""
+    """A rank whose state can be saved and loaded: train.engine.Engine."""
 
     job: JobPlan
     config: Config

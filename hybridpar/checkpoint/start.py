@@ -45,12 +45,13 @@ def hold_start(path: str | Path, model: ModelSpec) -> Hold:
 def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     saved = read_manifest(folder).config.model
     if type(saved) is not type(model):
-        rule = f"is another model than train.start_from = {str(path)!r} has"
+        rule = f"does not match the model of train.start_from = {str(path)!r}"
         works = f"kind = {saved.kind!r}" if not saved.spec else f"spec = {saved.spec!r}"
         raise config_error("model", spec_name(type(model)), rule, works)
     there = saved.settings_table()
     here = model.settings_table()
-    free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
+    # the size of a position table is compared separately
+    free = (*FREE, "seq_length", "max_positions")
     wrong = [
         Problem(
             f"model.{key}",
@@ -63,7 +64,7 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     ]
     rows = saved.position_rows
     if rows and model.position_rows and rows != model.position_rows:
-        rule = f"train.start_from = {str(path)!r} has a table of {rows} positions"
+        rule = f"does not match train.start_from = {str(path)!r}, which has a table of {rows} positions"
         wrong.append(Problem("model.max_positions", here.get("max_positions"), rule, str(rows)))
     if wrong:
         raise ConfigError(*wrong)

@@ -1,5 +1,4 @@
-"""The section [compression]: what is sent between ranks in fewer bytes than it has, with what is
-lost made up for."""
+"""The section [compression]: codecs for activations and gradients that ranks send to each other."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from hybridpar.config.typed import AtLeastOne, Count, Within
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none.
+    """Codecs for what ranks send to each other. Evaluation, generation and export use none.
 
     The part of a batch's gradients that a replica does not send is added to its next batch's (error
     feedback), except with sbpca. It takes as much memory as the gradients, on every replica and
@@ -34,23 +33,23 @@ class CompressionConfig:
     learned more for the same bytes. Exact are messages into a head that is a stage of its own, and
     what a rank of a V hands to itself."""
     messages_backward: BackwardName = "same"
-    """Gradients between stages. same: as `messages`; with dct, those of the features that were
-    sent."""
+    """Gradients between stages. same: like `messages`; with dct, only the features that were
+    sent forward."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
     """dct: share of a token's features that is sent."""
     messages_values: Literal["full", "bf16"] = "full"
-    """dct: type of the numbers that are sent, both ways; full: train.dtype."""
+    """dct: type of the numbers that are sent, forward and backward. full: train.dtype."""
     gradients: GradientsName = "none"
-    """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all
-    others, so with 4, 8 and 16 replicas they take as many bytes as whole ones. dct: elements above
-    a threshold, with their places (arXiv 2010.08899). powersgd: two factors of each matrix (arXiv
-    1905.13727). sbpca: factors of each linear layer's weight, made from activations and their
-    gradients when the batch is over; no gradient is computed whole, and what is lost stays lost
-    (streaming batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send theirs
-    whole."""
+    """Gradients that replicas send to each other. bf16, int8, int4: rounded gradients. Every
+    replica receives the gradients of all others, so with 4, 8 and 16 replicas they take as many
+    bytes as uncompressed ones. dct: the elements above a threshold, with their positions (arXiv
+    2010.08899). powersgd: two low-rank factors of each matrix (arXiv 1905.13727). sbpca: factors
+    of each linear layer's weight gradient, made from activations and their gradients at the end
+    of the batch; no full gradient is computed, and the approximation error is dropped (streaming
+    batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send full gradients."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
-    """dct: share of a tensor's elements above a threshold that has just been set. A batch sends at
-    most twice that; the rest waits."""
+    """dct: share of a tensor's elements that are above the threshold when it is set. A batch sends
+    at most twice that share; the rest waits for the next batch."""
     gradients_period: AtLeastOne = 100
     """dct: batches between two settings of the threshold."""
     gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"

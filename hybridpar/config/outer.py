@@ -34,5 +34,5 @@ class OuterConfig:
     """Share of a site's own weights in the weights that it continues with. 0: it takes the
     common weights. With a delay, 0.5 keeps half of what the site has trained meanwhile."""
     precision: Literal["full", "bf16", "int8", "int4"] = "full"
-    """Numbers in messages. full: as the weights' master copy. int8, int4: with a scale for each 64;
-    rounding errors are kept, and added to the next message."""
+    """Type of the numbers that sites send. full: the type of the master weights. int8, int4:
+    with one scale per 64 numbers; rounding errors are kept and added to the next exchange."""

@@ -29,9 +29,9 @@ class ParallelConfig:
     the ranks are the first site. A batch has sites * dp * num_microbatches * micro_batch_size
     samples."""
     sequence: bool = False
-    """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals
-    and messages between stages, and all-reduces become reduce-scatters and all-gathers. Any
-    seq_length; no effect if tp is 1."""
+    """Sequence parallelism over the tp ranks: each has seq_length / tp rows of norms, dropout,
+    residuals and activations between stages, and all-reduces become reduce-scatters and
+    all-gathers. Works with any seq_length; no effect if tp is 1."""
 
     @property
     def num_ranks(self) -> int:

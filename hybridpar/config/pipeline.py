@@ -34,18 +34,19 @@ class PipelineConfig:
     schedule: Literal[
         "naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"
     ] = "1f1b"
-    """own: `order`. auto: from all schedules that train the same and fit into memory, the fastest,
-    with its virtual_stages, stage_layout, warm-up, split backwards and order. Measured and
-    simulated before the first step."""
+    """Pipeline schedule. own: a custom order, given in `order`. auto: the fastest of all
+    schedules that train the same and fit into memory, with its virtual stages, stage layout,
+    warm-up, split backwards and order, measured and simulated before the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches per batch of each replica (gradient accumulation if pp = 1)."""
     split: tuple[int, ...] = ()
-    """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a
-    whole step, with embedding, head and optimizer. The estimate depends on the configuration
-    alone."""
+    """Number of blocks of each stage, embedding and head included. Empty: balance the estimated
+    time of a whole step, with embedding, head and optimizer. The estimate depends on the
+    configuration alone."""
     virtual_stages: Count = 0
-    """Stages on each rank, with interleaved, 2bw and own, and with stage_layout v, where it must be
-    even. 0: 2 with interleaved and with stage_layout v, else 1."""
+    """Virtual pipeline stages per rank (interleaved, 2bw, own, and stage_layout v, which requires
+    an even number). 0: 2 for interleaved and stage_layout v, else 1. The other schedules have
+    one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list
     such as '0,2-5'. 'stage', 'stage:0,2-3': a stage keeps only its input. 'selective',
@@ -63,18 +64,18 @@ class PipelineConfig:
     """2bw: gradient buffers per rank. 2: a batch accumulates while the one before is reduced and
     applied. 1: saves that memory and waits. 0: as many as the schedule can use."""
     split_backward: bool = False
-    """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its
-    weights (W) are still computed. Losses and weights stay the same to the bit; each part keeps its
-    inputs for longer."""
+    """Run each backward in two parts: the gradient of a stage's input (I) is sent while the
+    gradients of its weights (W) are still computed. Losses and weights stay the same to the bit;
+    each part keeps its inputs for longer."""
     stage_layout: Literal["loop", "v"] = "loop"
-    """Which stages a rank has, if it has several. loop: rank r has stages r, pp + r, 2 * pp + r and
-    so on. v, with 1f1b, 2bw or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so
-    embedding and head are on one. With virtual_stages = 4 and more, there and back again; not 2bw.
-    """
+    """Which stages a rank holds, if several. loop: rank r has stages r, pp + r, 2 * pp + r and so
+    on. v: rank r has stages r and 2 * pp - 1 - r, so embedding and head are on one rank; requires
+    1f1b, 2bw or own, and split_backward. With virtual_stages = 4 and more the stages go there and
+    back again, which 2bw does not support."""
     activations: Literal["full", "half", "min"] = "full"
-    """stage_layout v: most that a rank keeps for backwards. full: as much as 1f1b's first rank
-    (ZB-V, the fewest gaps). half: about half of that (V-Half). min: about a third (V-Min), with
-    gaps if I or W takes longer than F."""
+    """stage_layout v: most activations that a rank keeps for its backwards. full: as many as
+    1f1b's first rank (ZB-V, the smallest bubble). half: about half of that (V-Half). min: about a
+    third (V-Min), with bubbles if I or W takes longer than F."""
     order: tuple[str, ...] = ()
     """own: the order in which each rank computes a batch, such as "F0 F1 B0 B1": forwards (F)
     and backwards (B) of its micro-batches. With split_backward, I and W may replace B. F0b, F0c,

@@ -270,5 +270,8 @@ class Config:
 
     @property
     def transformer(self) -> ModelConfig:
-        """The model, if it is a GPT or a BERT. Raises: ConfigError otherwise."""
+        """The model, if it is a GPT or a BERT.
+
+        Raises: ConfigError if it is not.
+        """
         return self.model.as_transformer()

@@ -169,7 +169,7 @@ class ModelSpec:
         Raises:
             ConfigError: The model is another one.
         """
-        problem = Problem(*self.shown_as, "works with GPT and BERT only", 'model.kind = "gpt"')
+        problem = Problem(*self.shown_as, "supported for GPT and BERT only", 'model.kind = "gpt"')
         raise ConfigError(problem)
 
     @property

@@ -42,8 +42,8 @@ class TrainConfig:
     """Report the allocator's peak beside the predicted one at the end of the run. Slows down the
     first batches on CPUs."""
     record_memory: Count = 0
-    """Number of steps in which each rank records every malloc, free, read and write of a block of
-    memory, in memory/ of the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
+    """Number of steps in which each rank records every malloc, free, read and write of a memory
+    block into memory/ in the run folder, for `hybridpar memory --run`. Runs without CUDA graphs."""
     cuda_graphs: bool = True
     """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other
     shapes, and models whose forward cannot be captured, run kernel by kernel."""
@@ -68,6 +68,6 @@ class TrainConfig:
     """Run folder or checkpoint, of any grid, whose weights a new run starts from. Empty: random
     weights."""
     continue_with: tuple[str, ...] = ()
-    """Settings that may differ from those of the run's checkpoints, such as "data.corpus",
-    "train.micro_batch_size" or "model.dropout". Weights, optimizer and step stay. The data go on
-    where they were; other data begin anew."""
+    """Settings that may differ from the run's checkpoints, such as "data.corpus",
+    "train.micro_batch_size" or "model.dropout". Weights, optimizer and step are kept. The same
+    data continues at its position; different data starts from the beginning."""

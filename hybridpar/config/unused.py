@@ -1,8 +1,8 @@
 """Settings that have no meaning under the chosen schedule: left out, with a line about each.
 
 A configuration file that was written for one schedule can so be run with another one by a single
-flag. Settings that change which model or grid is trained are never left out; the rules beside the
-sections (rules.py) refuse those.
+flag. Settings that change which model or grid is trained are never left out; hybridpar.config.rules
+refuses those.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _PIPELINE = {
 }
 """Options of the section `pipeline`, and the schedules that have them."""
 _NOT_ON_A_V = ("warmup", "early_switch", "zero_bubble")
-"""Options that pipeline.stage_layout = "v" has an answer of its own to."""
+"""Options that pipeline.stage_layout = "v" fixes."""
 
 
 _RATES = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
-"""Settings of the learning rate that optim.lr_points takes the place of."""
+"""Settings of the learning rate that optim.lr_points replaces."""
 
 
 def schedules_with_staleness(remedy: str) -> tuple[str, ...]:
-    """Return the schedules that a remedy for stale gradients works with; empty where it works with
-    all of them."""
+    """Return the schedules that a remedy for stale gradients works with; empty if it works with all
+    of them."""
     return _STALENESS.get(remedy, ())
 
 
 def without_unused(config: Config) -> tuple[Config, list[str]]:
-    """Return `config` with the default in the place of every setting that its schedule does not
-    use.
+    """Return `config` with the default for every setting that its schedule does not use.
 
     Returns:
         The configuration, and a line for people about each setting that was left out.
@@ -80,7 +79,7 @@ def _without_unused_options(pipeline: PipelineConfig) -> tuple[PipelineConfig, l
         if pipeline.schedule not in works:
             reason = _only(pipeline.schedule, works)
         elif pipeline.stage_layout == "v" and name in _NOT_ON_A_V:
-            reason = 'pipeline.stage_layout = "v" decides that by itself'
+            reason = 'pipeline.stage_layout = "v" fixes it'
         else:
             continue
         changes[name] = getattr(usual, name)

@@ -105,7 +105,7 @@ class TokenRules(SampleRules):
 
 
 def rules_of(model: ModelSpec) -> SampleRules:
-    """The rules for the samples of a model."""
+    """Return the rules for a model's samples."""
     return SampleRules() if model.text_format is None else TokenRules(model.text_format)
 
 

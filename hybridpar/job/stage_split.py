@@ -60,8 +60,8 @@ def stage_split(config: Config) -> tuple[range, ...]:
             raise config_error(
                 "parallel.pp",
                 num_ranks,
-                f"pipeline.stage_layout = v has {chunks} stages on each "
-                f"rank, but the model has only {blocks} blocks",
+                f'pipeline.stage_layout = "v" has {chunks} stages per rank, but the model has '
+                f"only {blocks} blocks",
                 str(blocks // chunks) if blocks // chunks > 1 else fewer,
             )
         raise config_error(
@@ -72,7 +72,7 @@ def stage_split(config: Config) -> tuple[range, ...]:
             str(most) if most > 1 else "pipeline.schedule = 1f1b",
         )
     if split and (len(split) != num_stages or sum(split) != blocks or min(split) < 1):
-        of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
+        of = "parallel.pp" if chunks == 1 else "parallel.pp * pipeline.virtual_stages"
         raise config_error(
             "pipeline.split",
             list(split),

@@ -80,7 +80,10 @@ def report_memory(flags: Memory, launch: Launch) -> int:
 def _predicted(flags: Memory, config: Config, costs: Costs | None) -> _Trace:
     if flags.rank >= (number := config.parallel.num_ranks):
         raise config_error(
-            "rank", flags.rank, f"the grid has {number} ranks, from 0 on", str(number - 1)
+            "rank",
+            flags.rank,
+            f"must be from 0 to {number - 1}: the grid has {number} ranks",
+            str(number - 1),
         )
     rank = flags.rank
     job = JobPlan(config)
@@ -113,9 +116,7 @@ def _paths(flags: Memory, config: Config) -> dict[int, Path]:
     """Files that ranks of the run recorded, by rank: all, or the one that --rank names."""
     run = Path(flags.measured)
     if not run.is_dir():
-        raise config_error(
-            "run", flags.measured, "is not a run folder", runs_near(run) or "runs/NAME"
-        )
+        raise config_error("run", flags.measured, "not a run folder", runs_near(run) or "runs/NAME")
     # ranks beyond the grid are of an earlier job, on another grid
     paths = {
         rank: path
@@ -124,14 +125,14 @@ def _paths(flags: Memory, config: Config) -> dict[int, Path]:
     }
     if not paths:
         raise config_error(
-            "run", flags.measured, "recorded no memory", "a run with train.record_memory = 3"
+            "run", flags.measured, "has no record of memory", "a run with train.record_memory = 3"
         )
     if flags.rank < 0:
         return paths
     if flags.rank not in paths:
         known = ", ".join(map(str, paths))
         raise config_error(
-            "rank", flags.rank, f"was not recorded, but {known} were", str(min(paths))
+            "rank", flags.rank, f"was not recorded; the run recorded {known}", str(min(paths))
         )
     return {flags.rank: paths[flags.rank]}
 
@@ -150,8 +151,7 @@ def _write(flags: Memory, trace: _Trace, account: Account, sections: Sequence[Se
 
 @dataclass(frozen=True)
 class _Trace:
-    """Memory events of a rank. timed: times are seconds. others: what is to be said of other
-    ranks."""
+    """Memory events of a rank. `timed`: times are seconds. `others`: sections about other ranks."""
 
     header: Header
     behaviour: Behaviour
@@ -161,19 +161,22 @@ class _Trace:
 
 
 def _header(path: Path, rank: int, config: Config) -> Header:
-    """Raises: DataError for a trace of another rank, or on another grid."""
+    """Return the header of a rank's trace.
+
+    Raises: DataError if the trace is of another rank, or of another grid.
+    """
     header = read_trace(path)[0]
     place = place_of(rank, sizes_of(config.parallel))
     if (header.rank, header.place) != (rank, place):
         raise DataError(
-            f"{path}: is of rank {header.rank} at {header.place}; rank {rank} of this run is at "
-            f"{place}"
+            f"{path}: belongs to rank {header.rank} at {header.place}, which does not match rank "
+            f"{rank} of this run at {place}"
         )
     return header
 
 
 def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]:
-    """The predicted peak of a rank, and the savings of all knobs."""
+    """Return the predicted peak of a rank, and the savings of all knobs."""
     rank = header.place["pp"]
     device = torch.device("cuda" if header.device.startswith("cuda") else "cpu")
     memory = predict(JobPlan(config), device=device, ranks=[rank])[0]

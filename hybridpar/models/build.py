@@ -288,7 +288,7 @@ def _require_remake(model: ModelSpec, numbers: frozenset[int]) -> None:
         raise config_error(
             "pipeline.recompute",
             "selective",
-            "requires blocks with a method remake(), after which they recompute what is cheap; "
+            "requires blocks with a method remake(), which recomputes their cheap outputs; "
             f"{name} has none",
             "all",
         )

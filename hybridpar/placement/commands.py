@@ -58,13 +58,13 @@ def place_graph(flags: Place) -> int:
 def _place_operators(flags: Place, document: Any) -> int:
     if flags.solver == "expert" and not flags.split:
         raise config_error(
-            "split", "", "the expert's placement must be given", "--split SPLIT.json"
+            "split", "", "the solver expert requires the expert's placement", "--split SPLIT.json"
         )
     if flags.split and flags.solver != "expert":
         raise config_error(
             "split",
             flags.split,
-            "is a placement that only the solver expert takes",
+            "supported with --solver expert only",
             "--solver expert",
         )
     workload = make_workload(document)
@@ -109,11 +109,13 @@ def _plan_stages(flags: Place, document: Mapping[str, Any]) -> int:
         raise config_error(
             "solver",
             solver,
-            f"{flags.path} is an instance of Piper's, planned by piper or equi",
+            f"{flags.path} is a Piper instance, which only the solvers piper and equi take",
             "piper",
         )
     if flags.cpus > 0:
-        raise config_error("cpus", flags.cpus, "Piper places on accelerators only", "0")
+        raise config_error(
+            "cpus", flags.cpus, "not supported by Piper, which places on accelerators only", "0"
+        )
     Options(time_limit=flags.time_limit, max_ideals=flags.max_ideals or MAX_IDEALS).check()
     instance = make_instance(document).with_devices(
         num_devices=flags.accelerators or None, memory=1e9 * flags.memory_gb or None

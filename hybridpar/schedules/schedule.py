@@ -249,7 +249,7 @@ class Schedule:
             raise config_error(
                 "pipeline.stage_layout",
                 sizes.stage_layout,
-                "is the order of schedules on a V alone",
+                "requires schedule 1f1b, 2bw or own",
                 "loop",
             )
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
@@ -258,7 +258,7 @@ class Schedule:
             raise config_error(
                 "pipeline.early_switch",
                 self.options.early_switch,
-                f"is of one stage on each rank, and each has {sizes.chunks} "
+                f"requires one stage per rank; this configuration has {sizes.chunks} "
                 "(pipeline.virtual_stages)",
                 "off",
             )
@@ -289,10 +289,9 @@ class Schedule:
             raise config_error(
                 "pipeline.early_switch",
                 self.options.early_switch,
-                f"must be {lowest} to {highest} here: the {warmup} "
-                "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 "
-                "+ early_switch of "
-                f"the pipeline.num_microbatches = {m} use them",
+                f"out of range: {lowest} to {highest}. Stage 0 runs {warmup} micro-batches ahead on "
+                "the older weights, which parallel.pp - 1 + early_switch of the "
+                f"{m} micro-batches (pipeline.num_microbatches) use",
                 str(min(lowest + 1, highest)),
             )
 

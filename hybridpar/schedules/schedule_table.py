@@ -243,7 +243,7 @@ def _problems(schedule: Schedule, options: ScheduleOptions) -> list[Problem]:
         value = getattr(options, name)
         if value != rule.default and name not in known:
             knowing = [other.name for other in (*SCHEDULES.values(), OWN) if name in other.accepts]
-            text = f"schedule {schedule.name} has no such option, only {' and '.join(knowing)}"
+            text = f"not supported with schedule {schedule.name}, only with {' and '.join(knowing)}"
             problems.append(Problem(f"pipeline.{name}", value, text, rule.works))
         elif not rule.allowed:
             problems.append(Problem(f"pipeline.{name}", value, rule.text, rule.works))
@@ -284,7 +284,7 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
         "zero_bubble": _Rule(
             False,
             not options.zero_bubble or not is_v,
-            "is what the order of a V does of itself",
+            'not supported with pipeline.stage_layout = "v", whose schedule already fills the bubble',
             "false",
         ),
         "stage_layout": _Rule("loop", True, "", "loop"),
@@ -303,7 +303,7 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
         "virtual_stages": _Rule(
             0,
             options.virtual_stages != 1 and (not is_v or options.virtual_stages % 2 == 0),
-            "must be at least 2, or 0 for the default, and even with pipeline.stage_layout = v",
+            'must be at least 2, or 0 for the default, and even with pipeline.stage_layout = "v"',
         ),
     }
 
@@ -314,22 +314,22 @@ def _on_v(schedule: Schedule) -> Schedule:
     Raises: ConfigError with every option that has no meaning there.
     """
     options = schedule.options
-    rule = "is the order of a V's own: pipeline.stage_layout = v has no such option"
+    rule = 'not supported with pipeline.stage_layout = "v", whose schedule fixes it'
     problems = []
     if options.warmup != "depth":
         problems.append(Problem("pipeline.warmup", options.warmup, rule, "depth"))
     if options.early_switch is not None:
         problems.append(Problem("pipeline.early_switch", options.early_switch, rule, "off"))
     if options.activations in vee.ENDLESS and options.virtual_stages > 2:
-        rule = f"is 2 with pipeline.activations = {options.activations}"
+        rule = f'must be 2 with pipeline.activations = "{options.activations}"'
         problems.append(Problem("pipeline.virtual_stages", options.virtual_stages, rule, "0"))
     if not schedule.flush and schedule.num_gradient_buffers == 1:
         problems.append(
             Problem(
                 "pipeline.gradient_buffers",
                 1,
-                "must be 2 with pipeline.stage_layout = v, where the next "
-                "batch reaches a rank's second chunk before this one has left its first",
+                'must be 2 with pipeline.stage_layout = "v": the next batch reaches a rank\'s '
+                "second stage before this batch has left its first",
                 "0",
             )
         )

@@ -40,8 +40,8 @@ class PipelineShape:
             raise config_error(
                 "parallel.pp",
                 1,
-                f"must be at least 2 with {self.chunks} stages per rank (pipeline.chunks): on a "
-                f"single rank they would only wait for each other",
+                f"must be at least 2 with {self.chunks} stages per rank (pipeline.virtual_stages): on "
+                "a single rank they would only wait for each other",
                 works,
             )
 

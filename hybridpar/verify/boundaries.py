@@ -1,8 +1,8 @@
-"""What links lose, in one process: the layer y = C(x) behind each stage's last block.
+"""Losses of compressed links, in one process: the layer y = C(x) after each stage's last block.
 
-Forward and backward, what went over a link there goes through its codec here. A codec's bytes
-depend on a token's features alone, so neither slices over tp nor replicas nor larger micro-batches
-make a difference.
+Forward and backward, everything that went over a link on the grid goes through its codec here. A
+codec's bytes depend on a token's features only, so slices over tp, replicas and larger
+micro-batches make no difference.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hybridpar.state.compression.codec import Codec
 
 
 def add_boundaries(blocks: Mapping[int, nn.Module], job: JobPlan) -> None:
-    """Put the links of `job` behind a whole model's blocks, by number. They are exact in an
-    evaluation, without gradients."""
+    """Add the links of `job` after a full model's blocks, by number. Without gradients, as in an
+    evaluation, they are exact."""
     codecs = Codecs.of(job)
     for before, after in pairwise(job.split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))

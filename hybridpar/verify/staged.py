@@ -29,7 +29,7 @@ from hybridpar.train.run import mark_intervals
 
 
 class StagedPolicy(BatchPolicy):
-    """The decisions of the run `original`, for training with `job`, which is the same on one
+    """The decisions of the run `original`, for training with `job`, which is that run on one
     process."""
 
     def __init__(self, job: JobPlan, original: JobPlan, judge: AnomalyDetector):
@@ -42,8 +42,8 @@ class StagedPolicy(BatchPolicy):
         self._start = batch
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """Weight version per stage and micro-batch, where the pipeline drained at the marks of the
-        original run."""
+        """Return the weight version of each stage and micro-batch, if the pipeline drained at
+        the marks of the original run."""
         drained = max(self._start, *(batch // n * n for n in self._marks), 0)
         return self.schedule.versions_of(self.sizes, batch, drained)
 
@@ -57,7 +57,8 @@ class StagedPolicy(BatchPolicy):
 
 
 def staged_engine(job: JobPlan, original: JobPlan, policy: StagedPolicy) -> Engine:
-    """An engine that trains as the stages of `original` did; `job`: the same on one process."""
+    """Return an engine that trains like the stages of `original`. `job`: that run on one
+    process."""
     engine = Engine(job, ProcessGrid(), torch.device("cpu"), policy=policy)
     weights = engine.state.weights
 

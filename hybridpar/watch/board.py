@@ -279,8 +279,10 @@ class Board:
 
     @staticmethod
     def _predicted(config: Config) -> list[dict[str, Any]]:
-        """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is
-        very large."""
+        """Return the prediction for each pipeline rank.
+
+        Raises: ConfigError if the run is not possible or very large.
+        """
         from hybridpar.job import JobPlan
         from hybridpar.prediction import check_size, predict
 

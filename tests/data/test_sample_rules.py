@@ -109,7 +109,7 @@ WRONG = [
     (
         BERT,
         gpt(),
-        r"has no 'token_types', only .*: a bert requires tokens, labels, token_types, "
+        r"has no 'token_types', only .*; a bert requires tokens, labels, token_types, "
         r"sentence_labels",
     ),
     (

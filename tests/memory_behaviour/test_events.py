@@ -119,7 +119,7 @@ def test_a_damaged_line_is_one_error(tmp_path: Path, line: str, what: str) -> No
         (span_line(SPAN), "first line must be the header"),
         (
             header_line(HEADER).replace("memory 1", "memory 2"),
-            "its format is 'hybridpar memory 2', and ",
+            "its format is 'hybridpar memory 2'; this version reads ",
         ),
         (header_line(HEADER).replace('"rank": 3', '"rank": -3'), "rank must be"),
         (header_line(HEADER).replace('"rank"', '"rang"'), "rang"),

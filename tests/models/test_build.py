@@ -133,7 +133,7 @@ def test_what_the_mlp_of_a_layer_reads(parallel: bool) -> None:
 def test_partial_rotary_positions_of_a_layer() -> None:
     model = ModelConfig(hidden_size=48, num_heads=2, position="rotary", rotary_fraction=0.3)
     with pytest.raises(
-        ConfigError, match=r"rotary_fraction = 0\.3: .* a head's 24 features .* are 7; try 0\.271"
+        ConfigError, match=r"rotary_fraction = 0\.3: .* a head's 24 .* takes 7; try 0\.271"
     ):
         build_blocks(model, Axis("tp"), [1])
     for fraction in (0.25, 0.271):

@@ -108,7 +108,7 @@ def test_each_call_of_a_module_has_a_mask_of_its_own() -> None:
 
 
 def test_dropout_of_what_does_not_begin_with_samples_is_refused() -> None:
-    rule = r"tensor of shape \(6, 4, 5\) in blocks.1 \(layer.drop\).* not the 4 samples"
+    rule = r"in blocks.1 \(layer.drop\) gets a tensor of shape \(6, 4, 5\).* must be the 4 samples"
     with pytest.raises(ConfigError, match=rule):
         run("transposed", torch.zeros(4, 6, 5))
 
@@ -162,7 +162,7 @@ def test_dropout_in_a_function_that_torch_runs_again_is_refused(
 
 def test_attention_with_dropout_is_refused_with_advice() -> None:
     rule = (
-        r"draws .*\(scaled_dot_product_attention\) in module 1 \(Dropping\).*try dropout_p=0\.0, "
+        r"module 1 \(Dropping\) draws .*\(scaled_dot_product_attention\).*try dropout_p=0\.0, "
         r"or nn.Dropout"
     )
     with pytest.raises(HybridparError, match=rule):

@@ -74,7 +74,7 @@ def test_a_group_without_parameters_is_an_error() -> None:
     assert misspelled.endswith('try "blocks.*.attention.qkv.weight"')
     later = said({"pattern": "blocks.*"}, {"pattern": "blocks.1.*"})
     assert "optim.groups[1].pattern = 'blocks.1.*': has no effect" in later
-    assert "of optim.groups[0]" in later
+    assert "matches optim.groups[0]" in later
 
 
 def test_check_names_what_is_wrong_with_groups() -> None:

@@ -203,7 +203,7 @@ def test_bad_input():
         attention(q, k[:, :, :2], v[:, :, :2], causal=True)
     with pytest.raises(ValueError, match="agree"):
         attention(q, k[..., :3], v[..., :3], causal=True)
-    with pytest.raises(ValueError, match="give kv_index"):
+    with pytest.raises(ValueError, match="unless kv_index is given"):
         attention(q[:, :3], k, v, causal=True)
     with pytest.raises(ValueError, match="kv_index must have 4 entries from 0 to 1"):
         attention(q, k, v, causal=True, kv_index=[0, 1, 2, 0])

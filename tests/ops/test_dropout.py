@@ -146,7 +146,7 @@ def test_bad_probability(p):
 def test_bad_input():
     with pytest.raises(ValueError, match="samples"):
         dropout(torch.ones(3), 0.5, KEY, SITE)
-    with pytest.raises(ValueError, match="must be within"):
+    with pytest.raises(ValueError, match="out of range"):
         RandomKey.of(0, 0, 2**32 - 2, num_samples=3)
     with pytest.raises(ValueError, match="negative"):
         dropout(torch.ones(3, 3), 0.5, KEY, SITE, inner_start=-1)

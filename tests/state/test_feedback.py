@@ -198,6 +198,7 @@ def test_one_process_that_has_no_replicas_says_so() -> None:
     ):
         verify(config, {"dp": 2})
     with pytest.raises(
-        ConfigError, match=r"compression\.gradients = 'dct': has no predicted events of memory"
+        ConfigError,
+        match=r"compression\.gradients = 'dct': not supported: its memory events depend",
     ):
         predict_trace(config)

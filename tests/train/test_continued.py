@@ -188,7 +188,8 @@ def test_another_tokenizer_is_refused_whatever_is_named(config: Config) -> None:
 
 def test_only_settings_that_can_change_can_be_named(config: Config) -> None:
     with pytest.raises(
-        ConfigError, match=r"train\.continue_with = \['model\.hidden_size'\]: can only name .*; try"
+        ConfigError,
+        match=r"train\.continue_with = \['model\.hidden_size'\]: must be one of .*; try",
     ):
         until(config, 6, train={"continue_with": ("model.hidden_size",)})
 

@@ -386,7 +386,7 @@ def test_what_is_told_before_a_run() -> None:
     [
         (
             {"memory": {"budget": 1 << 20}},
-            r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0",
+            r"memory\.budget = 1048576: not supported with memory\.host_optimizer.*try 0",
         ),
         (
             {"optim": {"name": "lamb"}},

@@ -180,7 +180,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     ).step_time > 1.5 * costs.timeline().step_time(3)
     with pytest.raises(
         ConfigError,
-        match=r"has measured 2 on each rank.*try 2, with pipeline.schedule = interleaved",
+        match=r"measured with 2 stages per rank.*try 2, with pipeline.schedule = interleaved",
     ):
         costs_of_run(folder, from_mapping({"pipeline": {"schedule": "1f1b"}}, now))
     assert "".join(Generator.load(folder, print).generate("Stone", Sampling(8, seed=1)))
@@ -189,7 +189,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("grid", "pipeline", "field", "rule"),
     [
-        ({}, {}, "parallel.pp", "at least 2 where a rank holds 2 chunks"),
+        ({}, {}, "parallel.pp", "at least 2 with 2 stages per rank"),
         (
             {"pp": 2},
             {"virtual_stages": 4},
@@ -207,7 +207,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
             {"pp": 2},
             {"schedule": "1f1b", "virtual_stages": 2},
             "pipeline.virtual_stages",
-            "has no such option, only interleaved",
+            "only with interleaved",
         ),
         ({"pp": 2}, {"virtual_stages": -1}, "pipeline.virtual_stages", "must not be negative"),
         (

@@ -51,12 +51,20 @@ def export_folder(
     """Write the newest weights of a run folder or checkpoint of any grid, with their tokenizer if
     there is one.
 
-    dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory
-    at a time.
-    Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not
-        finite; ConfigError
-    for a model that transformers has no class for, with a weight beyond
-    the range of `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
+    One file of tensors is in memory at a time.
+
+    Args:
+        path: Run folder or checkpoint.
+        output: Folder to write.
+        dtype: A value of train.dtype, or 'keep' for the checkpoint's.
+        max_file_bytes: Largest size of a file of tensors.
+        say: Called with lines for the user.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or has weights that are not finite.
+        ConfigError: transformers has no class for the model, a weight is out of the range of
+            `dtype`, or `output` exists.
+        DataError: The tokenizer is damaged.
     """
     return read_held(path, say, lambda folder: _export(folder, Path(output), dtype, max_file_bytes))
 

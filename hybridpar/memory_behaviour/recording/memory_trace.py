@@ -312,8 +312,8 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         raise config_error(
             "compression.gradients",
             config.compression.gradients,
-            "has no predicted events of memory: "
-            "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
+            "not supported: its memory events depend on the values of gradients. Record a run "
+            "instead (train.record_memory); `hybridpar check` predicts the peak",
             other_gradients(lambda row: not row.depends_on_values),
         )
     device = default_device(config)

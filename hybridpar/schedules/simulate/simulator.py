@@ -371,7 +371,7 @@ class _Machine:
         if isinstance(missing, BusyHost):
             return f"{action} waits for the host"
         if isinstance(missing, Exchange):
-            return f"{action} waits for {missing.left} transfers of this rank"
+            return f"{action} waits for {missing.left} transfers of its own rank"
         assert isinstance(missing, Meeting), f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
         absent = [r.index for r in self.ranks if r.index not in there]

@@ -8,6 +8,9 @@
 
 With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of
 a decoded sum. If gradients are factors, there is no other memory of them.
+
+Every message goes to all ranks, which add them in rank order, so replicas stay equal to the bit.
+Later messages of tied weights leave at NORM, as the plans of their two stages differ before that.
 """
 
 from __future__ import annotations

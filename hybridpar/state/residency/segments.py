@@ -1,4 +1,8 @@
-"""The parts that a rank's stages are cut into; one at a time computes."""
+"""The parts that a rank's stages are cut into; one at a time computes.
+
+Parts also cut the messages in which gradients are reduced, and with ZeRO-1 they decide who owns
+what. So runs on three or more replicas have equal bits only with equal parts.
+"""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
+import hybridpar
 from hybridpar.flight import FAILED, NO_FLIGHT, Flight, Observer, Record, hang_text
 from hybridpar.train.stop import end_with
 
@@ -121,7 +122,7 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
             len(held) == 2 and os.getppid() == launcher
         )  # else the number may be another process's by now
         numbers = [pid, rank, held[0], held[1] if lives else -1]
-        root = str(Path(__file__).parents[2])
+        root = str(Path(hybridpar.__file__).parents[1])
         program = (
             f"import sys; sys.path.insert(0, {root!r}); from hybridpar.train.faults.watchdog "
             "import "

@@ -140,10 +140,7 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
     measured_by = read_run_config(folder / CONFIG)
     chunks = measured_by.pipeline.num_virtual_stages
     if config.pipeline.num_virtual_stages != chunks:
-        rule = (
-            f"{folder} has measured {chunks} on each rank: the costs of stages are those of their "
-            "blocks"
-        )
+        rule = f"does not match {folder}, which was measured with {chunks} stages per rank"
         works = (
             f"{chunks}, with pipeline.schedule = {measured_by.pipeline.schedule}"
             if chunks > 1

@@ -92,7 +92,7 @@ class Generator:
     def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
         trained = read_manifest(folder).config
         if not trained.model.can_generate:
-            rule = f"holds a {trained.model.kind}; only a gpt generates text"
+            rule = f"holds a {trained.model.kind}; only a GPT can generate text"
             raise config_error("checkpoint", named, rule)
         model = trained.transformer
         tokenizer = folder.parent.parent / "tokenizer.json"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import hybridpar
 from hybridpar.config.row_names import valid_numbers_in
 from hybridpar.errors import HybridparError
 
@@ -27,7 +28,7 @@ _LONGEST_S = 30.0
 """Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
 _PROGRAM = (
     # in the place of the working folder
-    f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}\n"
+    f"import sys; sys.path[0] = {str(Path(hybridpar.__file__).parents[1])!r}\n"
     f"from {__name__} import main; main()"
 )
 """What the process that draws runs."""

@@ -114,7 +114,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
         (
             ("F0 B0 F0b B0b",),
             1,
-            r"has F0b, and the rank holds 1 stage of the model \(pipeline.virtual_stages\)",
+            r"has F0b, but the rank holds 1 stage of the model \(pipeline.virtual_stages\)",
         ),
         (("F0 B0", "F0 B0"), 1, None),
     ],

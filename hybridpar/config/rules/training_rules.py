@@ -1,0 +1,136 @@
+"""Rules of the sections about training steps and their memory: [optim], [train] and [memory]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from hybridpar.config.sections import Config
+from hybridpar.config.typed import broken_rules
+from hybridpar.config.unused import schedules_with_staleness
+from hybridpar.errors import Problem
+
+
+def optim(config: Config) -> Iterator[Problem]:
+    section = config.optim
+    if any(step <= before for (before, _), (step, _) in pairwise(section.lr_points)):
+        ordered = [list(point) for point in sorted(dict(section.lr_points).items())]
+        given = [list(point) for point in section.lr_points]
+        rule = (
+            "must be points [update, learning rate] in the order of updates, with one point for "
+            "each update"
+        )
+        yield Problem("optim.lr_points", given, rule, str(ordered))
+    for number, group in enumerate(section.groups):
+        for name, value, broken in broken_rules(group):
+            yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")
+    yield from _staleness(config)
+    if (section.name == "own") != bool(section.spec):
+        works = 'optim.name = "own"'
+        if section.name == "own":
+            works = '"my_package.my_module:MyRule", or optim.name = "adamw"'
+        rule = f'must be set with optim.name = "own", and only then; optim.name is "{section.name}"'
+        yield Problem("optim.spec", section.spec, rule, works)
+    nesterov = section.nesterov or section.staleness == "nesterov"
+    if section.name in ("sgd", "muon") and nesterov and section.momentum <= 0:
+        rule = "must be above 0 with Nesterov momentum"
+        yield Problem("optim.momentum", section.momentum, rule, "0.9")
+
+
+def _staleness(config: Config) -> Iterator[Problem]:
+    section = config.optim
+    schedule = config.pipeline.schedule
+    works = schedules_with_staleness(section.staleness)
+    if works and schedule not in works:
+        rule = (
+            f"requires pipeline.schedule = {' or '.join(works)}, whose stale gradients it "
+            f"corrects; this configuration has {schedule}"
+        )
+        yield Problem("optim.staleness", section.staleness, rule, '"none"')
+    if section.staleness == "nesterov" and section.name in ("lamb", "own"):
+        rule = f"not supported with optim.name = {section.name}, which has no Nesterov form"
+        other = '"extrapolation"' if schedule == "2bw" else '"none"'
+        yield Problem("optim.staleness", "nesterov", rule, other)
+
+
+def train(config: Config) -> Iterator[Problem]:
+    section = config.train
+    for rule, works in _fp8(config) if section.fp8 else ():
+        yield Problem("train.fp8", "true", rule, works)
+    if section.share_gpus and section.device == "cpu":
+        yield Problem("train.share_gpus", "true", 'requires GPUs; train.device is "cpu"', "false")
+
+
+def _fp8(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the rules that train.fp8 breaks, each with a value that works."""
+    parallel = config.parallel
+    if config.train.dtype != "bf16":
+        yield f'requires train.dtype = "bf16", not "{config.train.dtype}"', "false"
+    if parallel.tp > 1:
+        rule = (
+            f"not supported with parallel.tp = {parallel.tp}: each scale belongs to a full row, "
+            "which tensor parallelism splits"
+        )
+        yield rule, "false, or parallel.tp = 1"
+    if parallel.zero == 3 and parallel.dp > 1:
+        rule = (
+            "not supported with parallel.zero = 3, which releases the weights that are quantized "
+            "once per version"
+        )
+        yield rule, "false, or parallel.zero = 2"
+    if config.memory.budget:
+        rule = (
+            "not supported with memory.budget, which moves the weights that are quantized once "
+            "per version"
+        )
+        yield rule, "false, or memory.budget = 0"
+
+
+def memory(config: Config) -> Iterator[Problem]:
+    section = config.memory
+    away = section.offload_activations
+    for rule in _offloaded_activations(config) if away != 0 else ():
+        given = list(away) if isinstance(away, tuple) else away
+        yield Problem("memory.offload_activations", given, rule, "0")
+    if section.budget and config.optim.staleness == "prediction":
+        rule = (
+            'not supported with optim.staleness = "prediction", which keeps a second copy of all '
+            "weights for evaluations"
+        )
+        yield Problem("memory.budget", section.budget, rule, "0")
+    if section.host_optimizer:
+        yield from _host_optimizer(config)
+
+
+def _offloaded_activations(config: Config) -> Iterator[str]:
+    """Yield the rules that memory.offload_activations breaks: about its numbers, and about other
+    settings."""
+    section = config.memory
+    numbers = (section.num_away,) if isinstance(section.num_away, int) else section.num_away
+    pp = config.parallel.pp
+    if min(numbers, default=0) < 0:
+        yield "must not be negative"
+    if section.num_away == numbers and len(numbers) != pp:
+        yield f"must have {pp} numbers, one for each pipeline rank (parallel.pp)"
+    if section.budget and section.offload_activations == "auto":
+        yield (
+            f"not supported with memory.budget = {section.budget}, which uses the same disk or link"
+        )
+
+
+def _host_optimizer(config: Config) -> Iterator[Problem]:
+    if config.memory.budget:
+        rule = "not supported with memory.host_optimizer, which keeps all of its state in memory"
+        yield Problem("memory.budget", config.memory.budget, rule, "0")
+    if config.optim.name == "lamb":
+        rule = (
+            "not supported with memory.host_optimizer: LAMB needs the norms of full parameters, "
+            "which lie on several ranks"
+        )
+        yield Problem("optim.name", "lamb", rule, "adamw")
+    if not config.norms_first:
+        rule = (
+            "must be above 0 with memory.host_optimizer and schedule pipedream: the host updates "
+            "after the gradient norm is known"
+        )
+        yield Problem("optim.clip_grad", config.optim.clip_grad, rule, "1.0")
