@@ -40,7 +40,7 @@ from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 
 MICROBATCHES = 2
 WAYS = ("selective", "all")
@@ -81,7 +81,7 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
     configs = {
         OURS: config,
         IN_FILE: replace(config, memory=MemoryConfig(offload_activations=99, folder=folder)),
-        FREE: settle(
+        FREE: autotune(
             replace(config, memory=MemoryConfig(offload_activations="auto", folder=folder)),
             ProcessGrid(pp=p),
             torch.device("cpu"),

@@ -1,4 +1,4 @@
-"""Train GPT, BERT and models of your own with any mix of tensor, pipeline and data parallelism.
+"""Train GPT, BERT and custom models with any mix of tensor, pipeline and data parallelism.
 
 `__all__` is the public interface. Its names are imported when they are first used.
 """
@@ -78,10 +78,10 @@ _MODULES = (
     "nn",
     "trainer",
     "data",
-    "train.errors",
+    "train.faults.errors",
     "train.stop",
 )
-"""Homes of the public names, as they are searched."""
+"""Modules that define the public names, in the order in which they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.
 _checkout = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""`python -m hybridpar`: the same as the command hybridpar."""
+"""Run the command `hybridpar` as `python -m hybridpar`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Gradients that are not differentiated again: backward without what else torch prepares for."""
+"""Backward passes without the overhead that torch spends on differentiating gradients again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hybridpar.errors import HybridparError
 
 
 class QuietMode(TorchDispatchMode):
-    """A dispatch mode that the compiler does not learn of: telling it would first import it, which
-    takes seconds."""
+    """A dispatch mode that does not notify the compiler, because that would import it, which takes
+    seconds.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -27,10 +28,10 @@ class QuietMode(TorchDispatchMode):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of a Function's backward, without what it costs where nobody differentiates
-    again.
+    """Decorate a Function's backward like torch's once_differentiable, without its overhead if
+    gradients are not differentiated again.
 
-    That is 2.5 us of the 27 that a forward and backward take which do nothing.
+    The overhead is 2.5 us of the 27 us of an empty forward and backward.
     """
     careful = function.once_differentiable(backward)
 
@@ -42,11 +43,13 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
-    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: 0.4 s at
-    every start.
+    """Run torch.autograd.backward(edge, gradient) without comparing the two shapes, for which torch
+    imports sympy: 0.4 s at every start.
 
-    Torch's own functions of autograd call the engine so; it has no public name.
-    Raises: RuntimeError, of the engine, where they differ.
+    torch's own autograd functions call the engine like this; it has no public name.
+
+    Raises:
+        RuntimeError: From the engine, if the shapes differ.
     """
     Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -54,15 +57,18 @@ def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
 
 
 def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """`function(x, *args)`, of which autograd, where it is recording, keeps the arguments alone.
+    """Return `function(x, *args)`, for which autograd, if it is recording, keeps only the
+    arguments.
 
-    Backward runs it again, up to the last tensor that it needs, under the same autocast and from
-    the same state of torch's generators; that of a GPU is left alone while a CUDA graph is
-    captured.
+    Backward runs the function again, up to the last tensor that it needs, under the same autocast
+    and from the same state of torch's generators. A GPU's generator is left alone while a CUDA
+    graph is captured.
 
-    torch.utils.checkpoint imports the compiler: 1.3 s at every start.
-    Raises: HybridparError, in the backward, if it saves fewer tensors then, or of other shapes or
-        types.
+    This replaces torch.utils.checkpoint, which imports the compiler: 1.3 s at every start.
+
+    Raises:
+        HybridparError: In the backward, if the function saves fewer tensors the second time, or
+            tensors of other shapes or types.
     """
     if not torch.is_grad_enabled():
         return function(x, *args)
@@ -74,8 +80,9 @@ def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 
 class _Saved:
-    """The place of a tensor that a function saved; `tensor` is there from when it is made again to
-    when it is used."""
+    """The place of a tensor that a function saved; `tensor` is set from its recomputation until it
+    is used.
+    """
 
     def __init__(self, tensor: Tensor):
         self.form = tuple(tensor.shape), tensor.dtype
@@ -83,21 +90,22 @@ class _Saved:
 
 
 class _Again:
-    """A function with its arguments, and the places of what it saves, as long as autograd has
-    them."""
+    """A function with its arguments, and the places of the tensors it saves, as long as autograd
+    holds them.
+    """
 
     def __init__(self, function: Callable[..., Any], x: Any, args: tuple[Any, ...]):
         self._function = function
         self._x = x
         self._args = args
-        if isinstance(x, Tensor):  # as an operation saves it: hooks from outside see it
+        if isinstance(x, Tensor):  # saved as an operation saves it, so that outer hooks see it
             self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
         self._places: list[ref[_Saved]] = []
         self._autocast = _autocast()
         self._drawn = [(generator, generator.get_state()) for generator in default_generators()]
 
     def has_run(self) -> None:
-        """For the first time: generators that it did not draw from need not be set back."""
+        """Note the end of the first run: generators that it did not draw from need not be reset."""
         self._drawn = [
             (generator, before)
             for generator, before in self._drawn
@@ -147,7 +155,9 @@ class _Again:
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
-    """Whether, to what and how numbers are cast by themselves, on each kind of device in use."""
+    """Return the autocast state of each kind of device in use: enabled, type, and whether casts are
+    cached.
+    """
     return [
         (
             device,
@@ -160,8 +170,9 @@ def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
 
 
 def default_generators() -> list[torch.Generator]:
-    """Return the default random generators whose state can be read: not a GPU's while a CUDA graph
-    is captured."""
+    """Return the default random generators whose state can be read, without a GPU's while a CUDA
+    graph is captured.
+    """
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
@@ -176,7 +187,7 @@ def _not_again(first: object, then: object) -> str:
 
 
 class _Done(Exception):
-    """All that was to be made again is."""
+    """Raised when all tensors have been recomputed."""
 
 
 class _Keep(torch.autograd.Function):

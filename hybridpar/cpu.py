@@ -1,5 +1,6 @@
-"""This machine's CPU and memory, as Linux describes them, and memory on its huge pages, near a
-GPU."""
+"""This machine's CPU and memory, as Linux describes them, and memory allocation on huge pages, near
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_LARGE = 1 << 20  # bytes from which pages matter
-_LEFT_TO_OTHERS = 0.1  # of the memory that can be had
+_LARGE = 1 << 20  # bytes from which page size matters
+_LEFT_TO_OTHERS = 0.1  # share of the available memory
 _PCI = Path("/sys/bus/pci/devices")
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -23,17 +24,18 @@ _CGROUP_FILES = {
     True: ("memory.max", "memory.current", "inactive_file"),
     False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By whether it is version 2: the limit of a control group, what it uses, and what of that is
-cache."""
-# man 2 mbind
+"""Files by whether the control group is version 2: its limit, its usage, and the part of the usage
+that is cache."""
+# system call numbers of mbind (man 2 mbind)
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
 
 
 @cache
 def cpu_fields() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo, such as 'vendor_id', 'model name',
-    'flags'; {} elsewhere."""
+    """Return the fields of the first processor in /proc/cpuinfo, such as 'vendor_id', 'model name',
+    'flags'; {} on other systems.
+    """
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return {}
@@ -43,16 +45,15 @@ def cpu_fields() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The CPU's name by its maker, or else its architecture."""
+    """Return the CPU's name by its vendor, or else its architecture."""
     return cpu_fields().get("model name") or platform.processor() or platform.machine()
 
 
 def host_room() -> int:
-    """Return how many bytes of the host's memory this process and others may still take, a tenth
-    left out.
+    """Return how many bytes of the host's memory may still be allocated, minus a tenth.
 
-    Linux ends a process that takes more than its control group may have, as it does when the
-    machine has no memory left, so both count.
+    Linux kills a process that exceeds the limit of its control group, as it does when the machine
+    has no memory left, so both limits count.
     """
     if not (_PROC / "meminfo").exists():
         return sys.maxsize
@@ -68,8 +69,9 @@ def host_room() -> int:
 
 
 def _left_in_group(root: Path, path: str, limit: str, used: str, cache: str) -> int:
-    """Return what a control group and those that it is in have left; in a container only the root
-    may be there."""
+    """Return the bytes left in a control group and its parents. In a container only the root may be
+    visible.
+    """
     left = sys.maxsize
     group = root / path.strip("/")
     for folder in (group, *group.parents):
@@ -91,8 +93,9 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The node of NUMA whose memory is nearest to a GPU; None where the system does not say, or has
-    one node."""
+    """Return the NUMA node whose memory is nearest to a GPU; None if the system does not say, or
+    has one node.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -111,16 +114,15 @@ def zeros(
     *,
     node: int | None = None,
 ) -> Tensor:
-    """Zeros that passes go over again and again: in the host's memory on huge pages, where Linux
-    gives any.
+    """Allocate zeros for memory that is read and written again and again: on huge pages, if it is
+    host memory and Linux has any.
 
-    A pass then looks up one page for 512. Measured: AdamW over 91M parameters, two threads, takes 2
-    to 5 % less time. node: of NUMA, whose memory is taken if there is enough; None: as the system
-    has it.
+    One page lookup then covers 512 pages. Measured: AdamW over 91M parameters, two threads, takes 2
+    to 5 % less time. node: NUMA node whose memory is preferred; None: the system's choice.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
-        # all pages, those at the ends included; to be refused changes nothing
+        # all pages, including partial ones at both ends; a refusal changes nothing
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         pages = ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start)
         if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:

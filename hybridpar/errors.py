@@ -12,33 +12,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of a disk, which may come without the name of a file."""
+"""Errors of a disk, which may not name a file."""
 _NO_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
     "out of memory",
     "aoti_torch_empty_strided",
 )
-"""What torch, CUDA and NCCL say of an allocation that failed; the last is an operator of ours that
-asked for a tensor.
-"""
+"""Messages of torch, CUDA and NCCL about an allocation that failed. The last one names a compiled
+operator that asked for a tensor."""
 _NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from shared object")
-"""How oneDNN and the loader of libraries end where that is all: behind other failures they say what
-was wrong."""
+"""Ends of messages of oneDNN and of the loader of libraries about failed allocations. If they fail
+for another reason, the message continues with it."""
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
-"""All that Python and Gloo say of a thread that cannot be had."""
+"""Messages of Python and Gloo about a thread that could not be started."""
 _LIBRARIES = (f"{Path(__file__).parent}/", "/site-packages/torch/", "<frozen ")
-"""Where code lies that a user does not look into."""
+"""Places of code that is not the user's."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
 _LONGEST = 20_000
-"""Most characters of a message."""
+"""Upper bound of the characters of a message."""
 
 
 def described(value: object) -> str:
-    """Return what a value is, in a few words: modules and tensors by their type, else as `shown`
-    writes it."""
+    """Return what a value is, in a few words: modules and tensors by their type, others as `shown`
+    writes them.
+    """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
     if "torch.nn.modules.module.Module" in kinds:
         return f"the torch.nn.Module {type(value).__name__}"
@@ -48,16 +48,17 @@ def described(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut short: it may be all of a file that somebody else has
-    made."""
+    """Return a value as Python writes it, cut short, because it may be a complete file of unknown
+    origin.
+    """
     try:
         return _SHORT.repr(value)
-    except (ValueError, RecursionError):  # a whole number of very many digits
+    except (ValueError, RecursionError):  # such as an integer of very many digits
         return f"<{type(value).__name__}>"
 
 
 def printable(text: str) -> str:
-    """A message that a terminal and a log can take: names in it may hold anything."""
+    """Return a message without control characters: names in it may contain anything."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     if text.isprintable():
@@ -66,9 +67,9 @@ def printable(text: str) -> str:
 
 
 def not_utf8(text: str) -> str:
-    """What keeps a text from being UTF-8, in words; empty if nothing does.
+    """Return why a text is not UTF-8, in words; empty if it is.
 
-    Python stands for a byte of an argument or a file's name that it cannot decode by a half of a
+    Python represents a byte of an argument or file name that it cannot decode as half of a
     surrogate pair.
     """
     try:
@@ -82,17 +83,17 @@ def not_utf8(text: str) -> str:
 
 
 def about_file(error: OSError) -> str:
-    """An error of a file or a disk as a line; empty where it is about something else."""
+    """Return an error of a file or a disk as one line; empty if it is another error."""
     if error.filename is None and error.errno not in FULL_DISK:
         return ""
     return f"{error.filename or 'a disk'}: {error.strerror}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, of a CPU or of a GPU, or a library could not be loaded
-    for want of memory.
+    """Return whether an allocation failed, on a CPU or a GPU, or a library could not be loaded for
+    lack of memory.
 
-    An import that fails may hide the reason behind an error of its own, as numpy does.
+    An import that fails may hide the reason behind another error, as numpy does.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -106,8 +107,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lacks_threads(error: BaseException) -> bool:
-    """Return whether a thread could not be started, which takes memory and a place in the table of
-    processes."""
+    """Return whether a thread could not be started, for lack of memory or of entries in the process
+    table.
+    """
     return isinstance(error, RuntimeError) and str(error) in _NO_THREAD
 
 
@@ -118,17 +120,16 @@ def first_line(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error as one line, for something that a run can do without."""
+    """Return an error as one line, if a run can continue without the part that failed."""
     kind = "" if isinstance(error, HybridparError) else f"{type(error).__name__}: "
     return first_line(error) if is_out_of_memory(error) else f"{kind}{first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with what the user asked for: where, what, which rule, and a value that
-    works.
+    """One thing wrong with the user's input: where, what, which rule, and a value that works.
 
-    is_guess: the suggestion is what was probably meant by a name that is unknown.
+    is_guess: the suggestion is a known name that the unknown one probably meant.
     """
 
     field: str
@@ -141,18 +142,17 @@ class Problem:
         text = f"{shown(self.field)[1:-1]} = {described(self.value)}: {self.rule}"
         if not self.suggestion:
             return text
-        return (
-            f"{text}; did you mean {self.suggestion}?"
-            if self.is_guess
-            else f"{text}; try {self.suggestion}"
-        )
+        if self.is_guess:
+            return f"{text}; did you mean {self.suggestion}?"
+        return f"{text}; try {self.suggestion}"
 
 
 class HybridparError(Exception):
-    """Base of the errors raised on purpose; anything else is a defect of ours.
+    """Base of the errors raised on purpose; any other error is a defect of hybridpar.
 
-    may_pass: what failed may go well if it is tried again, else it would end in the same way.
-    has_users_cause: its cause is an error of the user's own code, which is shown with it.
+    Attributes:
+        may_pass: A retry may succeed; otherwise it would fail in the same way.
+        has_users_cause: Its cause is an error of the user's own code, which is shown with it.
     """
 
     may_pass = False
@@ -162,13 +162,14 @@ class HybridparError(Exception):
         super().__init__(printable(message))
 
     def note_may_pass(self) -> None:
-        """Notes that what failed may go well if it is tried again."""
+        """Note that a retry may succeed."""
         self.may_pass = True
 
 
 class ConfigError(HybridparError):
-    """The configuration, or an argument, cannot work. Carries every problem found, not just the
-    first."""
+    """The configuration, or an argument, cannot work. Lists every problem found, not just the
+    first.
+    """
 
     def __init__(self, *problems: Problem):
         self.problems = problems
@@ -176,7 +177,7 @@ class ConfigError(HybridparError):
 
 
 class DataError(HybridparError):
-    """A file that was read is damaged, truncated, or not what its name says."""
+    """A file that was read is damaged, truncated, or not of the kind that its name says."""
 
 
 class CheckpointError(HybridparError):
@@ -187,7 +188,7 @@ class CheckpointError(HybridparError):
 class NotFiniteError(CheckpointError):
     """A tensor of a checkpoint has NaN or infinity in it, so it is neither written nor loaded.
 
-    `step`: the step of the state that was to be saved; 0 where only the file is known.
+    step: the step of the state that was about to be saved; 0 if only the file is known.
     """
 
     def __init__(self, message: str, step: int = 0):
@@ -196,7 +197,7 @@ class NotFiniteError(CheckpointError):
 
 
 def config_error(field: str, value: object, rule: str, suggestion: str = "") -> ConfigError:
-    """A ConfigError with one problem, the common case."""
+    """Create a ConfigError with one problem, the common case."""
     return ConfigError(Problem(field, value, rule, suggestion))
 
 
@@ -204,11 +205,11 @@ Class = TypeVar("Class", bound=type)
 
 
 def raises_short_errors(kind: Class) -> Class:
-    """Have a class's public methods raise a HybridparError without the frames and errors inside
+    """Make a class's public methods raise a HybridparError without the frames and errors inside
     hybridpar.
 
     Its message says what to change, and these frames would hide it. Other errors are defects, and
-    keep theirs.
+    keep their frames.
     """
     for name, value in list(vars(kind).items()):
         if callable(value) and (name == "__init__" or not name.startswith("_")):
@@ -229,17 +230,18 @@ def _shortened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def raised_at(error: BaseException) -> str:
     """Return the last line of the user's own code on the way to an error, as " (model.py, line
-    12)"; empty: none."""
+    12)"; empty if there is none.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def trace_from_users_code(error: BaseException) -> str:
-    """Return the traceback of an error from its first line in the user's own code on; of another
-    error all of it.
+    """Return the traceback of an error from its first line in the user's own code on, or the
+    complete traceback if there is no such line.
 
-    The lines above, of this package and of torch, say nothing about an error in a loss or in a data
-    set.
+    The earlier lines, of this package and of torch, say nothing about an error in a loss or in a
+    data set.
     """
     frames = traceback.extract_tb(error.__traceback__)
     first = next((number for number, frame in enumerate(frames) if _is_of_user(frame)), None)

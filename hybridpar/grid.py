@@ -1,8 +1,9 @@
 """The process grid: its axes by name, and the lines of ranks along them.
 
 A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, tp:
-tp is fastest, so tensor parallelism stays on the fastest links. There is no current grid: whoever
-communicates is handed the Axis it needs, and an axis of size 1 works without a process group.
+tp is fastest, so tensor parallelism stays on the fastest links. There is no global current grid:
+code that communicates is passed the Axis it needs, and an axis of size 1 works without a process
+group.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from hybridpar.errors import config_error
 from hybridpar.flight import NO_FLIGHT, NOBODY, Flight, Waiting
 
 AxisSizes = Mapping[str, int]
-"""AxisSizes of a grid's axes by name, the outermost first."""
+"""Sizes of a grid's axes by name, the outermost first."""
 Place = Mapping[str, int]
 """Index of a rank along every axis, by name; 0 along an axis that is not named."""
 ALONE: Place = MappingProxyType({})
-"""Place of a rank that has no others."""
+"""Place of a rank without other ranks."""
 
 MODEL = ("pp", "tp")
-"""Axes that divide the model: ranks along them hold different parameters, or different parts of
+"""Axes that divide the model: ranks along them hold different parameters, or different shards of
 them."""
 BATCH = ("dp",)
-"""Axes that divide a batch: ranks along them hold the same parameters, and each has a part of the
-gradient's sum."""
+"""Axes that divide a batch: ranks along them hold the same parameters, and each computes a part of
+the gradient."""
 APART = ("site",)
-"""Axes whose ranks train apart: each with weights of its own, which only the outer step
-(state/reduction/outer.py) makes meet."""
+"""Axes whose ranks train apart: each has different weights, which only the outer step
+(state/reduction/outer.py) averages."""
 _WORDS = {"site": "site", "dp": "replica", "tp": "tensor part"}
 
 
@@ -49,26 +50,26 @@ class Traffic:
     num_bytes: Counter[str] = field(default_factory=Counter)
 
     def add(self, op: str, num_bytes: int) -> None:
-        """Adds one call to the counts."""
+        """Add one call to the counts."""
         self.calls[op] += 1
         self.num_bytes[op] += num_bytes
 
     def copy(self) -> Traffic:
-        """Return the counts as they are now."""
+        """Return a copy of the counts."""
         return Traffic(self.calls.copy(), self.num_bytes.copy())
 
     def restore(self, counts: Traffic) -> None:
-        """Set all counts to those of a copy."""
+        """Set all counts to the counts of a copy."""
         self.calls = counts.calls
         self.num_bytes = counts.num_bytes
 
     def add_since(self, before: Traffic, now: Traffic) -> None:
-        """Add what was counted between two copies."""
+        """Add the counts between two copies."""
         self.calls += now.calls - before.calls
         self.num_bytes += now.num_bytes - before.num_bytes
 
     def clear(self) -> None:
-        """Sets all counts to zero."""
+        """Set all counts to zero."""
         self.calls.clear()
         self.num_bytes.clear()
 
@@ -77,9 +78,15 @@ class Traffic:
 class Axis:
     """One line of ranks that communicate, and this process's place on it.
 
-    `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group`
-    is None if there is no communication (size 1). `via_host`: the group takes host memory only
-    (Gloo) and the tensors are elsewhere, so messages are copied there.
+    Attributes:
+        name: Name of the axis.
+        rank: Index of this process in `ranks`.
+        ranks: Global ranks in axis order.
+        group: The process group; None if there is no communication (size 1).
+        traffic: Counts the calls.
+        flight: Notes the waits.
+        via_host: The group accepts host memory only (Gloo) and the tensors are on a device, so they
+            are copied to the host.
     """
 
     name: str
@@ -117,13 +124,14 @@ class Axis:
         return self.ranks[(self.rank + 1) % self.size]
 
     def call(self, operation: str, num_bytes: int, peer: int = NOBODY) -> Waiting:
-        """Counts a call; a context in which this rank waits for it."""
+        """Count a call; return a context in which this rank waits for it."""
         self.traffic.add(operation, num_bytes)
         return self.waiting(operation, peer)
 
     def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
-        """A context in which this rank waits for the axis, or for its rank `peer` (a global
-        one)."""
+        """Return a context in which this rank waits for the axis, or for the global rank `peer` on
+        it.
+        """
         return Waiting(self.flight, operation, self.name, peer)
 
 
@@ -131,30 +139,39 @@ _JOIN = " x "
 
 
 class ProcessGrid:
-    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or
-    `ProcessGrid({"x": 2, "tp": 2})`.
+    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"x": 2,
+    "tp": 2})`.
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
-    axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a communicator of its own,
+    axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a separate communicator,
     for gradients that flow against the activations); `ends` (the first and last pipeline stage with
     all their replicas, which share tied embeddings; size 1 in between, and if pp is 1); `site` (the
-    ranks that hold the same at other sites); `home` (all ranks of this one's site); `world` (all
-    ranks).
+    ranks that hold the same parameters at other sites); `home` (all ranks of this rank's site);
+    `world` (all ranks).
 
-    NCCL runs what a rank issues on one communicator in that order, on one stream. Where
-    init_process_group was given a `device_id`, as by the launcher, that holds for transfers with
+    NCCL runs the operations that a rank issues on one communicator in that order, on one stream. If
+    init_process_group was given a `device_id`, as the launcher does, this holds for transfers with
     all neighbours and for collectives alike, so a receive that was posted ahead holds up all later
-    sends there. Therefore activations and gradients have communicators of their own. On a V each
-    turn has its own pair (`again`). No collective uses a communicator of pp. tests/nccl_order.py
-    models this: no plan deadlocks so, and all of the gallery do if both directions share one.
-    Groups are split from the job's own (ncclCommSplit), which is a call of all ranks: each rank
-    creates all groups of all lines, in one order.
+    sends there. Therefore activations and gradients have separate communicators. With stage_layout
+    "v" each turn has a separate pair (`again`). No collective uses a communicator of pp.
+    tests/nccl_order.py models this: no plan deadlocks so, and all plans of the gallery do if both
+    directions share one. Groups are split from the job's group (ncclCommSplit), which is a call of
+    all ranks: each rank creates all groups of all lines, in one order.
 
-    `sizes`: the outermost first; missing tp, pp and dp have size 1. `place`: that of this rank.
-    `device_type`: of the tensors that its axes are given. `flight`: where they note what this rank
-    waits for.
+    Args:
+        sizes: Sizes by axis, the outermost first; missing tp, pp and dp have size 1.
+        tp: Size of tp, without `sizes`.
+        pp: Size of pp, without `sizes`.
+        dp: Size of dp, without `sizes`.
+        joined: Groups of axes that are used together.
+        device_type: Type of device of the tensors that communicate.
+        flight: Notes what this rank waits for.
+
+    Attributes:
+        place: This rank's index along every axis.
+
     Collectives: creating a grid of more than one process is collective over all processes of the
-        job.
+    job.
     Raises: ConfigError if the sizes do not multiply to the number of processes.
     """
 
@@ -205,8 +222,9 @@ class ProcessGrid:
     def imagined(
         cls, sizes: AxisSizes, rank: int, group: Callable[[str, list[int]], Any]
     ) -> ProcessGrid:
-        """The grid as its rank `rank` sees it, outside of any job; `group(axis, ranks)` stands for
-        a communicator."""
+        """Return the grid as its rank `rank` sees it, outside of any job. `group(axis, ranks)`
+        returns a substitute for a communicator.
+        """
         grid = cls.__new__(cls)
         grid.sizes = _complete(sizes)
         grid.device_type = "cpu"
@@ -222,7 +240,7 @@ class ProcessGrid:
 
     @classmethod
     def of(cls, axis: Axis) -> ProcessGrid:
-        """The grid that is this one line: all other axes have size 1."""
+        """Return the grid that consists of this line: all other axes have size 1."""
         grid = cls.imagined({axis.name: axis.size}, axis.rank, lambda _, ranks: axis.group)
         setattr(grid, axis.name, axis)
         grid._axes[axis.name] = axis
@@ -235,8 +253,9 @@ class ProcessGrid:
         group: Callable[[str, list[int]], Any],
         via_host: bool,
     ) -> None:
-        """Takes this rank's line of each name. Every rank creates every group in the same order, as
-        torch requires."""
+        """Take this rank's line of each name. Every rank creates every group in the same order, as
+        torch requires.
+        """
         self.place = place_of(rank, self.sizes)
         self._lines = lines
         self._group = group
@@ -258,8 +277,9 @@ class ProcessGrid:
         self.home = self._axes.get("home", self.world)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Lets communication that begins from now on give up after so long; ranks that compile take
-        longer at first."""
+        """Set the timeout of communication from now on. Ranks that compile need a longer one at
+        first.
+        """
         axes = (*self._axes.values(), *self._again.values())
         for group in {
             id(axis.group): axis.group for axis in axes if axis.group is not None
@@ -268,12 +288,12 @@ class ProcessGrid:
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
     def axis(self, *names: str) -> Axis:
-        """This rank's line along an axis, or along several that were joined."""
+        """Return this rank's line along an axis, or along several that were joined."""
         return self._axes[_JOIN.join(names)]
 
     def again(self, name: str, number: int = 1) -> Axis:
-        """This rank's line along an axis with another communicator, by number, on which messages
-        wait for no others.
+        """Return this rank's line along an axis with another communicator, by number, whose
+        transfers wait for no others.
 
         Collectives: the first time, as creating a grid.
         """
@@ -294,37 +314,40 @@ class ProcessGrid:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those that run the same micro-batches on the same
-        stage."""
+        """Whether this rank is the first of the ranks that run the same micro-batches on the same
+        stage.
+        """
         others = {"pp", *BATCH, *APART}
         return all(index == 0 for name, index in self.place.items() if name not in others)
 
     @property
     def replica(self) -> int:
-        """Index of this rank's replica among those of all sites."""
+        """Index of this rank's replica among the replicas of all sites."""
         return self.site.rank * self.dp.size + self.dp.rank
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas at all sites: so many have samples of their own in a batch."""
+        """Number of replicas at all sites; each has different samples in a batch."""
         return self.site.size * self.dp.size
 
     def describe(self, stages: Sequence[int] = ()) -> str:
-        """This rank and its place, for messages: 'rank 5 (stage 2, replica 0, tensor part 1)'.
+        """Return this rank and its place, for messages: 'rank 5 (stage 2, replica 0, tensor part
+        1)'.
 
-        `stages`: those that this rank holds; none: the one with its number.
+        `stages`: the stages that this rank holds; empty: the stage with the number of its pp rank.
         """
         return describe(self.rank, stages or [self.pp.rank], self.place)
 
 
 def describe(rank: int, stages: Sequence[int], place: Place) -> str:
-    """A rank and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor
-    part 1)'."""
+    """Return a rank and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0,
+    tensor part 1)'.
+    """
     return f"rank {rank} ({where_of(stages, place)})"
 
 
 def where_of(stages: Sequence[int], place: Place) -> str:
-    """A place on the grid, for messages: 'stages 2 and 5, replica 0, tensor part 1'."""
+    """Return a place on the grid, for messages: 'stages 2 and 5, replica 0, tensor part 1'."""
     *others, last = map(str, stages)
     where = [f"stages {', '.join(others)} and {last}" if others else f"stage {last}"]
     return ", ".join(
@@ -334,13 +357,15 @@ def where_of(stages: Sequence[int], place: Place) -> str:
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
-    """Axes of the grid that a configuration asks for; that of sites where there are several."""
+    """Return the axes of the grid that a configuration asks for; the axis of sites only if there
+    are several.
+    """
     sites = {"site": parallel.sites} if parallel.sites > 1 else {}
     return sites | {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
 
 
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
-    """Place of a rank on a grid."""
+    """Return the place of a rank on a grid."""
     place = {}
     for name, size in reversed(list(sizes.items())):
         rank, place[name] = divmod(rank, size)
@@ -350,10 +375,11 @@ def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
 def lines_of(
     sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()
 ) -> dict[str, list[list[int]]]:
-    """Global ranks along every axis, by its name: a list for each line of the grid that has one.
+    """Return the global ranks along every axis, by its name: a list for each line of the grid that
+    has one.
 
     The order is the one in which a grid creates the groups: its axes from the innermost on, then
-    those made of them.
+    the joined ones.
     """
     names = list(sizes)
     ranks = torch.arange(prod(sizes.values())).view(*sizes.values())
@@ -377,8 +403,11 @@ def lines_of(
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:
-    """PipelineShape with those of pp, dp and tp that are missing. Raises: ConfigError if one is no
-    number of ranks."""
+    """Return sizes with pp, dp and tp added if they are missing.
+
+    Raises:
+        ConfigError: A size is not a number of ranks.
+    """
     if not isinstance(sizes, Mapping):
         raise config_error(
             "sizes",
@@ -395,7 +424,7 @@ def _complete(sizes: AxisSizes) -> dict[str, int]:
 
 
 def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator with the timeout of the job's own."""
+    """Create a communicator with the timeout of the job's group."""
     backend = str(dist.get_backend())
     options = _of_the_job("cuda" if backend == "nccl" else "cpu")
     return dist.new_group(
@@ -404,16 +433,16 @@ def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:
 
 
 def _of_the_job(device_type: str) -> Any:
-    """Options of the job's own group, for tensors of a device."""
+    """Return the options of the job's group, for tensors of a device."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD._get_backend(torch.device(device_type)).options
 
 
 def _shared_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Gloo on the thread that the job's own group has for its sockets.
+    """Create a Gloo group on the socket thread of the job's group.
 
-    Otherwise each group brings one, which wakes up a hundred times a second and takes that time
-    from whoever computes.
+    Otherwise each group brings a thread, which wakes up a hundred times a second and takes that
+    time from computation.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = _of_the_job("cpu")._devices

@@ -1,7 +1,7 @@
-"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events
-(_C_recorder).
+"""Import the compiled extensions on first use: operators (_C, _C_cuda), and the recorder of memory
+events (_C_recorder).
 
-The only place that imports them; on first use.
+No other module imports them.
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ import torch
 
 
 def missing() -> str | None:
-    """Why the operators `torch.ops.hybridpar.*` cannot be used here; None when they can. Loads them
-    on first use."""
+    """Return why the operators `torch.ops.hybridpar.*` cannot be used here; None if they can. Loads
+    them on first use.
+    """
     return _load()
 
 
 def missing_cuda() -> str | None:
-    """Why those operators have no CUDA versions here; None when they have. Loads them on first
-    use."""
+    """Return why the operators have no CUDA versions here; None if they have. Loads them on first
+    use.
+    """
     return _load_cuda()
 
 
 def missing_recorder() -> str | None:
-    """Why `recorder` cannot be used here; None when it can. Loads it on first use."""
+    """Return why `recorder` cannot be used here; None if it can. Loads it on first use."""
     return _load_recorder()
 
 
 def recorder() -> Any:
-    """The module hybridpar._C_recorder."""
+    """Return the module hybridpar._C_recorder."""
     return importlib.import_module(_RECORDER)
 
 
 def constant_when_traced(function: Callable[..., Any]) -> None:
-    """torch.compiler.assume_constant_result, without importing the compiler, which takes a second
-    at every start."""
+    """Apply torch.compiler.assume_constant_result without importing the compiler, which takes a
+    second at every start.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _EXPECTED = "1fb1992e"
-"""`arguments_digest` of this checkout's extension; changes with it."""
+"""`arguments_digest` of the extension that this checkout's sources build."""
 
 constant_when_traced(missing)
 
@@ -63,7 +66,9 @@ def _load() -> str | None:
 
 
 def arguments_digest() -> str:
-    """A hash of the operators that the extension has, and of the names of their arguments."""
+    """Return a hash of the operators that the extension has, and of the names of their
+    arguments.
+    """
     found = {
         name: [
             argument.name
@@ -75,7 +80,7 @@ def arguments_digest() -> str:
 
 
 def operators() -> list[str]:
-    """The names of torch.ops.hybridpar.*, once the extension is loaded."""
+    """Return the names of torch.ops.hybridpar.*, once the extension is loaded."""
     names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     ours = sorted(name for namespace, _, name in names if namespace == "hybridpar")
     return [name for name in ours if hasattr(torch.ops.hybridpar, name)]

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, never on who draws them or when.
+"""Random numbers that depend on what they are for, not on which rank draws them or when.
 
 A Philox4x32-10 counter generator: element `index` of a tensor has the same bits on every grid, for
 every micro-batch size, on every backend and thread count, so a shard draws just its part and
@@ -8,7 +8,7 @@ nothing has to be saved to draw it again.
     counter (index // 4 low, index // 4 high, step, sample)          four 32-bit words out; index % 4 selects one
 
 Everything here also exists in plain torch (`*_reference`), which defines the bits; the C++ version
-gives the same ones.
+returns the same bits.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -30,19 +30,18 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_CHUNK = {
-    "cpu": 1 << 15
-}  # elements whose temporaries stay in a core's cache; elsewhere, memory is the limit
+# elements whose temporaries stay in a core's cache; on devices, memory is the limit
+_CHUNK = {"cpu": 1 << 15}
 _CHUNK_DEVICE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomKey:
-    """What the random numbers of one micro-batch depend on: the seed, and what changes from one to
-    the next.
+    """Determines the random numbers of one micro-batch: the seed, and a counter that changes
+    between micro-batches.
 
-    counter: int64 [2], the step and the global index of the first sample, on the device that draws:
-    kernels read it there, so what was compiled or recorded for one micro-batch serves all.
+    counter: int64 [2], the step and the global index of the first sample, on the device that draws.
+    Kernels read it there, so code that was compiled or recorded for one micro-batch serves all.
     """
 
     seed: int
@@ -57,22 +56,26 @@ class RandomKey:
         num_samples: int = 1,
         device: str | torch.device = "cpu",
     ) -> RandomKey:
-        """The key of the samples `sample` to `sample + num_samples`.
+        """Create the key of the samples `sample` to `sample + num_samples`.
 
         Shapes: counter [2], int64, on `device`.
-        Raises: ValueError where the step or one of the samples does not fit 32 bits.
+
+        Raises:
+            ValueError: The step or one of the samples does not fit 32 bits.
         """
         check_counters(step, sample, num_samples, 0, 0, 0, 0)
         return cls(seed, torch.tensor([step, sample], device=device))
 
 
 def site(name: str) -> int:
-    """A 32-bit number that stands for `name` in every process, release and machine."""
+    """Return a 32-bit number that stands for `name` in every process, release and machine."""
     return int.from_bytes(hashlib.blake2s(name.encode(), digest_size=4).digest(), "little")
 
 
 def philox_key(seed: int, site: int) -> tuple[int, int]:
-    """The two key words of the generator. Raises: ConfigError if the seed does not fit 64 bits."""
+    """Return the two key words of the generator. Raises: ConfigError if the seed does not fit 64
+    bits.
+    """
     if not 0 <= seed < 1 << 64:
         raise config_error(
             "train.seed", seed, "must be from 0 to 2**64 - 1", str(abs(seed) & (1 << 63) - 1)
@@ -93,8 +96,8 @@ def random_bits(
     start: int,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """32 random bits an element; element (i, r, c) is the one with sample + i and index = start + r
-    * stride + c.
+    """Return 32 random bits for each element; element (i, r, c) is the one with sample + i and
+    index = start + r * stride + c.
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
@@ -126,10 +129,11 @@ def normal(
     start: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal numbers at index = start + r * stride + c (step 0, sample 0), on the CPU.
+    """Return standard normal numbers at index = start + r * stride + c (step 0, sample 0), on the
+    CPU.
 
-    Computed in float64; other types than that are rounded to float32 first, so they all start from
-    the same values. 32 bits go into a number: it lies within 6.4 standard deviations.
+    They are computed in float64. Other types are rounded to float32 first, so they all start from
+    the same values. Each number is made from 32 bits, so it lies within 6.4 standard deviations.
 
     Shapes: returns [rows, cols].
     """
@@ -146,7 +150,11 @@ def normal(
 def check_counters(
     step: int, sample: int, num_samples: int, rows: int, cols: int, stride: int, start: int
 ) -> None:
-    """Raises: ValueError where a counter would wrap around and repeat numbers."""
+    """Check that no counter wraps around and repeats numbers.
+
+    Raises:
+        ValueError: A counter would.
+    """
     if not (0 <= step <= _MASK and sample >= 0 and sample + num_samples <= _MASK + 1):
         raise ValueError(
             f"step {step} or samples {sample} to {sample + num_samples} are out of range: 0 to "
@@ -173,7 +181,7 @@ def bits_reference(
     start: int,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """What `random_bits` returns, in plain torch, for a key from `philox_key`.
+    """Return the result of `random_bits`, computed in plain torch, for a key from `philox_key`.
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
@@ -181,16 +189,15 @@ def bits_reference(
     out = torch.empty((num_samples, rows, cols), dtype=torch.int32, device=device)
     steps = torch.zeros(1, dtype=torch.int64, device=device) + step
     pieces = _pieces(num_samples, rows, cols, _CHUNK.get(device.type, _CHUNK_DEVICE))
-    # under a tracer that gives tensors no values, one piece shows what all take
+    # A tracer's tensors have no values, and one piece has the same operations as all others.
     for i, r, c in pieces if type(out) is Tensor else islice(pieces, 1):
         samples = torch.arange(i.start, i.stop, device=device).view(-1, 1, 1) + sample
         first = (
             start + c.start + stride * torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
         )
         width = c.stop - c.start
-        quads = (first >> 2) + torch.arange(
-            (width + 6) // 4, device=device
-        )  # 3 more than width: any alignment
+        # 3 more than width, for any alignment
+        quads = (first >> 2) + torch.arange((width + 6) // 4, device=device)
         words = torch.stack(
             philox((quads & _MASK, quads >> 32, steps, samples), key), dim=-1
         ).flatten(-2)
@@ -202,10 +209,10 @@ def bits_reference(
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of output for each counter.
+    """Run Philox4x32-10: return four words of output for each counter.
 
     Words are int64 in [0, 2**32): the signed product of two of them wraps, but its bits are those
-    of the exact one.
+    of the exact product.
     Shapes: the counter's parts broadcast; returns four tensors of their common shape.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
@@ -225,8 +232,9 @@ def philox(
 def _pieces(
     num_samples: int, rows: int, cols: int, limit: int
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """Boxes of at most `limit` elements that cover [num_samples, rows, cols], split along the first
-    axis that can."""
+    """Yield boxes of at most `limit` elements that cover [num_samples, rows, cols], split along the
+    first axis that can be split.
+    """
     if 0 in (num_samples, rows, cols):
         return
     width = min(cols, limit)
@@ -255,7 +263,7 @@ def normal_reference(
     start: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What `normal` returns, in plain torch. Shapes: returns [rows, cols]."""
+    """Return the result of `normal`, computed in plain torch. Shapes: returns [rows, cols]."""
     check_counters(0, 0, 1, rows, cols, stride, start)
     key = philox_key(seed, site)
     out = torch.empty(
@@ -277,23 +285,22 @@ def normal_reference(
 
 
 def normal_from_bits(bits: Tensor) -> Tensor:
-    """The normal quantile of (bits + 1/2) / 2**32, to about 16 digits.
+    """Return the normal quantile of (bits + 1/2) / 2**32, to about 16 digits.
 
-    Only operations that IEEE 754 rounds exactly (+ - * / sqrt, each rounded by itself), so every
-    implementation gives the same bits. The third range of the original (probabilities below
-    1.4e-11) is never reached with 32 bits.
+    Only operations that IEEE 754 rounds exactly are used (+ - * / sqrt, each rounded separately),
+    so every implementation returns the same bits. The third range of the original (probabilities
+    below 1.4e-11) is never reached with 32 bits.
 
     Shapes: bits int32, any shape, read as unsigned; returns float64 of that shape.
     Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Appl.
-        Statist. 37 (1988).
+    Statist. 37 (1988).
     """
     q = ((bits.long() & _MASK).double() - (2.0**31 - 0.5)) * 2.0**-32  # probability - 1/2, exact
     out = q * _ratio(0.180625 - q * q, _CENTRE)
     tails = (q.abs() > 0.425).flatten().nonzero().flatten()
     q = q.flatten()[tails]
-    root = torch.from_numpy(
-        np.sqrt(_log(0.5 - q.abs()).neg_().numpy())
-    )  # torch.sqrt, by MKL, is not exactly rounded
+    # torch.sqrt, by MKL, is not exactly rounded
+    root = torch.from_numpy(np.sqrt(_log(0.5 - q.abs()).neg_().numpy()))
     tail = _ratio(root - 1.6, _TAIL)
     out.view(-1)[tails] = torch.where(q < 0, -tail, tail)
     return out
@@ -304,8 +311,9 @@ def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]])
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Horner's rule, highest power first, a rounding after each multiplication and each
-    addition."""
+    """Evaluate a polynomial by Horner's rule, highest power first, rounding after each
+    multiplication and each addition.
+    """
     y = x * coefficients[0]
     for c in coefficients[1:-1]:
         y.add_(c).mul_(x)
@@ -313,8 +321,9 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of normal positive float64 numbers: 2^e m by the bits, log m = 2 artanh((m
-    - 1)/(m + 1))."""
+    """Return the natural logarithm of normal positive float64 numbers: 2^e m by the bits, log m = 2
+    artanh((m - 1)/(m + 1)).
+    """
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
     mantissa = (bits & ((1 << 52) - 1) | (1023 << 52)).view(torch.float64)  # in [1, 2)
@@ -327,9 +336,8 @@ def _log(x: Tensor) -> Tensor:
 
 _SQRT2 = 1.4142135623730951
 _LN2 = 0.6931471805599453
-_ARTANH = tuple(
-    2.0 / (2 * k + 1) for k in reversed(range(12))
-)  # in powers of s**2, |s| < 0.172: to the last digit
+# coefficients of powers of s**2, |s| < 0.172, exact to the last digit
+_ARTANH = tuple(2.0 / (2 * k + 1) for k in reversed(range(12)))
 _CENTRE = (
     (
         2.5090809287301226727e3,

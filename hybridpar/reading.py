@@ -1,8 +1,7 @@
-"""Opens files that others may have made: regular files alone, whose size is known before anything
-is read.
+"""Open files of unknown origin: regular files only, whose size is checked before anything is read.
 
-A pipe or a device in a file's place would hang a reader, or never end. Files of a run folder or of
-a checkpoint are opened with `within`, the folder: then no symbolic link leads out of it.
+A pipe or a device in a file's place would make a reader hang, or never end. Files of a run folder
+or of a checkpoint are opened with `within`, the folder, so that no symbolic link leads out of it.
 """
 
 from __future__ import annotations
@@ -33,33 +32,34 @@ else:
 _BUFFER_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _LIKE = 0.7
-"""Likeness from which on a file's name may have been meant, as difflib counts it, without the
-suffix."""
+"""Similarity from which on another file's name counts as possibly meant, as difflib measures it,
+without the suffix."""
 _MOST_PARTS = 16
 _MOST_LISTED = 1 << 14
-"""Names of a folder that are looked at."""
+"""Upper bound of the names of a folder that are looked at."""
 _MOST_NAMED = 8
-"""Runs that a message names."""
+"""Upper bound of the runs that a message names."""
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
     rf"""#[^\n]*|"{{3}}(?:\\.|[^\\])*?"{{3}}|'{{3}}.*?'{{3}}|(?P<open>"{{3}}|'{{3}})"""
     rf"""|(?P<key>{_PART}(?:[ \t]*\.[ \t]*{_PART})*)|(?P<quote>["'])""",
     re.DOTALL,
 )
-"""Text that can hold a dot, in turn: a comment, text of several lines, such text without an end, a
-key with its parts (or a value that looks like one), a quote without an end."""
+"""Text that can contain a dot, in turn: a comment, a multi-line string, an unterminated multi-line
+string, a key with its parts (or a value that looks like one), an unterminated quote."""
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
-    """Open a file for reading bytes, unbuffered, without waiting for anything.
+    """Open a file for reading bytes, unbuffered and without blocking.
 
     Args:
         path: The file.
         within: A folder that contains `path`. A symbolic link may lead to another file in this
             folder, but not out of it. The folder itself may be a link. None: the user has named
-                `path`, and links lead anywhere.
+            `path`, and links may lead anywhere.
 
-    Raises: OSError, also if it is no regular file.
+    Raises:
+        OSError: It cannot be opened, or is not a regular file.
     """
     try:
         handle = os.open(path, _FLAGS) if within is None else _open_within(path, within)
@@ -73,15 +73,14 @@ def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
 
 
 def _open_within(path: Path, folder: Path) -> int:
-    """Return a descriptor of `path`. Raises: OSError, also for a path that leads out of
-    `folder`."""
+    """Return a descriptor of `path`. Raises: OSError, also if the path leads out of `folder`."""
     root = os.path.realpath(folder)
     inside = os.path.relpath(os.path.realpath(path), root)
     parts = Path(inside).parts
     if not parts or os.pardir in parts or os.path.isabs(inside):
         raise OSError(errno.ELOOP, "a symbolic link that leads out of its folder", str(path))
-    # A link that takes a component's place from now on is refused: each one is opened in the folder
-    # before it.
+    # Each component is opened in its parent folder, so a link that replaces a component from now on
+    # is refused.
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in parts[:-1]:
@@ -94,7 +93,8 @@ def _open_within(path: Path, folder: Path) -> int:
 
 
 def names_in(folder: Path, most: int) -> list[str]:
-    """Return the names of a folder's entries in order, of the first `most` that the system lists.
+    """Return the names of a folder's entries in order, limited to the first `most` that the system
+    lists.
 
     The list is empty if there is no such folder.
     """
@@ -106,15 +106,16 @@ def names_in(folder: Path, most: int) -> list[str]:
 
 
 class BoundedReader(BufferedReader):
-    """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file
-    names."""
+    """A reader that allocates no more memory than its file has bytes, whatever sizes a damaged file
+    claims.
+    """
 
     def __init__(self, raw: FileIO):
         super().__init__(raw, _BUFFER_BYTES)
         self._size = os.fstat(raw.fileno()).st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """No more than `size` bytes; all that are left without one."""
+        """Return at most `size` bytes; all remaining bytes without `size`."""
         left = max(self._size - self.tell(), 0)
         return super().read(left if size is None or not 0 <= size <= left else size)
 
@@ -127,8 +128,9 @@ def errors_as(
     *others: type[Exception],
     failure: str = "cannot be read",
 ) -> Iterator[None]:
-    """Makes one error that names the file of an OSError (`failure`) and of a ValueError or `others`
-    (`damage`)."""
+    """Convert errors in this context to `error`, which names the file: an OSError with `failure`, a
+    ValueError or one of `others` with `damage`.
+    """
     try:
         yield
     except OSError as found:
@@ -140,8 +142,9 @@ def errors_as(
 
 
 def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
-    """Return all bytes of a file. Raises: OSError as `open_regular`; ValueError for more than
-    `most` bytes."""
+    """Return all bytes of a file. Raises: OSError as `open_regular`; ValueError if it has more than
+    `most` bytes.
+    """
     with open_regular(path, within=within) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"it has {size} bytes; at most {most} are allowed")
@@ -149,11 +152,11 @@ def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
 
 
 def nearest_path(path: Path) -> str:
-    """Return the path that was probably meant by one that does not exist; empty where no path is
-    like it.
+    """Return the path that was probably meant by one that does not exist; empty if no path is
+    similar.
 
-    It lies in the same folder, or in a folder with a like name. A ~ becomes the home folder, which
-    a shell puts in its place at the beginning of a word only.
+    It lies in the same folder, or in a folder with a similar name. A ~ becomes the home folder,
+    because a shell expands it at the beginning of a word only.
     """
     try:
         if str(path).startswith("~"):
@@ -163,18 +166,19 @@ def nearest_path(path: Path) -> str:
         if not path.parent.exists():
             parent = nearest_path(path.parent)
             inside = Path(parent, path.name)
-            return (str(inside) if inside.exists() else nearest_path(inside)) if parent else ""
+            if not parent:
+                return ""
+            return str(inside) if inside.exists() else nearest_path(inside)
         known = os.listdir(path.parent)
     except (OSError, RuntimeError, ValueError):  # no home folder; a name with a zero byte
         return ""
     others = (path.with_name(name) for name in _like(path, known))
-    return next(
-        (str(other) for other in others if other.exists()), ""
-    )  # a link that leads nowhere is like itself
+    # a dangling link is similar to itself
+    return next((str(other) for other in others if other.exists()), "")
 
 
 def _like(path: Path, known: list[str]) -> list[str]:
-    """Return the names of files that `path` may stand for, the likeliest first."""
+    """Return the names of files that `path` may stand for, the most similar first."""
     same = sorted(
         name for name in known if name.lower() == path.name.lower() or Path(name).stem == path.name
     )
@@ -195,11 +199,11 @@ def runs_in(folder: Path) -> list[str]:
 
 
 def runs_near(path: Path) -> str:
-    """Return the run folders that may have been meant by a path that is none, in words; empty if
+    """Return the run folders that may have been meant by a path that is not one, in words; empty if
     there are none.
 
-    They are looked for in the path, beside it, and in runs, which is the default of run.dir. The
-    likeliest come first.
+    They are searched in the path, in its parent, and in runs, which is the default of run.dir. The
+    most similar come first.
     """
     for folder in dict.fromkeys((path, path.parent, Path("runs"))):
         if names := runs_in(folder):
@@ -213,13 +217,14 @@ def runs_near(path: Path) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The message of an error of reading, without the path."""
+    """Return the message of a read error without the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def read_text(path: Path, most: int, *, within: Path | None = None) -> str:
-    """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or
-    not UTF-8."""
+    """Return a file as text, without a byte order mark. Raises: OSError; ValueError if it is too
+    large or not UTF-8.
+    """
     content = read_limited(path, most, within=within)
     try:
         return content.decode("utf-8-sig")
@@ -228,7 +233,7 @@ def read_text(path: Path, most: int, *, within: Path | None = None) -> str:
 
 
 def _not_text(content: bytes, start: int) -> str:
-    """Return why bytes are no UTF-8 text. start: the first byte that is none."""
+    """Return why bytes are not UTF-8 text. start: the first invalid byte."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "it is UTF-16 text; save it as UTF-8"
     if b"\0" in content:
@@ -242,18 +247,20 @@ def _not_text(content: bytes, start: int) -> str:
 
 
 def read_json(path: Path, most: int, *, within: Path | None = None) -> Any:
-    """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too
-    deep."""
+    """Return the value in a JSON file. Raises: OSError; ValueError, also if it is too large or
+    nested too deeply.
+    """
     return parse_json(read_limited(path, most, within=within), dict)
 
 
 def parse_json(
     text: str | bytes, make: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """The value of a JSON text; `make` makes its objects.
+    """Return the value of a JSON text; `make` creates its objects.
 
-    Raises: ValueError, also for what nests too deep, and, without `make`, for a key that is there
-        twice.
+    Raises:
+        ValueError: Also if it is nested too deeply or, without `make`, if an object has a key
+            twice.
     """
     try:
         return json.loads(text, object_pairs_hook=make or _object)
@@ -269,8 +276,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def to_json(value: Any, **layout: Any) -> str:
-    """JSON with null for numbers that are not finite, which it cannot say. layout: for
-    json.dumps."""
+    """Return JSON with null for numbers that are not finite, which JSON does not have. layout:
+    arguments of json.dumps.
+    """
     try:
         return json.dumps(value, allow_nan=False, **layout)
     except ValueError:
@@ -286,8 +294,9 @@ def _finite(value: Any) -> Any:
 
 
 def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str, Any]:
-    """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep;
-    RecursionError."""
+    """Return the content of a TOML file. Raises: OSError; ValueError, also if it is too large or a
+    key is nested too deeply; RecursionError.
+    """
     text = read_text(path, most, within=within)
     _check_keys(text)
     try:
@@ -297,8 +306,11 @@ def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str,
 
 
 def _check_keys(text: str) -> None:
-    """Raises: ValueError for a key of very many parts, whose square is the time that a parser takes
-    for it."""
+    """Reject keys of very many parts, because the parser's time is quadratic in their number.
+
+    Raises:
+        ValueError: There is such a key.
+    """
     for found in _TOML.finditer(text):
         if found["open"] or found["quote"]:
             return  # the parser stops there

@@ -1,13 +1,13 @@
-"""Temporary folders that do not outlive their processes for long: the next one removes what a
-killed one has left.
+"""Temporary folders that do not outlive their processes for long: each process removes the folders
+that killed processes have left.
 
-    <prefix>.<kernel>.<random>     locked by the process that made it, as long as that and its forks
+    <prefix>.<kernel>.<random>     locked by the process that made it, as long as it and its forks
                                    live
 
-Whoever makes a folder of the same prefix first removes those of its user that nobody has locked.
-Locks of a folder are known to the processes of one running kernel, whatever the file system is. So
-a folder of another kernel, which is another machine's or one's own before it was started anew, goes
-if nothing in it has changed for a day.
+A process that creates a folder first removes unlocked folders of the same prefix and user. Locks of
+a folder are visible to the processes of one running kernel, whatever the file system is. So a
+folder of another kernel, which is on another machine or from before a reboot, is removed if nothing
+in it has changed for a day.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _UNCHANGED_S = 24 * 3600.0
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str = "hybridpar", parent: Path | None = None) -> Iterator[Path]:
-    """A new folder below `parent` (None: the system's temporary folder), removed with what is in
-    it.
+    """Create a folder below `parent` (None: the system's temporary folder), and remove it with its
+    content at the end of the context.
 
-    Raises: OSError if it cannot be made.
+    Raises:
+        OSError: It cannot be created.
     """
     parent = parent or Path(tempfile.gettempdir())
     stem = f"{prefix}.{_kernel()}."
@@ -58,8 +59,9 @@ def remove_left_folders(prefix: str, parent: Path) -> None:
 
 
 def _make(stem: str, parent: Path) -> tuple[Path, int]:
-    """A locked folder, and the handle of its lock. Another process may remove one in the moment
-    before it is locked."""
+    """Create and lock a folder; return it and the handle of its lock. Another process may remove a
+    folder before it is locked; then another one is created.
+    """
     while True:
         path = Path(tempfile.mkdtemp(prefix=stem, dir=parent))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -69,7 +71,7 @@ def _make(stem: str, parent: Path) -> tuple[Path, int]:
             except BlockingIOError:
                 os.close(handle)
                 raise
-            except (OSError, ImportError):  # no locks here, so nobody can lock and remove it either
+            except (OSError, ImportError):  # without locks no process can remove it either
                 return path, handle
             if _is_same(path, handle):
                 return path, handle
@@ -82,7 +84,8 @@ def _open(path: Path) -> int:
 
 def _lock(handle: int) -> None:
     """Lock a folder. Raises: BlockingIOError if another process has it; OSError or ImportError
-    without locks."""
+    without locks.
+    """
     fcntl = importlib.import_module("fcntl")
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -94,8 +97,9 @@ def _is_same(path: Path, handle: int) -> bool:
 
 
 def _remove_if_left(path: Path, *, is_ours: bool) -> None:
-    """Remove a folder of this user that no process uses. Raises: OSError where one does;
-    ImportError without locks."""
+    """Remove a folder of this user that no process uses. Raises: OSError if a process does;
+    ImportError without locks.
+    """
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
@@ -111,13 +115,14 @@ def _remove_if_left(path: Path, *, is_ours: bool) -> None:
 
 
 def _last_change(path: Path) -> float:
-    """The time of the last change in a folder, in seconds since 1970. Raises: OSError."""
+    """Return the time of the last change in a folder, in seconds since 1970. Raises: OSError."""
     return max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
 
 
 def _kernel() -> str:
-    """Return a name of the running kernel, 32 hexadecimal digits: its id since the start, else of
-    the host's name."""
+    """Return a name of the running kernel, 32 hexadecimal digits: its boot id, or a hash of the
+    host's name.
+    """
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:

@@ -1,13 +1,13 @@
-"""TCP connections of this process to other hosts: bytes that went over them, and how long they have
+"""TCP connections of this process to other hosts: bytes sent and received, and how long they have
 been silent.
 
-Whoever opened a connection (Gloo, NCCL, torch's store), it is found by its descriptor. Linux alone
-tells these numbers; elsewhere there are no connections.
+Connections are found by their descriptors, whether Gloo, NCCL or torch's store has opened them.
+Only Linux reports these numbers; on other systems there are no connections.
 
-A link that is out looks to TCP like one that loses packets: it sends again, each time after twice
-as long a pause, so that after an outage of 30 s the next attempt may be another 30 s away.
-`prepare` bounds that pause where the kernel can (Linux 6.15), and lets the kernel ask a silent host
-whether it is there, so that silence tells an outage from a host that has nothing to say.
+To TCP, a link that is down looks like one that loses packets: it retries, each time after twice as
+long a pause, so that after an outage of 30 s the next attempt may be another 30 s away. `prepare`
+bounds that pause if the kernel can (Linux 6.15), and makes the kernel probe a silent host, so that
+silence distinguishes an outage from a host that has nothing to send.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ASK_EVERY_S = 2
-"""Silence after which a host is asked whether it is there, and the time between two such
-questions."""
+"""Silence after which a host is probed, and the time between two probes."""
 _RETRY_S = 3
 """Longest pause between two attempts to send."""
 _KERNEL_GIVES_UP_S = 924
 """Time after which Linux gives a connection up: 15 attempts, each after twice as long a pause as
-the one before."""
+the previous one."""
 _TCP_RTO_MAX_MS = 44  # of linux/tcp.h; socket does not have it
 _TCP_USER_TIMEOUT = 18
 _SO_ATTACH_FILTER = 26
@@ -52,9 +51,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Connection:
     """A connection from this host's address `own` to another one's, `host`.
 
-    number: the kernel's, for the life of the connection. silent_s: time since anything came from
-    there, be it only an acknowledgement. retries: of what was sent last, and not acknowledged.
-    sent, received: bytes, headers included.
+    Attributes:
+        number: The kernel's number, for the life of the connection.
+        silent_s: Time since anything was received, even an acknowledgement.
+        retries: Retransmissions of the last data that is not acknowledged.
+        sent: Bytes sent, headers included.
+        received: Bytes received, headers included.
     """
 
     number: int
@@ -67,7 +69,7 @@ class Connection:
 
 
 def connections() -> list[Connection]:
-    """The connections of this process to other hosts."""
+    """Return the connections of this process to other hosts."""
     found = []
     for number, connected in _sockets():
         with suppress(OSError):
@@ -98,22 +100,25 @@ def connections() -> list[Connection]:
 
 
 def _are_apart(own: str, host: str) -> bool:
-    """Whether two addresses of a connection are of two hosts: one that talks to itself has the same
-    at both ends."""
+    """Return whether two addresses of a connection belong to two hosts. A host that connects to
+    itself has the same address at both ends.
+    """
     return own != host
 
 
 def network() -> str:
-    """A name for the network that this process has: containers of one host may have one each, or
-    share the host's."""
+    """Return a name for the network that this process has: containers of one host may have one
+    each, or share the host's.
+    """
     with suppress(OSError):
         return _BOOT.read_text() + os.readlink(_NAMESPACE)
     return platform.node()
 
 
 def own_address() -> str:
-    """The address that this host's name leads to, which Gloo offers others unless it is given an
-    interface."""
+    """Return the address that this host's name resolves to, which Gloo offers others unless it is
+    given an interface.
+    """
     with suppress(OSError):
         for family, kind, *_, address in socket.getaddrinfo(
             socket.gethostname(), None, type=socket.SOCK_STREAM
@@ -125,16 +130,15 @@ def own_address() -> str:
 
 
 def interfaces() -> list[str]:
-    """Network interfaces of this host, the loopback one apart."""
+    """Return the network interfaces of this host, without the loopback one."""
     return [name for _, name in socket.if_nameindex() if name != "lo"]
 
 
 def prepare(limit_s: float) -> None:
-    """Has the kernel ask silent hosts, send again often, and not give up before `limit_s`
-    seconds."""
+    """Make the kernel probe silent hosts, retry often, and not give up before `limit_s` seconds."""
     last = int(1e3 * min(max(2 * limit_s, _KERNEL_GIVES_UP_S), 2**21))
     for _, connected in _sockets():
-        with suppress(OSError):  # not TCP, or closed meanwhile
+        with suppress(OSError):  # not TCP, or closed since it was listed
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, last)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_EVERY_S)
@@ -144,14 +148,13 @@ def prepare(limit_s: float) -> None:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """A context in which the kernel drops whatever comes to this process by TCP, as if its host
-    were off the network.
+    """Make the kernel drop whatever comes to this process by TCP while in this context, as if its
+    host were off the network.
 
-    Connections stay, and go on afterwards. For tests of what an outage does.
+    Connections stay, and continue afterwards. For tests of outages.
     """
-    nothing = ctypes.create_string_buffer(
-        struct.pack("=HBBI", 0x06, 0, 0, 0), 8
-    )  # BPF: return 0, that is, keep none
+    # BPF program: return 0, that is, keep no byte
+    nothing = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0), 8)
     program = struct.pack("@HP", 1, ctypes.addressof(nothing))
     for _, connected in _sockets():
         connected.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
@@ -159,19 +162,20 @@ def deaf() -> Iterator[None]:
         yield
     finally:
         for _, connected in _sockets():
-            with suppress(OSError):  # made meanwhile
+            with suppress(OSError):  # opened inside the context
                 connected.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def _sockets() -> Iterator[tuple[int, socket.socket]]:
-    """TCP sockets of this process that are connected, each with its number, by a handle that is
-    closed afterwards."""
+    """Yield the connected TCP sockets of this process, each with its number, as a handle that is
+    closed afterwards.
+    """
     for name in os.listdir(_DESCRIPTORS) if sys.platform == "linux" else ():
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed since it was listed
             kind, _, number = os.readlink(_DESCRIPTORS / name).partition(":")
             if kind != "socket":
                 continue
             with socket.socket(fileno=os.dup(int(name))) as handle:
                 if handle.family in _HEADERS and handle.type == socket.SOCK_STREAM:
-                    handle.getpeername()  # raises where it only listens
+                    handle.getpeername()  # raises if it only listens
                     yield int(number.strip("[]")), handle

@@ -1,5 +1,4 @@
-"""Says what is wrong with a line of a TOML file as its writer sees it, and how to write it
-instead."""
+"""Explain what is wrong with a line of a TOML file, and how to write it instead."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ _PAIR = re.compile(r"^\s*(?P<key>[\w.\"'-]+)\s*(?P<sign>[=:])\s*(?P<value>.*?)\s
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u201e": '"', "\u2018": "'", "\u2019": "'"})
 """Typographic quotation marks, which word processors write, and TOML's."""
 _LONGEST = 120
-"""Most characters of a line that is shown."""
+"""Upper bound of the characters of a line that is shown."""
 
 
 def toml_advice(text: str, said: str) -> str:
-    """Return the parser's message with the line that it is about, and a line that works where one
-    is known.
+    """Return the parser's message with the line that it is about, and a line that works if one is
+    known.
 
     Args:
         text: The content of the file.
@@ -40,7 +39,7 @@ def toml_advice(text: str, said: str) -> str:
 
 
 def _mended(line: str, rule: str) -> str:
-    """Return what to write instead of a line; empty where that is unknown."""
+    """Return what to write instead of a line; empty if that is unknown."""
     if "twice" in rule:
         return "the section appears twice; write all its keys below one heading"
     if "overwrite" in rule:
@@ -64,7 +63,7 @@ def _mended(line: str, rule: str) -> str:
 
 
 def _value(text: str) -> str | None:
-    """Return a value as TOML writes it; None where it stands for the lack of one."""
+    """Return a value in TOML notation; None if it stands for the lack of one."""
     if text in ("None", "null", "nil"):
         return None
     if text.lower() in ("true", "false"):

@@ -50,41 +50,39 @@ if TYPE_CHECKING:
 
 
 _KEYWORDS = ("config", "loss", "metrics", "num_targets", "datasets", "optimizer", "lr_schedule")
-"""Names of arguments of a Trainer that are no sections of the configuration."""
+"""Arguments of a Trainer that are not sections of the configuration."""
 
 
 @raises_short_errors
 class Trainer:
-    """A model with everything that its training needs: data, and a configuration.
+    """A model with its data and configuration, ready to train.
 
     Args:
-        model: A ModelSpec, such as a ModelConfig; or the modules of a row, each of which takes what
-            the one before returns: an nn.Sequential, or a list. Training starts from the weights
-                that modules have. None: the model of
-            `config`.
+        model: A ModelSpec, such as a ModelConfig; or a sequence of modules, each of which takes the
+            previous one's output: an nn.Sequential or a list, whose weights training starts from.
+            None: the model of `config`.
         config: A Config, or the path of a TOML file. None: the defaults.
-        loss: With modules: a function of the last module's output and of the batch (a dict of
-            tensors), which returns the mean loss of the samples of the micro-batch (a 0-d tensor).
-            With `num_targets` it returns the sum over the labels that count instead.
-        metrics: With modules: a function of the same that returns further numbers by name, such as
-            an accuracy. They are reported, and train nothing.
-        num_targets: With modules: a function of a sample that returns how many of its labels count.
+        loss: For modules: a function of the last module's output and the batch (a dict of tensors)
+            that returns the mean loss over the samples of the micro-batch (a 0-d tensor). With
+            `num_targets` it returns the sum over the labels that count instead.
+        metrics: For modules: a function of the same arguments that returns further numbers by name,
+            such as an accuracy. They are reported, and do not affect training.
+        num_targets: For modules: a function of a sample that returns how many of its labels count.
             None: losses are means over samples.
-        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says
-            what they may be). Several validation sets are a dict by their names. Samples are dicts
-            of arrays; the first module takes the array "x", or else a sample's first one. Samples
-            for a GPT have `tokens` and `labels`, each [seq_length], where a label of -100 does not
-            count.
-        optimizer: A subclass of UpdateRule, in place of optim.name.
-        lr_schedule: A function of the number of an update, counted from 0, that returns its
-            learning rate; in place of optim.lr and what goes with it. It is called here, for all of
-            train.num_steps, and becomes optim.lr_points, which differ from it by at most a
-            millionth of the highest rate.
-        **sections: Keys of the configuration by section, over those of `config`:
-            `parallel={"pp": 2}`.
+        datasets: Data sets by split ("train", "valid"), instead of the model's (`ModelSpec.dataset`
+            lists the accepted types). Several validation sets are a dict by name. Samples are dicts
+            of arrays; the first module takes the array "x", or else a sample's first array. Samples
+            for a GPT have `tokens` and `labels`, each [seq_length]; a label of -100 does not count.
+        optimizer: A subclass of UpdateRule, instead of optim.name.
+        lr_schedule: A function of the update number, counted from 0, that returns the learning
+            rate, instead of optim.lr and its schedule settings. The constructor calls it for all of
+            train.num_steps and stores the result as optim.lr_points, which differ from it by at
+            most a millionth of the highest rate.
+        **sections: Keys of the configuration by section, which override `config`: `parallel={"pp":
+            2}`.
 
     Raises:
-        ConfigError: Names every key that is unknown and every value of a wrong type.
+        ConfigError: Names every unknown key and every value of a wrong type.
     """
 
     def __init__(
@@ -120,14 +118,14 @@ class Trainer:
                     raise config_error(
                         name, function, rule, f"def {name}(..) in the class of the model"
                     )
-        base = (
-            Config()
-            if config is None
-            else config
-            if isinstance(config, Config)
-            else load_toml(config)
-        )
-        base = base if model is None else dataclasses.replace(base, model=model)  # type: ignore[arg-type]
+        if config is None:
+            base = Config()
+        elif isinstance(config, Config):
+            base = config
+        else:
+            base = load_toml(config)
+        if model is not None:
+            base = dataclasses.replace(base, model=model)  # type: ignore[arg-type]
         if not isinstance(base.model, ModelSpec):
             rule = (
                 "must be a ModelSpec, an nn.Sequential or a list of modules; give a "
@@ -153,30 +151,30 @@ class Trainer:
         on_evaluation: Callable[[int, dict[str, Any]], Any] | None = None,
         on_save: Callable[[Path], Any] | None = None,
     ) -> Outcome:
-        """Train to the end, or to a request to stop; go on from the run folder's last checkpoint,
-        if it has one.
+        """Train to the end or until a stop is requested, resuming from the run folder's last
+        checkpoint if there is one.
 
-        In a program that no launcher has started, a grid of several processes is started here, on
-        this machine: they are forks of the program, under the supervisor of
-        `hybridpar train --ranks`. Callbacks run in these processes. Under torchrun the processes
-        are those that it has started.
+        If no launcher has started this program, `fit` starts the processes of a larger grid on this
+        machine: forks of the program under the same supervisor as `hybridpar train --ranks`.
+        Callbacks run in these processes. Under torchrun, the grid consists of torchrun's processes.
 
         Args:
             on_step: Called after each optimizer step with its numbers.
             on_evaluation: Called after each evaluation with the step and the validation numbers.
-            on_save: Called with the folder of a checkpoint that is complete.
+            on_save: Called with the folder of a complete checkpoint.
 
-        Callbacks are called on all processes of the grid, at the same step. One that returns
-        `hybridpar.STOP`, on any process, ends training on all, a few steps later: they save, and
-        `fit` returns.
+        Callbacks are called on all processes of the grid, at the same step. If one returns
+        `hybridpar.STOP` on any process, training ends on all processes a few steps later: they
+        save, and `fit` returns.
 
         Returns:
-            How it ended. `history` has the losses and the evaluations of the run.
+            How training ended. `history` has the losses and the evaluations of the run.
 
         Collectives: on all processes of the job.
+
         Raises:
             CallbackError: A callback has raised; the run has saved.
-            HybridparError: As `hybridpar train` reports it.
+            HybridparError: The error that `hybridpar train` would report.
         """
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
         for name, call in given.items():
@@ -195,11 +193,11 @@ class Trainer:
         return self._run_on_grid(train)
 
     def request_stop(self) -> None:
-        """Ask `fit`, which runs in this process or in forks of it, to stop: all ranks do at the
-        same step, and save.
+        """Ask `fit`, in this process or in forks of it, to stop: all ranks save and stop at the
+        same step.
 
-        It may be called from a callback, another thread or the handler of a signal. `fit` forgets
-        earlier requests.
+        May be called from a callback, another thread or a signal handler. `fit` ignores requests
+        that were made before it started.
         """
         self._stop.set()
 
@@ -207,10 +205,11 @@ class Trainer:
         """Return the validation numbers of the run's newest weights, over train.eval_batches
         batches.
 
-        They are those that `on_evaluation` is given. Before the first checkpoint, the weights are
-        those that training starts from. The grid is that of `fit`.
+        These are the numbers that `on_evaluation` receives. Before the first checkpoint, the
+        initial weights are evaluated. The grid is the same as for `fit`.
 
         Collectives: on all processes of the job.
+
         Raises:
             ConfigError: There are no validation samples.
         """
@@ -224,16 +223,16 @@ class Trainer:
         return numbers
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights of the run's newest checkpoint, or those that training starts from if
-        there is none.
+        """Return the weights of the run's newest checkpoint, or the initial weights if there is
+        none.
 
-        Names are global: those of the modules, so that
-        `modules.load_state_dict(trainer.state_dict())` is strict; of another model those of its
-        checkpoints (`blocks.0.layer.weight`). A list of modules has the names of
-        nn.Sequential(*modules). Weights are on the CPU, in the precision of the optimizer's copy.
+        Modules keep their own parameter names, so that
+        `modules.load_state_dict(trainer.state_dict())` works with strict=True; a list of modules is
+        named like nn.Sequential(*modules). Other models use the names in their checkpoints
+        (`blocks.0.layer.weight`). Weights are on the CPU, in the precision of the optimizer's copy.
 
         Returns:
-            All weights, and of modules also their buffers. Empty on all ranks but the first.
+            All weights, and for modules also their buffers. Empty on all ranks except the first.
         """
         from hybridpar.train.inference.trained_weights import trained_weights
 
@@ -243,10 +242,9 @@ class Trainer:
             return trained_weights(self.config)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
-        """Compare a few batches on a grid (None: that of the configuration) with one process, in
-        float64.
+        """Compare a few batches on a grid (None: the configuration's) with one process, in float64.
 
-        It starts the ranks itself, so not under torchrun.
+        This method starts the ranks itself, so it cannot run under torchrun.
 
         Raises:
             ConfigError: The grid does not fit the model.
@@ -266,8 +264,8 @@ class Trainer:
             return verify(self.config, sizes, num_batches)
 
     def memory(self) -> list[StageMemory]:
-        """Return the peak memory that a process of each pipeline rank will take. Nothing is
-        allocated.
+        """Return the peak memory that a process of each pipeline rank will take, without allocating
+        it.
 
         Raises:
             ConfigError: The configuration cannot work.
@@ -289,7 +287,7 @@ class Trainer:
         return row, GivenModules(row.structure)
 
     def _lend_samples(self) -> None:
-        """Lets a model without a method `sample` have those of the training set."""
+        """Give the samples of the training set to a model without a method `sample`."""
         kind = type(self.config.model)
         reads_text = self.config.model.text_format is not None
         lacks_samples = not reads_text and kind.sample is ModelSpec.sample
@@ -303,14 +301,14 @@ class Trainer:
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Makes the modules of this trainer those of the configuration. Gives the program its own
-        state back."""
+        """Make this trainer's modules the model of the configuration, and restore the program's
+        global state afterwards."""
         import torch
 
-        drawn = random.getstate()  # rich draws from it when it is imported
+        drawn = random.getstate()  # importing rich draws from Python's generator
         threads = (
             torch.get_num_threads()
-        )  # train.threads is of training, not of the program around it
+        )  # train.threads applies to training, not to the surrounding program
         if self._given is not None:
             self._given.register()
         try:
@@ -320,11 +318,11 @@ class Trainer:
             torch.set_num_threads(threads)
             watchdog.current().phase(
                 "between calls of fit"
-            )  # without a limit: what follows is the program's affair
+            )  # no time limit, because the program may do anything between two calls
 
     def _run_on_grid(self, action: Callable[[Config, Launch], Any]) -> Any:
-        """What `action` returns on this process of a job, or on the first rank of the grid, which
-        is started."""
+        """Run `action` on this process of a job, or start the grid, and return the result of the
+        first rank."""
         launch = Launch.from_environment()
         parallel = self.config.parallel
         num_ranks = dataclasses.replace(parallel, dp=max(parallel.dp, 1)).num_ranks
@@ -337,15 +335,15 @@ class Trainer:
 
 
 def _is_modules(model: object) -> bool:
-    """Whether the model is given as modules, which stand in for a ModelSpec."""
-    torch = sys.modules.get("torch")  # whoever has a module of torch has imported it
+    """Return whether the model is given as modules instead of a ModelSpec."""
+    torch = sys.modules.get("torch")  # a caller with a torch module has already imported torch
     return isinstance(model, list | tuple) or (
         torch is not None and isinstance(model, torch.nn.Module)
     )
 
 
 def _checked_datasets(datasets: Any) -> dict[str, Any]:
-    """Raises: ConfigError."""
+    """Return the data sets by split. Raises: ConfigError if they are not valid."""
     if not isinstance(datasets or {}, Mapping):
         kind = f"a {type(datasets).__name__}"
         raise config_error(
@@ -362,7 +360,8 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def _with_optimizer(base: Config, optimizer: Any) -> Config:
-    """Raises: ConfigError."""
+    """Return the configuration with a custom update rule. Raises: ConfigError if it cannot be
+    used."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
         raise config_error(
             "optimizer", optimizer, "must be a subclass of hybridpar.UpdateRule", "None"
@@ -379,8 +378,11 @@ def _with_optimizer(base: Config, optimizer: Any) -> Config:
 
 
 def _with_schedule(config: Config, schedule: Callable[[int], float]) -> Config:
-    """The configuration with a learning-rate schedule of the user's as a table. Raises:
-    ConfigError."""
+    """Return the configuration with the user's learning-rate schedule as a table.
+
+    Raises:
+        ConfigError: The schedule does not return finite rates.
+    """
     from hybridpar.optim.schedule import tabulate
 
     if not callable(schedule):
@@ -392,10 +394,11 @@ def _with_schedule(config: Config, schedule: Callable[[int], float]) -> Config:
 
 
 def _staying(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with this working folder, in which run.dir may lie, again after each call, also
-    where it raises.
+    """Wrap a callback so that the working folder, which run.dir may be relative to, is restored
+    after each call, even if it raises.
 
-    No watchdog ends this process meanwhile. Other ranks wait for it for up to train.timeout_s.
+    While the callback runs, no watchdog ends this process, and other ranks wait up to
+    train.timeout_s.
     """
     home = os.getcwd()
 

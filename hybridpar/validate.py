@@ -1,8 +1,8 @@
-"""`hybridpar check`: everything wrong with a configuration at once, for any world size, without a
-process group.
+"""Find everything wrong with a configuration at once (`hybridpar check`), for any world size,
+without a process group.
 
-Rules of the settings themselves are in hybridpar.config.rules. Here are those that need the
-job, and those of the parts of the program that know what they can run.
+Rules of the settings themselves are in hybridpar.config.rules. This module has the rules that need
+the job, and asks the parts of the program that know what they can run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from hybridpar.runtime.codecs import Codecs
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """`config` with parallel.dp filled in for `world_size` processes. Raises: ConfigError with
-    every problem."""
+    """Return `config` with parallel.dp filled in for `world_size` processes. Raises: ConfigError
+    with every problem.
+    """
     if found := problems(config, world_size):
         raise ConfigError(*found)
     parallel = config.parallel
@@ -42,8 +43,9 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def problems(config: Config, world_size: int) -> list[Problem]:
-    """Everything that keeps `config` from running in a job of `world_size` processes; empty where
-    it can run."""
+    """Return everything that keeps `config` from running in a job of `world_size` processes; empty
+    if it can run.
+    """
     return [*value_problems(config)] or [  # what follows divides by these numbers
         *_grid(config, world_size),
         *conflicts(config),
@@ -54,7 +56,8 @@ def problems(config: Config, world_size: int) -> list[Problem]:
 
 def value_problems(config: Config) -> Iterator[Problem]:
     """Yield values that no configuration can have, such as numbers out of range. A model that has
-    not been imported has none."""
+    not been imported has none.
+    """
     for section in (f.name for f in fields(config)):
         settings = getattr(config, section)
         if isinstance(settings, UnloadedModel):
@@ -102,8 +105,9 @@ def value_problems(config: Config) -> Iterator[Problem]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield the texts and numbers in a value: in lists and parameter groups; of a table also the
-    names."""
+    """Yield the strings and numbers in a value: in lists and parameter groups, and in tables with
+    their keys.
+    """
     if isinstance(value, ParameterGroup):
         value = tuple(vars(value).values())
     if isinstance(value, tuple):
@@ -142,7 +146,7 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
             f"--nproc-per-node){fills}",
         )
     elif not dp and world_size % (least := tp * pp * sites):
-        each = world_size // sites if world_size % sites == 0 else 0  # processes of a site
+        each = world_size // sites if world_size % sites == 0 else 0  # processes of each site
         works = [
             f"tp={t} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)
         ] or ["parallel.sites = 1"]
@@ -159,44 +163,37 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Divisors of `number` up to `most`, ascending; none of 0."""
+    """Return the divisors of `number` up to `most`, ascending; none for 0."""
     return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def _refused(config: Config) -> Iterator[Problem]:
-    """What the parts of the program cannot make of the settings."""
+    """Yield the problems that parts of the program find in the settings."""
     model = config.model
     pipeline = config.pipeline
     pp = config.parallel.pp
     chunks = config.pipeline.num_virtual_stages
     device = None if config.train.device == "auto" else config.train.device
     said = {problem.field for problem in model.conflicts()}
-    groups = (
-        () if said else config.optim.groups
-    )  # their names are those of a model that can be built
+    # groups name parameters of a model, so they are checked only if it can be built
+    groups = () if said else config.optim.groups
     job = JobPlan(config)
-    attempts: list[Callable[[], object]] = [
-        lambda: job.split,
-        *([] if said else [partial(require_trainable, model, groups)]),
-        lambda: require_tied_ends(model, pp),
-        lambda: require_names(model),
-        *(
-            [partial(require_factors, model, config.compression.gradients, groups)]
-            if config.compression.takes_factors
-            else []
-        ),
-        lambda: requested_recomputation(
-            pipeline.recompute, model, min(pp * chunks, model.num_blocks)
-        ),
+    num_stages = min(pp * chunks, model.num_blocks)
+    attempts: list[Callable[[], object]] = [lambda: job.split]
+    if not said:
+        attempts.append(partial(require_trainable, model, groups))
+    attempts += [lambda: require_tied_ends(model, pp), lambda: require_names(model)]
+    if config.compression.takes_factors:
+        attempts.append(partial(require_factors, model, config.compression.gradients, groups))
+    attempts += [
+        lambda: requested_recomputation(pipeline.recompute, model, num_stages),
         lambda: job.schedule.check_sizes(job.shape),
         lambda: Codecs.of(job),
-        *(
-            [partial(find_rule, config.optim)]
-            if config.optim.name == "own" and config.optim.spec
-            else []
-        ),
-        *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items()),
     ]
+    if config.optim.name == "own" and config.optim.spec:
+        attempts.append(partial(find_rule, config.optim))
+    for op, choice in asdict(config.kernels).items():
+        attempts.append(partial(select, op, choice, device))
     found: list[Problem] = []
     for attempt in attempts:
         try:
@@ -206,7 +203,7 @@ def _refused(config: Config) -> Iterator[Problem]:
                 problem
                 for problem in error.problems
                 if problem not in found and f"model.{problem.field}" not in said
-            ]  # layers name their arguments
+            ]  # a layer names its argument without the section
     yield from found
 
 

@@ -17,10 +17,13 @@ from hybridpar.cli.shortage import describe, is_shortage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, as `hybridpar` does; Ctrl-C ends it, most commands without a word. Returns
-    the exit code."""
+    """Run one command, as the `hybridpar` script does, and return the exit code.
+
+    Ctrl-C ends the command, in most cases without a message.
+    """
     try:
-        from hybridpar.cli.entry import main as run  # takes a moment, in which Ctrl-C may come
+        # the import takes a moment, in which the user may press Ctrl-C
+        from hybridpar.cli.entry import main as run
 
         return run(argv)
     except KeyboardInterrupt:

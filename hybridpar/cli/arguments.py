@@ -1,5 +1,5 @@
-"""Checks the words of a command line before tyro parses them: what cannot be used gets one message,
-with what works."""
+"""Check the words of a command line before tyro parses them, and report unusable words in one
+message that says what works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridpar.config.names import as_list, meant
 from hybridpar.config.typed import entries_of, hints_of
 
 _FLAG = re.compile(r"-+[A-Za-z]|--$")
-"""Beginning of a word that is taken for a flag; -1 and -inf are numbers."""
+"""Pattern of a word that is taken for a flag; -1 and -inf are numbers."""
 _TRUE = ("yes", "y", "on", "1", "true")
 _FALSE = ("no", "n", "off", "0", "false")
 
@@ -27,8 +27,12 @@ _FALSE = ("no", "n", "off", "0", "false")
 class Argument:
     """A flag or a positional argument of a command.
 
-    name: with the dashes of a flag. kind: its type. usual: its value where it is left out. most:
-    how many words it takes, None for any number.
+    Args:
+        name: The name, with the dashes of a flag.
+        kind: The type.
+        usual: The default value.
+        required: Whether the command line must give it.
+        most: Largest number of words that it takes; None for no limit.
     """
 
     name: str
@@ -55,7 +59,8 @@ class Argument:
 
     @property
     def _first(self) -> str:
-        """A word that works where there is no usual one; empty where only the user knows one."""
+        """A word that is always accepted, if there is no default; empty if only the user knows
+        one."""
         if self.entry in (int, float):
             return "1"
         if options := _options(self.entry):
@@ -79,18 +84,14 @@ def own_arguments(command: type[Any]) -> Iterator[Argument]:
             name = next((note.metavar for note in named if note.metavar), field.name.upper())
         required = field.default is dataclasses.MISSING and typing.get_origin(kind) is not tuple
         most = 1 if "UseAppendAction" in map(str, notes) else _words_of(kind)
-        yield Argument(
-            name if positional else f"--{name}",
-            kind,
-            field.default,
-            required,
-            0 if kind is bool else most,
-        )
+        if not positional:
+            name = f"--{name}"
+        yield Argument(name, kind, field.default, required, 0 if kind is bool else most)
 
 
 def config_arguments(config: Config) -> Iterator[Argument]:
-    """Return a flag for each key of the configuration; of a list of tables for each key of the
-    entries that it has."""
+    """Return a flag for each key of the configuration. A list of tables gives a flag for each key
+    of its entries."""
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
         for key, (kind, _) in hints_of(type(settings)).items():  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def config_arguments(config: Config) -> Iterator[Argument]:
 
 
 def tables_of(config: Config) -> set[str]:
-    """Return the keys, as section.key, that are lists of tables, which files alone have."""
+    """Return the keys (section.key) that are lists of tables, which can only be set in a file."""
     found = set()
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
@@ -128,12 +129,11 @@ def _words_of(kind: Any) -> int | None:
 
 
 def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
-    """Return what is wrong with the words of a command line, and what to write instead; empty if
-    nothing is.
+    """Return what is wrong with the words of a command line and what to write instead, or "".
 
     Args:
-        arguments: All that the command takes.
-        words: The words behind the name of the command.
+        arguments: All arguments of the command.
+        words: The words after the name of the command.
     """
     flags = {argument.name: argument for argument in arguments if argument.name.startswith("--")}
     places = [argument for argument in arguments if argument.name not in flags]
@@ -169,13 +169,13 @@ def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
     missing = [
         argument.name for argument in arguments if argument.required and argument not in given
     ]
-    return (
-        f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing" if missing else ""
-    )
+    if not missing:
+        return ""
+    return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
 
 
 def usage(arguments: Sequence[Argument]) -> str:
-    """Return the arguments that a command needs, in order, as they are written."""
+    """Return the required arguments of a command in order, as they are written."""
     names = [
         argument
         for argument in arguments
@@ -185,8 +185,12 @@ def usage(arguments: Sequence[Argument]) -> str:
 
 
 def unknown_flag(head: str, known: Collection[str]) -> str:
-    """Return the message about a flag that a command does not have. known: its flags, without
-    dashes."""
+    """Return the message about an unknown flag.
+
+    Args:
+        head: The flag without dashes.
+        known: The command's flags, without dashes.
+    """
     if head == "--":
         return "-- has no name; write --NAME VALUE"
     if near := meant(head.lstrip("-"), known):
@@ -245,7 +249,7 @@ def _stray(
 
 
 def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
-    """Return what is wrong with the value of a flag; empty if nothing is."""
+    """Return what is wrong with the value of a flag, or ""."""
     if flag.most == 0:
         return (
             f"{head}={words[0]}: takes no value; write {head} alone, or remove it" if words else ""
@@ -263,8 +267,8 @@ def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
 
 
 def _mended(flag: Argument, words: Sequence[str]) -> list[str]:
-    """Return the words with each that does not fit replaced by what was probably meant; none where
-    that is unknown."""
+    """Return the words with each invalid one replaced by the valid word that was probably meant, or
+    [] if that is unknown."""
     pieces = [
         piece for word in words for piece in re.split(r"[,;\s]+", word.strip("[]()")) if piece
     ]
@@ -294,7 +298,7 @@ def _fits(kind: Any, word: str) -> bool:
 
 
 def _nearest(kind: Any, word: str) -> str:
-    """Return the word of a type that was probably meant; empty if that is unknown."""
+    """Return the word of a type that was probably meant, or "" if unknown."""
     if _fits(kind, word):
         return word
     options = _options(kind)
@@ -303,7 +307,9 @@ def _nearest(kind: Any, word: str) -> str:
             return "cuda"  # closer in meaning than cpu, which is closer in letters
         return next(iter(difflib.get_close_matches(word.lower(), options, 1, 0.5)), "")
     if kind is bool:
-        return "true" if word.lower() in _TRUE else "false" if word.lower() in _FALSE else ""
+        if word.lower() in _TRUE:
+            return "true"
+        return "false" if word.lower() in _FALSE else ""
     if kind in (int, float):
         try:
             if kind is int:
@@ -315,7 +321,7 @@ def _nearest(kind: Any, word: str) -> str:
 
 
 def _options(kind: Any) -> list[str]:
-    """Return the words that a type allows, where it has a list of them."""
+    """Return the words that a type allows, if it lists them."""
     if typing.get_origin(kind) is typing.Literal:
         return [str(option) for option in typing.get_args(kind)]
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""`hybridpar check`: what is wrong with a configuration, and what it will take."""
+"""`hybridpar check`: report the errors, memory and step time of a configuration."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hybridpar.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Check:
-    """Report everything wrong with a configuration at once, for any number of processes, without
-    starting any."""
+    """Report every error in a configuration at once, for any number of processes, without starting
+    any."""
 
     path: ConfigFile
     config: Overrides
     ranks: JobRanks = 0
-    """Processes of the job, none of which is started; 0: as many as the grid has."""
+    """Number of processes of the job; none is started. 0 (default): the size of the grid."""
     profile: str = ""
-    """A file of `hybridpar profile`. Adds what links need and give, the time of a step, and what
-    each remedy costs."""
+    """A file of `hybridpar profile`. Adds the bandwidth that links need and have, the step time,
+    and the cost of each setting that saves memory."""
     cluster: str = ""
-    """A cluster.toml: the same for those machines, with estimated times (or those of the
-    profile)."""
+    """A cluster.toml. Adds the same for those machines, with estimated times, or with the times of
+    the profile."""
     memory_gb: Annotated[float, Within(0, 1e9)] = 0.0
-    """Memory of a device, or of a process on CPUs, in 1e9 bytes; 0: the profile's or cluster's,
-    else this machine's."""
+    """Memory of a device, or of a process on CPUs, in 1e9 bytes. 0 (default): from the profile or
+    cluster, else from this machine."""
     largest: bool = False
-    """Also say how many layers of this width would fit, now and with each setting that saves
+    """Also report how many layers of this width would fit, now and with each setting that saves
     memory."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
@@ -63,7 +63,8 @@ class Check:
         from hybridpar.train.forecasts.site_traffic import site_traffic
         from hybridpar.train.forecasts.tier_forecast import forecasts
 
-        config, device = from_mapping(measured(config), config), default_device(config)
+        device = default_device(config)
+        config = from_mapping(measured(config), config)
         job = JobPlan(config)
         offload = forecast_offload(job) if device.type == "cpu" else None
         if offload is not None and config.memory.offload_activations == "auto":
@@ -149,8 +150,8 @@ class Check:
 
 
 def _absent(config: Config) -> list[str]:
-    """Files that the configuration names and this machine does not have; the one that is to train
-    may."""
+    """Return the files that the configuration names and that are missing on this machine; the
+    training machine may have them."""
     from hybridpar.checkpoint import find_start
     from hybridpar.data import absent_sources
 

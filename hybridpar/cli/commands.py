@@ -1,7 +1,7 @@
-"""Commands of the command line: a dataclass each, whose fields are its flags and whose `run`
-returns the exit code.
+"""Commands of the command line. Each is a dataclass whose fields are its flags and whose `run`
+method returns the exit code.
 
-A command imports its libraries when it runs, so that `--help` is quick.
+Libraries are imported in `run`, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model, or go on from the last checkpoint of the run folder."""
+    """Train a model, or resume from the last checkpoint of the run folder."""
 
     path: ConfigFile
     config: Overrides
     ranks: Ranks = 0
-    """Start so many ranks on this machine, and start them again if one fails ([faults]). 0:
-    torchrun starts them, or there is one."""
+    """Number of ranks to start on this machine, and to restart if one fails ([faults]). 0
+    (default): run as one process, or as the rank that torchrun started."""
     inject: tuple[str, ...] = ()
     """Faults to inject, once each, such as "kill rank 3 at step 20"
     (hybridpar/train/faults/inject.py)."""
     verbose: bool = False
-    """Say more: how fast the machine is, how the executed schedule differs from the simulated one
-    and why, what was not measured."""
+    """Report more: the speed of the machine, why the executed schedule differs from the simulated
+    one, and which numbers were not measured."""
     json: bool = False
-    """One JSON object on stdout at the end."""
+    """Print one JSON object on stdout at the end."""
 
     def run(self, launch: Launch) -> int:
         if self.ranks and not launch.launched:
@@ -64,28 +64,28 @@ class Train:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Turn text into a tokenised corpus (.bin, .idx, tokenizer.json) that data.corpus can name."""
+    """Convert text to a tokenized corpus (.bin, .idx, tokenizer.json) for data.corpus."""
 
     sources: Positional[tuple[str, ...]]
-    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face
+    """Files of text, JSON lines, JSON, CSV, Parquet or Arrow, folders of such files, Hugging Face
     datasets, or stdlib (the Python standard library's source)."""
     input: tuple[str, ...] = ()
-    """More sources, under Megatron-LM's name of this flag."""
+    """More sources; Megatron-LM's name for this flag."""
     text_key: str = "text"
     """The field or column that holds a document's text."""
     output: str = "data"
     """Folder for the result."""
     vocab_size: Annotated[int, Within(1, 2**24)] = 8192
-    """Tokens in the vocabulary of a tokenizer that is trained on the text."""
+    """Vocabulary size of the tokenizer that is trained on the text."""
     kind: Literal["gpt", "bert"] = "gpt"
-    """Model family that the tokens are for: bert adds [CLS], [SEP] and [MASK]."""
+    """Model family that will read the tokens. bert adds [CLS], [SEP] and [MASK]."""
     tokenizer: str = ""
-    """A tokenizer.json; empty: one is trained on the text."""
+    """Path of a tokenizer.json. Empty (default): train a tokenizer on the text."""
     max_bytes: Annotated[int, Within(0, 2**60)] = 0
-    """Use only so many bytes of the text; 0: all."""
+    """Largest number of bytes of text to use. 0 (default): all."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """Policy for a record that cannot be read: an error, or leave it out, and name and count those
-    that were."""
+    """Action for a record that cannot be read: stop with an error, or skip it and report the
+    skipped records."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -135,27 +135,29 @@ class Generate:
     """Sample text from a trained GPT, in one process or split over a grid."""
 
     checkpoint: str
-    """A run folder (its newest checkpoint), or one checkpoint in it."""
+    """A run folder, whose newest checkpoint is used, or one checkpoint."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """Beginning of a text. Several make several texts, which are computed together."""
+    """Beginning of a text. May be given several times; the texts are generated as one batch."""
     max_tokens: int = 200
-    """Most tokens of each text after its prompt."""
+    """Largest number of tokens to generate for each prompt."""
     temperature: float = 0.8
-    """0: always the most likely token."""
+    """Sampling temperature. 0: always take the most likely token."""
     top_k: int = 40
-    """Candidates for each token; 0: all."""
+    """Number of most likely tokens to sample from. 0: all."""
     top_p: float = 1.0
-    """Keep the most likely candidates whose probabilities add up to this; leave the others out."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this
+    value."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
-    """Seed of the draws: the same one gives the same text."""
+    """Seed of the sampling. Equal seeds give equal texts."""
     threads: Threads = 0
-    """CPU threads of a process; 0: all cores."""
+    """CPU threads of each process. 0 (default): all cores."""
     ranks: Ranks = 0
-    """Start so many processes on this machine; 0: torchrun starts them, or there is one."""
+    """Number of processes to start on this machine. 0 (default): run as one process, or as the rank
+    that torchrun started."""
     tp: Annotated[int, Within(1, 2**12), arg(name="parallel.tp")] = 1
-    """Tensor parallelism: processes that share each layer."""
+    """Tensor-parallel size: processes that share each layer."""
     pp: Annotated[int, Within(1, 2**12), arg(name="parallel.pp")] = 1
-    """Pipeline parallelism: processes that hold consecutive stages."""
+    """Pipeline-parallel size: processes that hold consecutive stages."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -202,18 +204,17 @@ class Generate:
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in a browser, live: loss, speed, where time goes, the timeline, memory,
-    failures."""
+    """Show a run live in a browser: loss, speed, time breakdown, timeline, memory, failures."""
 
     folder: Positional[Annotated[Path, arg(metavar="RUN")]]
     """A run folder, such as runs/NAME."""
     html: str = ""
-    """Write the page to this file, complete in itself, instead of serving it."""
+    """Write a self-contained HTML page to this file instead of serving it."""
     port: Annotated[int, Within(0, 2**16 - 1)] = 0
-    """Port on 127.0.0.1; 0: a free one."""
+    """Port on 127.0.0.1. 0 (default): any free port."""
     trust: bool = False
-    """Import the code of a custom model that the run folder names, in order to predict the run's
-    memory."""
+    """Import the code of a custom model from the folder that the run recorded, in order to predict
+    the run's memory."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.watch import Board, page, serve
@@ -233,7 +234,8 @@ class Watch:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what this machine is, what was built for it, and which code each operator runs."""
+    """Report this machine's hardware, the extensions built for it, and the backend of each
+    operator."""
 
     json: bool = False
     """Print the result as one JSON object on stdout."""

@@ -1,4 +1,4 @@
-"""Report on this machine: its hardware, what of hybridpar was built for it, which code each
+"""Report this machine's hardware, the extensions that were built for it, which backend each
 operator runs, and why."""
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from hybridpar.ops.attention import attention_class
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = {"attention": attention_class(128, grouped=False)}
-"""Class of shapes that is reported, for operations whose fastest backend depends on it."""
+"""Shape class to report for operations whose fastest backend depends on the shape."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "apex")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
-"""Instruction sets that decide how fast matrices are multiplied."""
+"""CPU instruction sets that decide the speed of matrix products."""
 
 
 def examine() -> dict[str, Any]:
-    """Collects everything that `hybridpar doctor` says, as plain data."""
-    devices = ["cpu", *["cuda"] * torch.cuda.is_available()]
+    """Collect everything that `hybridpar doctor` reports, as plain data."""
+    has_cuda = torch.cuda.is_available()
+    devices = ["cpu", *["cuda"] * has_cuda]
+    gpus = [_gpu(i) for i in range(torch.cuda.device_count())] if has_cuda else []
     return {
         "versions": {
             "hybridpar": __version__,
@@ -41,9 +43,7 @@ def examine() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             **_cpu(),
             "memory_gib": _memory_gib(),
-            "gpus": [_gpu(i) for i in range(torch.cuda.device_count())]
-            if torch.cuda.is_available()
-            else [],
+            "gpus": gpus,
             "c++": shutil.which("c++"),
             "nvcc": shutil.which("nvcc"),
         },
@@ -97,16 +97,19 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _triton() -> dict[str, Any]:
-    """Launch a Triton kernel on this machine's GPU; return all problems, and a warning for
-    people."""
-    libraries.examine_triton(warn=False)  # `problem` says it
+    """Launch a Triton kernel on this machine's GPU; return all problems, and a warning for the
+    user."""
+    libraries.examine_triton(warn=False)  # `problem` reports the warning
     found = libraries.triton_library()
     return {"problems": found.problems(), "warning": libraries.warning_of(found)}
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:
-    """The backend that `auto` takes for each type of elements, the types for which measured times
-    decided that, where the times come from, and the reasons why other backends cannot run there."""
+    """Return the backends that `auto` selects for an operation on a device.
+
+    The result has the backend for each dtype, the dtypes for which measured times decided, the
+    source of these times, and the reasons why other backends cannot run.
+    """
     reports = {
         str(dtype).removeprefix("torch."): registry.report(op, device, dtype, SHAPES.get(op, ""))
         for dtype in DTYPES
@@ -120,7 +123,7 @@ def _choices(op: str, device: str) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Formats the data of `examine` for people."""
+    """Format the data of `examine` as lines for the user."""
     versions = found["versions"]
     machine = found["machine"]
     yield ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
@@ -181,7 +184,7 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
 
 
 def problem(found: Mapping[str, Any]) -> str | None:
-    """A message on what an installation lacks; None where nothing is missing."""
+    """Return a message about missing components of the installation, or None if it is complete."""
     if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
         return (
             "the C++ operators are missing, so plain torch runs instead; installing with "

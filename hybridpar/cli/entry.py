@@ -1,5 +1,5 @@
-"""Entry of the command line: arguments become a command, and an error one message and an exit
-code."""
+"""Entry point of the command line: turn arguments into a command, and an error into one message and
+an exit code."""
 
 from __future__ import annotations
 
@@ -66,10 +66,9 @@ _RENAMED = {
     "device_gb": "memory_gb",
     "steps": "batches",
 }
-"""Flags of commands that had another name, or that torchrun has."""
+"""Replacements for flags that had another name before, or that torchrun has."""
 SPEC = "--model.spec"
-"""The flag that names the class of a model of one's own, which decides what other keys [model]
-has."""
+"""The flag that names the class of a custom model, which decides what other keys [model] has."""
 _ELSEWHERE = {
     "run": ["train"],
     "fit": ["train"],
@@ -84,9 +83,9 @@ _ELSEWHERE = {
     "search": ["plan"],
     "dashboard": ["watch"],
 }
-"""Names that other programs give to commands."""
+"""Replacements for command names that other programs use."""
 _BY_SIGNAL = 128
-"""From here on an exit code says which signal has stopped a run that has saved."""
+"""Offset of exit codes of runs that a signal stopped after they had saved: 128 + signal number."""
 _LASTING = (
     FileNotFoundError,
     FileExistsError,
@@ -94,13 +93,14 @@ _LASTING = (
     IsADirectoryError,
     PermissionError,
 )
-"""Errors of files that a new start meets again; those of a disk or a network may pass."""
+"""File errors that would happen again after a restart. Other errors of a disk or network may
+pass."""
 _FIRST_S = 10.0
-"""How long the first rank may take to report an error that all have."""
+"""Time limit in seconds for the first rank to report an error that all ranks have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; an error is reported once, in one message. Returns the exit code."""
+    """Run one command, report an error once, in one message, and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     hold_descriptors()
     _print_anything()
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Let stdout write an escape for a character that its encoding lacks, as stderr does."""
+    """Make stdout escape characters that its encoding lacks, as stderr does."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and (out.encoding.lower(), out.errors) != (
         "utf-8",
@@ -128,7 +128,7 @@ def _run(args: list[str]) -> int:
             end_at_interrupt()
         speaks = (
             launch.local_rank == 0 and not launch.supervisor
-        )  # which has parsed the same arguments
+        )  # `parse` has read the same arguments
         command = parse(args, speaks)
         require_room()
         if trains:
@@ -143,7 +143,7 @@ def _run(args: list[str]) -> int:
         if launch.agent and end.code:
             _end_job(launch, "has refused its command line")
         raise
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -151,8 +151,11 @@ def _run(args: list[str]) -> int:
 
 
 def _report_unexpected(error: Exception, launch: Launch, args: Sequence[str]) -> int:
-    """Report a file that cannot be used, or that memory has run out. Raises: the error, if it is a
-    defect of ours."""
+    """Report a file that cannot be used, or a lack of memory.
+
+    Raises:
+        Exception: The error itself, if it is a defect of hybridpar.
+    """
     many = launch.world_size > 1
     as_json = "--json" in args
     if isinstance(error, OSError) and (message := about_file(error)):
@@ -169,10 +172,16 @@ def _report_unexpected(error: Exception, launch: Launch, args: Sequence[str]) ->
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:
-    """The command as its dataclass; only one process of a job `speaks`.
+    """Return the command as its dataclass.
 
-    Exits with 0 after --help and --version, with 2 if the command line is wrong. Raises:
-    ConfigError (load_toml).
+    Exits with 0 after --help and --version, and with 2 if the command line is wrong.
+
+    Args:
+        args: The words of the command line.
+        speaks: Whether this process prints messages; one process of a job does.
+
+    Raises:
+        ConfigError: As `load_toml`.
     """
     if not args or args[0] in ("-h", "--help"):
         print(_help(), file=sys.stdout if args else sys.stderr)
@@ -227,8 +236,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
 
 
 def _parsed(name: str, words: list[str], default: Any, speaks: bool) -> Any:
-    """The command that tyro makes of its words, or its help; exits with 2 if the words make
-    none."""
+    """Return the command that tyro parses from the words, or print its help. Exits with 2 if the
+    words are wrong."""
     helps = bool(HELP & set(words))
     try:
         return tyro.cli(
@@ -250,8 +259,7 @@ def _parsed(name: str, words: list[str], default: Any, speaks: bool) -> Any:
 
 
 def _without_unused(command: Any, speaks: bool) -> Any:
-    """Return the command without the settings that its schedule does not use; says which they
-    are."""
+    """Return the command without the settings that its schedule ignores, and report these."""
     config, lines = without_unused(command.config)
     for line in lines if speaks else ():
         print(f"hybridpar: {line}", file=sys.stderr)
@@ -259,7 +267,7 @@ def _without_unused(command: Any, speaks: bool) -> Any:
 
 
 def _with_values(words: Sequence[str], config: Config) -> list[str]:
-    """Return the words with `true` behind each boolean setting that is written without a value."""
+    """Return the words with `true` after each boolean setting that is given without a value."""
     booleans = {argument.name for argument in config_arguments(config) if argument.kind is bool}
     found = []
     for word, following in zip(words, [*words[1:], "--"], strict=True):
@@ -271,7 +279,8 @@ def _with_values(words: Sequence[str], config: Config) -> list[str]:
 
 
 def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
-    """Spells `--section.key true`, in any case, as True, the only spelling that tyro reads."""
+    """Write the value of `--section.key true`, in any case, as True, the only spelling that tyro
+    accepts."""
     kinds = {argument.name[2:]: argument.kind for argument in config_arguments(config)}
     flag = ""
     words = []
@@ -314,8 +323,7 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
 
 
 def _new_name(word: str, command: str, known: Collection[str]) -> str:
-    """What to write for a flag of another name, as the end of a sentence; empty if there is
-    none."""
+    """Return the replacement for a flag of another name, as the end of a sentence, or ""."""
     now = _RENAMED.get(word, word)
     if now in known:
         return f"is named --{now}"
@@ -328,8 +336,11 @@ def _new_name(word: str, command: str, known: Collection[str]) -> str:
 
 
 def _check_words(name: str, words: Sequence[str], speaks: bool, config: Config | None) -> None:
-    """Refuse a command line that tyro could not parse. config: the command's, with what its file
-    says."""
+    """Refuse a command line that tyro could not parse.
+
+    Args:
+        config: The command's configuration, read from its file.
+    """
     known = [*own_arguments(COMMANDS[name]), *(() if config is None else config_arguments(config))]
     if problem := complaint(known, words):
         example = f"; try hybridpar {name} {usage(known)}" if problem.endswith(" missing") else ""
@@ -337,21 +348,21 @@ def _check_words(name: str, words: Sequence[str], speaks: bool, config: Config |
 
 
 def flags_of(command: type[Any], config: Config) -> set[str]:
-    """The names of a command's flags, without dashes: its own and `section.key` of the
-    configuration."""
+    """Return the names of a command's flags without dashes: the command's own, and `section.key` of
+    the configuration."""
     of_config = config_arguments(config) if "config" in command.__dataclass_fields__ else ()
     return own_flags(command) | {argument.name[2:] for argument in of_config}
 
 
 def own_flags(command: type[Any]) -> set[str]:
-    """The names of a command's flags that are not keys of the configuration."""
+    """Return the names of a command's flags that are not keys of the configuration."""
     return {
         argument.name[2:] for argument in own_arguments(command) if argument.name.startswith("--")
     }
 
 
 def _without(flag: str, args: Sequence[str]) -> list[str]:
-    """The arguments without a flag and its value."""
+    """Return the arguments without a flag and its value."""
     place = next(
         (i for i, arg in enumerate(args) if arg == flag or arg.startswith(f"{flag}=")), len(args)
     )
@@ -359,7 +370,7 @@ def _without(flag: str, args: Sequence[str]) -> list[str]:
 
 
 def _value(flag: str, args: Sequence[str]) -> str:
-    """The value of a flag; empty where it is not given."""
+    """Return the value of a flag, or "" if it is not given."""
     for arg, following in zip(args, [*args[1:], ""], strict=True):
         if arg == flag or arg.startswith(f"{flag}="):
             return following if arg == flag else arg.partition("=")[2]
@@ -369,8 +380,8 @@ def _value(flag: str, args: Sequence[str]) -> str:
 def _with_valid_sets(
     command: str, config: Config, args: Sequence[str], speaks: bool
 ) -> tuple[Config, list[str]]:
-    """The configuration with the sets of `--data.valid_sets.NAME SOURCE ..`, and the arguments
-    without these flags."""
+    """Return the configuration with the data sets of `--data.valid_sets.NAME SOURCE ..`, and the
+    remaining arguments."""
     sets: dict[str, list[str]] = {}
     others: list[str] = []
     words = others
@@ -413,14 +424,14 @@ def _help() -> str:
 
 
 def _refuse(text: str, speaks: bool) -> NoReturn:
-    """Reports an error of the command line; exits with 2."""
+    """Report an error of the command line and exit with 2."""
     if speaks:
         print(text, file=sys.stderr)
     raise SystemExit(2)
 
 
 def _refuse_command(name: str, speaks: bool) -> NoReturn:
-    """Reports an unknown command, with the one that was probably meant; exits with 2."""
+    """Report an unknown command and the command that was probably meant, and exit with 2."""
     near = meant(name, COMMANDS) or list(_ELSEWHERE.get(name.lower(), ()))
     if name.endswith(".toml"):
         _refuse(
@@ -432,7 +443,7 @@ def _refuse_command(name: str, speaks: bool) -> NoReturn:
 
 
 def _refuse_without_file(name: str, words: Sequence[str], speaks: bool) -> NoReturn:
-    """Reports a command line that does not begin with its configuration file; exits with 2."""
+    """Report a command line that does not begin with its configuration file, and exit with 2."""
     files = [word for word in words if word.endswith(".toml") and not word.startswith("-")]
     here = sorted(path.name for path in Path().glob("*.toml") if path.name != "pyproject.toml")
     rest = [word for word in words if word not in files[:1] and word != "-"]
@@ -444,10 +455,11 @@ def _refuse_without_file(name: str, words: Sequence[str], speaks: bool) -> NoRet
 
 
 def _end_job(launch: Launch, text: str, late: str = "") -> None:
-    """Ends a job that torchrun would start again, on all hosts.
+    """End a job on all hosts, so that torchrun does not start it again.
 
-    text: the reason, for the other hosts. late: what is yet to be said where the first rank of this
-    host has not ended the job in time.
+    Args:
+        text: The reason, for the other hosts.
+        late: Message to print if the first rank of this host does not end the job in time.
     """
     from hybridpar.train.launch import leave, stop_agent
 
@@ -458,10 +470,11 @@ def _end_job(launch: Launch, text: str, late: str = "") -> None:
 
 
 def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool = False) -> int:
-    """Prints an error once a host: on its first rank where all ranks have it, else on the rank that
-    has it.
+    """Print an error once per host: on the host's first rank if all ranks have the error, else on
+    the rank that has it.
 
-    final: it ends the job, as those do that would come again.
+    Args:
+        final: Whether to end the job, because the error would occur again after a restart.
     """
     alone = isinstance(error, RankError)
     problems = error.problems if isinstance(error, ConfigError) else ()
@@ -481,9 +494,12 @@ def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool
     if launch.agent and (final or not error.may_pass):
         _end_job(launch, f"has refused: {error}", "" if speaks else line)
     if launch.supervisor and not speaks and launch.args[0] != "train":
-        time.sleep(_FIRST_S)  # the agent kills all ranks, the one that speaks too, once one ends
+        # once one rank exits, torchrun's agent kills all ranks, including the rank that reports the
+        # error
+        time.sleep(_FIRST_S)
     if alone and launch.world_size > 1:
         if isinstance(error, LostContactError):
             time.sleep(GRACE_S)
-        os._exit(1)  # communicators would wait for ranks that are gone
+        # a normal exit would destroy communicators, which wait for ranks that have exited
+        os._exit(1)
     return 1

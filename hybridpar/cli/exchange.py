@@ -1,4 +1,4 @@
-"""The commands that exchange models with Hugging Face and Megatron-LM; see commands.py."""
+"""Commands that exchange models with Hugging Face and Megatron-LM; see commands.py."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hybridpar.reading import to_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2,
-    LLaMA, GPT-NeoX or BERT."""
+    """Write a checkpoint of any grid as a Hugging Face transformers folder: GPT-2, LLaMA, GPT-NeoX
+    or BERT."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
-    """A run folder (its newest checkpoint), or one checkpoint in it."""
+    """A run folder, whose newest checkpoint is used, or one checkpoint."""
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
-    """The new folder."""
+    """Folder to create."""
     dtype: Literal["keep", "fp32", "bf16", "fp16", "fp64"] = "keep"
-    """Precision of the weights; keep: train.dtype of the run."""
+    """Precision of the weights. keep (default): train.dtype of the run."""
     max_file_gb: float = 5.0
-    """Weights beyond this size go to several files, in 10^9 bytes."""
+    """Split weights into files of at most this size, in 1e9 bytes."""
     verify: bool = False
-    """Load both sides afterwards. Every tensor must be the checkpoint's, rounded to `dtype`; logits
-    are compared, too. Needs transformers."""
+    """Load both models afterwards and compare every tensor (rounded to `dtype`) and the logits.
+    Needs transformers."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -45,7 +45,7 @@ class Export:
         say = partial(print, file=sys.stderr)
         return read_held(
             self.checkpoint, say, partial(self._export, say)
-        )  # also while it is verified
+        )  # held during verification, too
 
     def _export(self, say: Callable[[str], None], checkpoint: Path) -> int:
         from hybridpar.checkpoint.huggingface import export_folder
@@ -73,20 +73,20 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral, GPT-NeoX or BERT) or
-    of a GPT of Megatron-LM, to train on any grid."""
+    """Create a checkpoint that trains on any grid, from a local Hugging Face folder (GPT-2, LLaMA,
+    Mistral, GPT-NeoX or BERT) or a Megatron-LM GPT."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
-    """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and
-    tokenizer.json; or one with iter_0000100/mp_rank_00/model_optim_rng.pt (or that of one
-    iteration)."""
+    """A folder with config.json, tokenizer.json and model.safetensors or pytorch_model.bin (or an
+    index and its shards); or a Megatron-LM folder with iter_0000100/mp_rank_00/model_optim_rng.pt,
+    or its folder of one iteration."""
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
-    """The new folder: config.toml, tokenizer.json and a checkpoint."""
+    """Folder to create, with config.toml, tokenizer.json and a checkpoint."""
     vocab_size: int | None = None
-    """Megatron-LM: size of the vocabulary; further rows of the embedding are padding."""
+    """Vocabulary size of a Megatron-LM model. Further rows of its embedding are padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their tensors and logits; needs transformers, or
-    megatron-core for Megatron-LM, of whose models logits alone are compared."""
+    """Load both models afterwards and compare tensors and logits. Needs transformers, or
+    megatron-core for a Megatron-LM model, which is compared by logits only."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -117,7 +117,7 @@ class Import:
 def _exchanged(
     made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool, as_json: bool
 ) -> int:
-    """Says what an export or import has made, and compares both sides where that is asked for; the
+    """Report the result of an export or import, compare both models if asked to, and return the
     exit code."""
     from hybridpar.checkpoint.huggingface import compare
     from hybridpar.checkpoint.megatron import compare_megatron, is_megatron

@@ -1,5 +1,5 @@
-"""`hybridpar check` and `plan`: whether a configuration fits into the memory there is, and what
-would make it."""
+"""Memory report of `hybridpar check` and `plan`: whether a configuration fits, and which settings
+would make it fit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,35 @@ if TYPE_CHECKING:
 
 _GB = 1e9
 _WORTH_SAYING = 0.005
-"""Share of a step."""
+"""Smallest share of a step that is reported."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a process may take. limit: bytes; 0: not known. machine: its profile; None: there
-    is none."""
+    """Memory that a process may use.
+
+    Args:
+        limit: Bytes; 0 if unknown.
+        machine: The machine of a profile or cluster, or None.
+    """
 
     limit: float
     machine: Machine | None = None
 
     @staticmethod
     def of(config: Config, launch: Launch, profile: str, cluster: str, memory_gb: float) -> Room:
-        """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as
-        few processes as it has cores or GPUs. `config`: resolved. Raises: ConfigError,
-        DataError."""
+        """Return the memory limit from `memory_gb`, else from a profile or cluster, else from this
+        machine.
+
+        This machine counts only if the job has no more processes than it has cores or GPUs.
+
+        Args:
+            config: A resolved configuration.
+
+        Raises:
+            ConfigError: A profile or cluster cannot be used.
+            DataError: A profile is damaged.
+        """
         from hybridpar.planner.measuring.local_profile import machine_for
 
         machine = None
@@ -43,7 +56,8 @@ class Room:
 
 
 def _memory_here(config: Config) -> float:
-    """Bytes for each process of a job on this machine; 0 where it is too large for that."""
+    """Return the bytes for each process of a job on this machine, or 0 if the job is too large for
+    it."""
     import torch
 
     from hybridpar.cores import available_cores
@@ -57,11 +71,11 @@ def _memory_here(config: Config) -> float:
 
 
 def saves_most(config: Config) -> str:
-    """Return a line about the setting that saves a rank of a resolved configuration most of the
-    host's memory.
+    """Return a line about the setting that saves a rank of a resolved configuration most host
+    memory.
 
-    It is shown where a rank has failed, so nothing is raised. A rank on the CPU is predicted with
-    each setting. A rank on a GPU has little in the host's memory but what settings move there.
+    The line is shown after a rank has failed, so nothing is raised. A rank on the CPU is predicted
+    with each setting. A rank on a GPU keeps little in host memory except offloaded state.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -84,7 +98,7 @@ def saves_most(config: Config) -> str:
             )
         peak = max(stage.needed for stage in predict(JobPlan(config), device=device))
         best = Fitting(peak / 2, device).smallest(config)
-    except SignalException:  # torch's agent makes an exception of a request to stop
+    except SignalException:  # torch's agent raises this exception for SIGTERM
         raise
     except Exception as error:
         return f"`hybridpar memory` says what needs less ({type(error).__name__} here)"
@@ -102,8 +116,15 @@ def saves_most(config: Config) -> str:
 def fit_report(
     config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *, largest: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Plain values and lines: whether a resolved configuration fits and what would make it, its
-    predicted step time, and the largest model that fits. memory: its prediction."""
+    """Report whether a resolved configuration fits, the settings that would make it fit, its
+    predicted step time, and the largest model that fits.
+
+    Args:
+        memory: The predicted memory of the configuration.
+
+    Returns:
+        The report as plain values, and as lines for the user.
+    """
     from hybridpar.planner.searching.remedies import Fitting
     from hybridpar.prediction.predict import default_device
 
@@ -136,7 +157,8 @@ def fit_report(
 
 
 def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
-    """The step time that a profile predicts, and what of it is waiting for state that moves."""
+    """Return lines about the step time that a profile predicts, and its share of waiting for
+    offloaded state."""
     from hybridpar.planner.costs.step_cost import StepCost
     from hybridpar.planner.searching.plan_report import exposed_moves
 
@@ -158,8 +180,8 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
 
 
 def closest_remedies(failed: Sequence[Candidate], limit: float) -> list[str]:
-    """Lines: what would make the configuration fit that lacks the least, of those that were given
-    up."""
+    """Return lines about the settings that would make the configuration fit which exceeds the limit
+    least, out of the rejected candidates."""
     from hybridpar.planner.costs.candidate_memory import MemoryCheck
     from hybridpar.planner.searching.plan_report import describe
     from hybridpar.planner.searching.remedies import Fitting

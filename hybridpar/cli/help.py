@@ -1,7 +1,6 @@
-"""The help of a command that takes a configuration: its flags, and the settings that people change
-most.
+"""The help of a command that takes a configuration: its flags and the most common settings.
 
-`--help-all` prints all settings, by section.
+`--help-all` prints all settings by section.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ USUAL = {
     "train.save_interval": "steps between checkpoints; 0: at the end",
     "run.name": "name of the run's folder in runs/",
 }
-"""The settings of the short help, in its order, with what it says of them."""
+"""Settings in the short help, in order, with their descriptions."""
 _WIDEST = 110
-"""Characters of a line, if a terminal has as many."""
+"""Largest width of the help in characters, on a terminal that is as wide."""
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def short_help(name: str, command: type[Any]) -> str:
-    """The short help of the command `name`, whose fields are `command`'s."""
+    """Return the short help of the command `name`, whose dataclass is `command`."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     config = Config()
     own = [
@@ -90,7 +89,7 @@ def short_help(name: str, command: type[Any]) -> str:
 
 
 def descriptions(kind: type[Any]) -> dict[str, str]:
-    """The string that follows each field of a dataclass in its source, in one line."""
+    """Return the docstring of each field of a dataclass, as one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -103,7 +102,8 @@ def descriptions(kind: type[Any]) -> dict[str, str]:
 
 
 def _own_fields(command: type[Any]) -> list[tuple[dataclasses.Field[Any], Any, str]]:
-    """The fields of a command that are flags, each with its annotated type and its description."""
+    """Return the fields of a command that are flags, each with its annotated type and
+    description."""
     hints = typing.get_type_hints(command, include_extras=True)
     texts = descriptions(command)
     return [
@@ -114,7 +114,7 @@ def _own_fields(command: type[Any]) -> list[tuple[dataclasses.Field[Any], Any, s
 
 
 def _spelled_flag(field: dataclasses.Field[Any], hint: Any) -> str:
-    """A flag of a command and what follows it: '--ranks N'."""
+    """Return a flag with its metavar: '--ranks N'."""
     names = [note.name for note in getattr(hint, "__metadata__", ()) if getattr(note, "name", None)]
     while typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
@@ -124,7 +124,7 @@ def _spelled_flag(field: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def _described(text: str, default: Any) -> str:
-    """A description with the default; without it where that is nothing."""
+    """Return a description with its default, which is left out if it is empty."""
     return text if default in ("", (), False) else f"{text} [{default}]"
 
 
@@ -142,7 +142,7 @@ def _number_of(config: Config) -> int:
 
 
 def _table(rows: list[tuple[str, str]], column: int, width: int) -> list[str]:
-    """Rows of a flag and its text, which begins at `column`."""
+    """Return rows of a flag and its text, which begins at `column`."""
     lines = []
     for flag, text in rows:
         first, *rest = textwrap.wrap(text, max(width - column, 20))

@@ -1,5 +1,5 @@
-"""Flags of the command `memory`. What it does is in hybridpar/memory_behaviour/commands.py, which
-is imported when it runs."""
+"""Flags of the command `memory`, implemented in hybridpar/memory_behaviour/commands.py, which is
+imported when the command runs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from hybridpar.config import Launch
 
 @dataclass(frozen=True)
 class Memory:
-    """Say which blocks make up a rank's memory, when they are used, and what settings save;
+    """Report the blocks in a rank's memory, when they are used, and which settings save memory;
     predicted or recorded."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: use what it recorded (train.record_memory), and its configuration."""
+    """A run folder: use its recorded memory (train.record_memory) and its configuration."""
     trust: bool = False
-    """With --run and no configuration file: import the code of a custom model that the run folder
-    names."""
+    """Import the code of a custom model from the folder that the run recorded. Needed only with
+    --run and without a configuration file."""
     rank: Annotated[int, Within(-1, 2**40)] = -1
-    """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first
-    pipeline."""
+    """Rank of the job to report. -1 (default): the rank with the largest peak, out of the recorded
+    ranks or of the first pipeline."""
     ranks: JobRanks = 0
-    """Processes of the job, none of which is started; 0: as many as the grid has."""
+    """Number of processes of the job; none is started. 0 (default): the size of the grid."""
     batches: Annotated[int, Within(1, 1000)] = 4
-    """Batches to predict; the first and the last one may differ from the others."""
+    """Number of batches to predict. The first and the last one may differ from the others."""
     profile: str = ""
-    """Predict with the times of a file of `hybridpar profile`."""
+    """A file of `hybridpar profile`, whose times the prediction uses."""
     cluster: str = ""
-    """A cluster.toml: predict with estimated times on those machines (or those of the profile)."""
+    """A cluster.toml: predict for those machines with estimated times, or with the times of the
+    profile."""
     output: str = ""
-    """A folder for memory.html, memory.svg, memory.perfetto.json and, for predictions,
+    """Folder for memory.html, memory.svg, memory.perfetto.json and, for predictions,
     trace.jsonl."""
     json: bool = False
     """Print the result as one JSON object on stdout."""

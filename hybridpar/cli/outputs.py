@@ -1,5 +1,5 @@
-"""Output files that flags of a command name: checked before anything takes long, then written as a
-whole."""
+"""Output files that flags name: checked before the command does anything slow, and replaced
+atomically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from hybridpar.errors import config_error
 
 
 def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
-    """Checks that the files these flags name can be written (None: that flag is not used). Leaves
-    nothing behind.
+    """Check that the files that flags name can be written, and leave no trace.
 
-    read: the files that the command reads; no output may replace them.
-    Raises: ConfigError.
+    Args:
+        read: The files that the command reads; no output may replace them.
+        **paths: The path by flag; None if the flag is not used.
+
+    Raises:
+        ConfigError: A file cannot be written.
     """
     taken = {
         os.path.realpath(path): "is what is read, and would be lost" for path in read if str(path)
@@ -38,10 +41,10 @@ def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
 
 
 def write_output(flag: str, path: str, text: str) -> None:
-    """Writes the file that a flag names; through a link where it is one. Folders on the way to it
-    are made.
+    """Write the file that a flag names, creating its folders and following a symbolic link.
 
-    Raises: ConfigError.
+    Raises:
+        ConfigError: The file cannot be written.
     """
     from hybridpar.checkpoint.files import write_text
 
@@ -53,7 +56,7 @@ def write_output(flag: str, path: str, text: str) -> None:
 
 @contextmanager
 def _naming(flag: str, path: str) -> Iterator[None]:
-    """Turns the system's error about a path into one that names the flag."""
+    """Turn the system's error about a path into an error that names the flag."""
     try:
         yield
     except IsADirectoryError:
@@ -68,12 +71,12 @@ def _place(path: str) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether there is something that is neither a file nor a folder: a device or a pipe."""
+    """Return whether the path is neither a file nor a folder, such as a device or a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _try(place: Path) -> None:
-    """Raises: OSError if no file can be written there."""
+    """Raise OSError if no file can be written at `place`."""
     if place.is_dir():
         raise IsADirectoryError
     if place.exists() and not os.access(place, os.W_OK):

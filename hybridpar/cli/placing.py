@@ -1,4 +1,4 @@
-"""Flags of the commands of operator placement, `place` and `graph`. What they do is in
+"""Flags of the operator placement commands `place` and `graph`, implemented in
 hybridpar/placement/commands.py, which is imported when one of them runs."""
 
 from __future__ import annotations
@@ -19,43 +19,42 @@ GraphFile = Positional[Annotated[Path, arg(metavar="GRAPH.json")]]
 
 @dataclass(frozen=True)
 class Place:
-    """Place a graph of operators on accelerators and CPUs, and say how far from the best the
-    placement may be."""
+    """Place a graph of operators on accelerators and CPUs, and report a bound on the distance from
+    the optimum."""
 
     path: GraphFile
-    """A workload of Tarnawski et al., such as `hybridpar graph` writes, or an instance of Piper's
+    """A workload of Tarnawski et al., as written by `hybridpar graph`, or an instance of the Piper
     planner."""
     solver: str = ""
-    """dp: the best pipeline. dpl (the default): the best split of one order of the operators. milp:
-    the best placement of all, in which a device may hold several chunks of the model, as in
-    interleaved pipelines (--whole-blocks: such as `hybridpar train` runs). milp-contiguous: the
-    best with one chunk each. Baselines: pipedream, greedy, local-search, one-accelerator, expert
-    (with --split). latency-milp, latency-greedy: for the time of one sample. Piper instances:
-    piper, or its baseline equi."""
+    """dpl (default): optimal for one linear order of the operators. dp: optimal pipeline. milp:
+    optimal placement; a device may hold several chunks of the model, as in an interleaved pipeline
+    (add --whole-blocks for one that `hybridpar train` can run). milp-contiguous: optimal with one
+    chunk per device. Baselines: pipedream, greedy, local-search, one-accelerator, expert (needs
+    --split). latency-milp, latency-greedy: minimize the latency of one sample. Piper instances:
+    piper (default), or its baseline equi."""
     accelerators: int = 0
-    """0: as many as the file says."""
+    """Number of accelerators. 0 (default): from the file."""
     cpus: int = -1
-    """-1: as many as the file says."""
+    """Number of CPUs. -1 (default): from the file."""
     memory_gb: float = 0.0
-    """Memory of each accelerator, in 1e9 bytes; 0: as the file says."""
+    """Memory of each accelerator in 1e9 bytes. 0 (default): from the file."""
     whole_blocks: bool = False
-    """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`. A
-    placement that is a pipeline is then its pipeline.split; one that goes round the devices more
-    than once, its pipeline.virtual_stages, too."""
+    """Keep all operators of a block (the nodes' layerId) on one device, as `hybridpar train` does.
+    If the placement is a pipeline, its pipeline.split is printed, and also its
+    pipeline.virtual_stages if it visits the devices more than once."""
     time_limit: float = 60.0
-    """Seconds, after which the best that was found counts, with a bound. dp may take one second
-    more, the milps half.
-    """
+    """Time limit in seconds. At the limit, the best placement so far is reported with a bound. dp
+    may exceed the limit by one second, the MILP solvers by half a second."""
     max_ideals: int = 0
-    """dp and piper: most ideals (sets of operators that may come first). With more they try some
-    orders of the operators, and give the best with a bound. Their memory and time grow with it; 0:
-    60,000."""
+    """dp and piper: largest number of ideals (sets of operators closed under predecessors). Beyond
+    it the solver tries some linear orders of the operators and reports a bound. Memory and time
+    grow with it. 0 (default): 60,000."""
     slots: int = 1
-    """latency-milp: how often each accelerator may be called for a sample."""
+    """latency-milp: how often each accelerator may be called for one sample."""
     split: str = ""
-    """expert: a file of the paper's format, which --output writes too."""
+    """expert: a split file in the paper's format, as written by --output."""
     output: str = ""
-    """Write the placement to this file, in the paper's format of splits."""
+    """Write the placement to this file, in the paper's split format."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -68,27 +67,27 @@ class Place:
 
 @dataclass(frozen=True)
 class Graph:
-    """Write the operator graph of a model, with times and memory of its operators, for
-    `hybridpar place`."""
+    """Write the operator graph of a model for `hybridpar place`, with the time and memory of each
+    operator."""
 
     path: ConfigFile
     config: Overrides
     output: str = "graph.json"
     """File for the graph."""
     training: bool = False
-    """Whether the graph has backward nodes, gradients and optimizer state."""
+    """Include backward nodes, gradients and optimizer state."""
     profile: str = ""
-    """A file of `hybridpar profile`, whose times of a block its operators share out. Empty:
-    estimates."""
+    """A file of `hybridpar profile`, whose block times are distributed over operators. Empty
+    (default): estimates."""
     cluster: str = ""
-    """A cluster.toml: the devices, and the slowest of its links. With a profile: its blocks, and
-    these links."""
+    """A cluster.toml: use its devices and the slowest of its links. With a profile: block times
+    from the profile, links from the cluster."""
     device: str = "a100-80gb"
-    """Device to estimate for, without profile and cluster."""
+    """Device to estimate for, without a profile and cluster."""
     link: str = "nvlink3"
     """Link between these devices."""
     accelerators: Devices = 0
-    """Number of devices; 0: all of the profile or cluster, else 8."""
+    """Number of devices. 0 (default): all devices of the profile or cluster, else 8."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -100,7 +99,7 @@ class Graph:
 
 
 def _require_extra(command: str) -> None:
-    """Raises: ConfigError if the libraries of the extra [placement] are not installed."""
+    """Raise a ConfigError if the libraries of the extra [placement] are not installed."""
     if absent := [name for name in ("scipy", "networkx") if importlib.util.find_spec(name) is None]:
         raise config_error(
             "command",

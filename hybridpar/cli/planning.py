@@ -1,5 +1,5 @@
-"""The commands that measure and plan, `profile` and `plan`; and the costs of a configuration on a
-machine."""
+"""The commands `profile` and `plan`, which measure a machine and plan for it, and the cost of a
+configuration on a machine."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measure blocks of the model and messages on this machine; alone, or under torchrun."""
+    """Measure blocks of the model and messages on this machine, alone or under torchrun."""
 
     path: ConfigFile
     config: Overrides
     output: str = "profile.json"
     """File for the profile."""
     tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
-    """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
+    """Tensor-parallel sizes to measure. Empty (default): 1, 2, 4, .. up to the number of ranks."""
     micro_batch_sizes: MicroBatches = ()
-    """Micro-batch sizes; empty: the configuration's and twice that."""
+    """Micro-batch sizes to measure. Empty (default): the configuration's, and twice as large."""
     ranks: Ranks = 0
-    """Processes on CPUs, if torchrun has not started any; 0: one a core."""
+    """Number of processes on CPUs, if torchrun has not started any. 0 (default): one per core."""
     quick: bool = False
-    """Take a few seconds, and measure less."""
+    """Measure less, within a few seconds."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -79,41 +79,43 @@ class Profile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Choose grid, split, micro-batch size, schedule and recomputation, and say why; writes a plan
-    for `train`."""
+    """Choose grid, split, micro-batch size, schedule and recomputation, explain the choice, and
+    write a plan for `train`."""
 
     path: ConfigFile
     config: Overrides
     profile: str = ""
-    """A file of `hybridpar profile`; empty: this machine is measured, quickly, and the times are
-    kept."""
+    """A file of `hybridpar profile`. Empty (default): measure this machine quickly, and cache the
+    times."""
     cluster: str = ""
-    """A cluster.toml: plan for those machines. With a profile, its blocks are used, and these
-    links."""
+    """A cluster.toml: plan for those machines. With a profile: block times from the profile, links
+    from the cluster."""
     ranks: Devices = 0
-    """Processes of the job, each with a device of its own; 0: all GPUs or cores here, or all
-    devices of the cluster."""
+    """Number of processes of the job, each with its own device. 0 (default): all GPUs or cores of
+    this machine, or all devices of the cluster."""
     batch_size: Annotated[int, Within(0, 2**30)] = 0
-    """Samples of a step, in all; 0: the configuration's micro-batches on its replicas."""
+    """Samples of a step over all replicas. 0 (default): the configuration's micro-batches, on its
+    replicas."""
     grid: str = ""
-    """PipelineShape to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration
-    are kept, too."""
+    """Axes of the grid to keep, such as tp=2,pp=1. Axes with more than one rank in the
+    configuration are kept, too."""
     schedules: tuple[str, ...] = ()
-    """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains
-    on old gradients (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the
-    only one named."""
+    """Schedules to choose from. Empty (default): the configuration's, 1f1b and interleaved. A
+    schedule with stale gradients (2bw, pipedream) is chosen only if it is 5 % faster than all
+    others, or if it is the only one named."""
     micro_batch_sizes: MicroBatches = ()
-    """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
+    """Micro-batch sizes to choose from. Empty (default): the profiled ones, and powers of two
+    between them."""
     top: Annotated[int, Within(1, 10_000)] = 5
     """Number of plans to show."""
     compression: bool = False
-    """Also try codecs of messages and gradients, which change training."""
+    """Also try codecs of activations and gradients, which change training."""
     output: str = "plan.toml"
-    """File for the plan, a configuration that `hybridpar train` takes."""
+    """File for the plan, a configuration for `hybridpar train`."""
     svg: str = ""
-    """Also draw the pipeline, to this file."""
+    """Also write a picture of the pipeline to this file."""
     brief: bool = False
-    """For scripts: one line, on stderr; the grid of a run that has begun stays as it is."""
+    """Print one line, on stderr, and keep the grid of a run that has started. For scripts."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -126,7 +128,7 @@ class Plan:
 
         _of_one_site(self.config)
         resolved(
-            replace(  # all but what is to be chosen
+            replace(  # everything except the settings to be chosen
                 self.config,
                 parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
                 memory=self.config.memory.on_another_grid(),
@@ -145,7 +147,7 @@ class Plan:
             )
             return 0
         for name in self.schedules:
-            find_schedule(name)  # refuses an unknown one before the machine is measured
+            find_schedule(name)  # refuse an unknown schedule before the machine is measured
         request = Request(
             self._keep(),
             self.batch_size,
@@ -229,7 +231,7 @@ class Plan:
             print(f"{self.output}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
-        """The command line that trains with the plan."""
+        """Return the command line that trains with the plan."""
         servers = -(-machine.num_devices // machine.devices_per_server)
         if servers == 1:
             return f"hybridpar train {self.output} --ranks {machine.num_devices}"
@@ -241,8 +243,8 @@ class Plan:
         )
 
     def _begun(self) -> Config | None:
-        """This configuration, divided as that of the run that is in its folder; None: there is
-        none."""
+        """Return this configuration with the grid of the existing run in its folder, or None if
+        there is no such run."""
         path = self.config.run.folder / "config.toml"
         if not path.exists():
             return None
@@ -250,7 +252,7 @@ class Plan:
         given = self._keep()
         grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "pp", "dp")}
         if any(grid[axis] != size for axis, size in given.items()):
-            return None  # train says what is wrong with that
+            return None  # `train` reports what is wrong with the folder
         return replace(
             self.config,
             parallel=before.parallel,
@@ -279,7 +281,7 @@ class Plan:
 
 
 def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:
-    """The cost of the configuration, with its grid filled in, on the machine of a profile or a
+    """Return the cost of the configuration, with its grid filled in, on the machine of a profile or
     cluster."""
     from hybridpar.planner.costs.step_cost import StepCost
     from hybridpar.planner.measuring.local_profile import machine_for
@@ -291,8 +293,8 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 
 def _of_one_site(config: Config) -> None:
-    """Raises: ConfigError for several sites, which train apart: each is planned, and has its costs,
-    by itself."""
+    """Raise a ConfigError for several sites: they train separately, so each one is planned
+    separately."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
@@ -300,8 +302,14 @@ def _of_one_site(config: Config) -> None:
 
 
 def resolved(config: Config, ranks: int = 0) -> Config:
-    """The configuration with its grid filled in (ranks 0: as many processes as it has). Raises:
-    ConfigError."""
+    """Return the configuration with its grid filled in.
+
+    Args:
+        ranks: Number of processes; 0 for the size of the configuration's grid.
+
+    Raises:
+        ConfigError: The configuration does not fit the number of processes.
+    """
     from hybridpar.validate import resolve
 
     return resolve(config, ranks or max(1, config.parallel.num_ranks))

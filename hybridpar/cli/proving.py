@@ -1,4 +1,4 @@
-"""`hybridpar verify`, `conform` and `replay`: whether numbers are what they must be."""
+"""Commands that check computed numbers: `hybridpar verify`, `conform` and `replay`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from hybridpar.reading import nearest_path, runs_near, to_json
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare a few batches on a process grid with the same ones in one process, in float64, tensor
-    by tensor."""
+    """Compare a few batches on a process grid with the same batches in one process, in float64,
+    tensor by tensor."""
 
     path: ConfigFile
     config: Overrides
     grid: str = ""
-    """PipelineShape such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the
-    configuration."""
+    """Grid to verify, such as tp=2,pp=2,dp=2; omitted axes are 1. Empty (default): the
+    configuration's grid."""
     batches: Annotated[int, Within(1, 10_000)] = 4
-    """Batches of each run that are compared."""
+    """Number of batches to compare."""
     nan_batches: tuple[int, ...] = ()
-    """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their
-    updates."""
+    """Batches (from 0) whose gradient is set to NaN on one rank, so that all ranks must skip the
+    update."""
     resume_at: int = 0
-    """Save after so many batches, start afresh from the checkpoint, and go on; 0: never."""
+    """Save after this number of batches, restart from the checkpoint, and continue. 0 (default):
+    never."""
     json: bool = False
-    """The report as one JSON object on stdout."""
+    """Print the report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.verify.run import Disturbance, on_grid, verify
@@ -66,16 +67,16 @@ class Verify:
 
 @dataclass(frozen=True)
 class Conform:
-    """Compare parallel modules of any framework with one process, case by case, and name what is
-    wrong."""
+    """Compare parallel modules of any framework with one process, case by case, and name the cause
+    of a difference."""
 
     factories: Positional[str]
-    """A module and a dict of factories in it, "my_module:FACTORIES" (hybridpar/conformance says
-    what a factory is)."""
+    """A module and a dict of factories in it, such as "my_module:FACTORIES"; see
+    hybridpar/conformance."""
     ranks: Annotated[tuple[int, ...], Within(1, 64)] = (1, 2, 3, 4)
     """Numbers of processes to run each case on."""
     tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
-    """Largest difference, as a share of the largest element; take 1e-5 for modules that compute in
+    """Largest difference relative to the largest element. Use 1e-5 for modules that compute in
     float32."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
@@ -95,8 +96,11 @@ class Conform:
 
 
 def _factories(name: str) -> dict[str, Any]:
-    """The factories that "module:name" names; modules of this folder come first. Raises:
-    ConfigError."""
+    """Return the factories that "module:name" refers to; modules in the working folder come first.
+
+    Raises:
+        ConfigError: The name does not refer to a dict of factories.
+    """
     module, _, attribute = name.partition(":")
     sys.path[:0] = [str(Path.cwd())] * (str(Path.cwd()) not in sys.path)
     try:
@@ -117,20 +121,20 @@ def _factories(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Replay:
-    """Run one step of a run again on one CPU process, and say where its numbers stop being
+    """Repeat one step of a run on one CPU process, and report where its numbers stop being
     finite."""
 
     path: Positional[Annotated[Path, arg(metavar="BUNDLE_OR_RUN")]]
-    """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
+    """A replay bundle from a run's folder anomalies/, or a run folder together with --step."""
     step: Annotated[int, Within(0, 2**40)] = 0
-    """The step to run again, as numbered in the metrics of the run folder."""
+    """Step to repeat, as numbered in the metrics of the run folder."""
     trust: bool = False
-    """Import a custom model's code from the folder that the run noted. Without it, Python looks in
+    """Import a custom model's code from the folder that the run recorded. Otherwise Python looks in
     the working folder and in installed packages."""
     threads: Threads = 0
-    """CPU threads; 0: all cores."""
+    """CPU threads. 0 (default): all cores."""
     json: bool = False
-    """The report as one JSON object on stdout."""
+    """Print the report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.train.launch import set_threads

@@ -1,9 +1,8 @@
-"""A command that has no memory or no thread left, perhaps for the libraries that it imports, says
-so in one line.
+"""Report a lack of memory or threads in one line, even while libraries are being imported.
 
 Python raises MemoryError or ImportError only sometimes. Under a limit of the address space (ulimit
--v) torch's C++ code, OpenBLAS and the loader of libraries each end the process in their own way, so
-the room is looked at before they load.
+-v), torch's C++ code, OpenBLAS and the dynamic loader each end the process in their own way, so the
+available address space is checked before they load.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from hybridpar.errors import first_line, is_out_of_memory, lacks_threads
 
 _LIBRARIES = ("libtorch_cpu.so", "libtorch_cuda.so", "libtorch_python.so")
 _BESIDE_LIBRARIES = 150_000_000
-"""Bytes of address space that imports take beside torch's libraries; measured: 160 to 180 MB."""
+"""Address space in bytes that imports take in addition to torch's libraries; measured: 160 to 180
+MB."""
 
 
 def is_shortage(error: Exception) -> bool:
@@ -26,8 +26,8 @@ def is_shortage(error: Exception) -> bool:
 
 
 def require_room() -> None:
-    """Check that torch's libraries fit into the address space that this process may use. Raises:
-    MemoryError."""
+    """Raise a MemoryError if torch's libraries do not fit into the address space of this
+    process."""
     if "torch" in sys.modules:
         return
     limit = _address_limit()
@@ -48,7 +48,7 @@ def require_room() -> None:
 
 
 def describe(error: Exception, who: str) -> str:
-    """Return one line about what has run out for `who`, and what a user can do about it."""
+    """Return one line that says what `who` lacks, and what a user can do about it."""
     what = "may start no more threads" if lacks_threads(error) else "is out of memory"
     return f"{who} {what}: {first_line(error)}; {_way_out()}"
 

@@ -1,4 +1,4 @@
-"""The command that draws and times a schedule: `simulate`."""
+"""The command `simulate`, which draws and times a schedule."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ if TYPE_CHECKING:
     from hybridpar.train.forecasts.preview import Preview
 
 _WIDEST = 400
-"""Characters of a line of a picture in a terminal."""
+"""Largest width in characters of a picture in a terminal."""
 
 
 @dataclass(frozen=True)
 class Simulate:
-    """Draw the pipeline schedule of a configuration, and predict idle times and the time of a
-    step."""
+    """Draw the pipeline schedule of a configuration, and predict idle times and the step time."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: simulate with its measured costs and its configuration; other schedules and
-    numbers of micro-batches may be asked for."""
+    """A run folder: simulate with its measured costs and its configuration. Flags may select
+    another schedule or number of micro-batches."""
     trust: bool = False
-    """With --run and no configuration file: import the code of a custom model that the run folder
-    names."""
+    """Import the code of a custom model from the folder that the run recorded. Needed only with
+    --run and without a configuration file."""
     profile: str = ""
-    """Simulate with the times of a file of `hybridpar profile`."""
+    """A file of `hybridpar profile`, whose times the simulation uses."""
     cluster: str = ""
-    """A cluster.toml: simulate on those machines, with estimated times (or those of the
-    profile)."""
+    """A cluster.toml: simulate on those machines with estimated times, or with the times of the
+    profile."""
     svg: str = ""
     """Also write a picture to this file."""
     perfetto: str = ""
     """Also write a trace for ui.perfetto.dev to this file."""
     batches: Annotated[int, Within(1, 10_000)] = 3
-    """Batches to draw; the third is the first of a 2bw run with other weights than the first
-    batch."""
+    """Number of batches to draw. The third batch of a 2bw run is the first with other weights than
+    the first batch."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -65,7 +64,7 @@ class Simulate:
         config = resolved(self.config)
         costs = None
         late = None
-        if self.measured:  # a run folder that somebody else may have made
+        if self.measured:  # the run folder may come from another user
             check_size(config)
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
@@ -127,15 +126,18 @@ class Simulate:
         return 0
 
     def _draw(self, config: Config, shown: Preview, rank_name: str, timed: bool) -> None:
-        """Draws the pipeline, to a terminal and files; `timed`: its times are seconds."""
+        """Draw the pipeline to the terminal and to files.
+
+        Args:
+            timed: Whether its times are seconds.
+        """
         from hybridpar.schedules.draw.draw_text import draw
         from hybridpar.schedules.draw.perfetto import trace_entries, trace_json
         from hybridpar.schedules.draw.svg import FORWARDS, draw_svg
 
         pipeline = config.pipeline
         ranks = config.parallel.pp
-        # a second has so many units of the simulation; what takes one where nothing is measured is
-        # drawn as 1 ms
+        # units of the simulation per second; without measurements one unit is drawn as 1 ms
         per_second = 1.0 if timed else 1e3
         in_ms = 1e3 / per_second
         held = f" on {ranks} ranks" if pipeline.num_virtual_stages > 1 else ""
@@ -163,7 +165,7 @@ class Simulate:
             }
             entries = trace_entries(shown.timeline, names, per_second=per_second)
             write_output("perfetto", self.perfetto, trace_json(entries))
-        # a forward or backward takes two columns at least
+        # a forward or backward takes at least two columns
         known_wide = timed and 2 * len(shown.timeline.batch_starts(1)) > _WIDEST
         picture = "" if known_wide else draw(shown.timeline.scaled(in_ms))
         fits = not known_wide and (max(map(len, picture.splitlines())) <= _WIDEST or not timed)
@@ -172,8 +174,7 @@ class Simulate:
 
 
 def _cut(picture: str, out: TextIO) -> str:
-    """Return a text with lines that are as long as a terminal's at most; unchanged for a file or a
-    pipe."""
+    """Return a text with lines cut to the width of the terminal; unchanged for a file or pipe."""
     if not out.isatty():
         return picture
     columns = shutil.get_terminal_size().columns

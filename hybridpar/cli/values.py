@@ -1,4 +1,4 @@
-"""Types of the arguments of commands, and the reading of a grid."""
+"""Types of command arguments, and the parser of a grid."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml", help=_FILE)]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
 Threads = Annotated[int, Within(0, 2**10)]
 Ranks = Annotated[int, Within(0, 2**12)]
-"""Processes on one machine."""
+"""Number of processes on one machine."""
 Devices = Annotated[int, Within(0, 2**16)]
 JobRanks = Annotated[int, Within(0, 2**20)]
-"""Processes of a job, on all its machines."""
+"""Number of processes of a job, on all its machines."""
 MicroBatches = Annotated[tuple[int, ...], Within(1, 2**20)]
 
 
 def as_utf8(text: str) -> str:
-    """The text of an argument whose bytes are UTF-8, also in a locale that knows only ASCII; else
-    `text` as it is."""
+    """Return an argument whose bytes are UTF-8 as text, also in an ASCII locale; unchanged if the
+    bytes are not UTF-8."""
     try:
         return os.fsencode(text).decode() if not_utf8(text) else text
     except UnicodeError:
@@ -36,7 +36,7 @@ def as_utf8(text: str) -> str:
 
 
 def out_of_range(command: Any) -> list[Problem]:
-    """Every value of a command's own flags that its rule does not allow."""
+    """Return a problem for every flag of a command whose value is out of range."""
     return [
         Problem(
             name,
@@ -52,7 +52,11 @@ def out_of_range(command: Any) -> list[Problem]:
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """'tp=2,pp=2,dp=2' as numbers by axis. Raises: ConfigError."""
+    """Parse 'tp=2,pp=2,dp=2' into sizes by axis.
+
+    Raises:
+        ConfigError: The text is no grid.
+    """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")

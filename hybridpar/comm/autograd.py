@@ -1,8 +1,7 @@
-"""Collectives with gradients: a tensor passes between 'the same on every rank' and 'a part on
-each'.
+"""Collectives with gradients: a tensor passes between 'equal on every rank' and 'a part on each'.
 
 On an axis of size 1 each is the identity. The arguments and the gradients that arrive are never
-written to; only `reduce_from_`, which says so in its name, works on its argument.
+written to, except by `reduce_from_`, which works in place on its argument.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3: f is `copy_to`, g is `reduce_from`.
 """
@@ -37,16 +36,15 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
     Collectives: forward one all-reduce, backward none.
     """
-    return (
-        x
-        if axis.size == 1
-        else _ReduceFrom.apply(x.clone(memory_format=torch.contiguous_format), axis)
-    )
+    if axis.size == 1:
+        return x
+    return _ReduceFrom.apply(x.clone(memory_format=torch.contiguous_format), axis)
 
 
 def reduce_from_(x: Tensor, axis: Axis) -> Tensor:
-    """Do `reduce_from` in place, for an `x` that was just computed and that nothing else holds
-    or saves."""
+    """Run `reduce_from` in place, for an `x` that was just computed and that nothing else holds or
+    saves.
+    """
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
@@ -126,7 +124,7 @@ class _ReduceFrom(Function):
 
 
 class _Moved(Function):
-    """Return `there(x, axis, dim, sizes)`, whose gradient is moved by `back`."""
+    """Returns `there(x, axis, dim, sizes)`, whose gradient is moved by `back`."""
 
     @staticmethod
     def forward(

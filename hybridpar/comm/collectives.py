@@ -25,21 +25,17 @@ Op = Literal["sum", "max"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SILENT = nullcontext()
-_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # renamed in torch 2.13
-_reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)  # likewise
+# renamed in torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Work:
     """A communication under way, which keeps its tensors alive. `Work()` has already finished.
 
     `wait()` returns when the result may be used: on CPU when it has arrived, on CUDA when the
-    current
-    stream is ordered after it. A second wait does nothing. The context `waiting` is entered for the
-    wait.
+    current stream is ordered after it. A second wait does nothing. The context `waiting` is entered
+    for the wait.
     """
 
     __slots__ = ("_finish", "_handle", "_tensors", "_waiting")
@@ -67,16 +63,16 @@ class Work:
         self._finish = None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once; another thread may ask.
+        """Return whether `wait` would return at once; another thread may ask.
 
-        For point-to-point messages over Gloo that is unknown until they were waited for.
+        For point-to-point transfers over Gloo this is unknown until they have been waited for.
         """
         handle = self._handle
         return handle is None or handle.is_completed()
 
 
 def message(x: Tensor, axis: Axis) -> Tensor:
-    """Return `x` in the form that the axis's group takes: itself, or a contiguous copy in host
+    """Return `x` in the form that the axis's group accepts: itself, or a contiguous copy in host
     memory.
 
     A copy from a GPU waits for the current stream, which may still be computing the content.
@@ -85,8 +81,9 @@ def message(x: Tensor, axis: Axis) -> Tensor:
 
 
 def room_for(shape: Sequence[int], x: Tensor, axis: Axis) -> Tensor:
-    """Return an empty tensor of the type of `x` that the axis's group takes; for a GPU, pinned
-    memory."""
+    """Allocate a tensor of the type of `x` that the axis's group accepts; for a GPU, pinned
+    memory.
+    """
     if not axis.via_host:
         return x.new_empty(shape)
     return torch.empty(shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
@@ -113,7 +110,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
 
 
 def all_reduce_async(x: Tensor, axis: Axis, op: Op = "sum") -> Work:
-    """Start `all_reduce`; `x` must not be touched before the returned work was waited for."""
+    """Start `all_reduce`; `x` must not be touched before the returned work has been waited for."""
     if axis.size == 1:
         return Work()
     waiting = axis.call("all_reduce", x.nbytes)
@@ -153,12 +150,11 @@ Parts = Sequence[tuple[int, int, int]]
 
 
 def reduce_scatter_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
-    """Start to sum `x` over the axis so that each part is complete on its owner; the rest
-    becomes scratch.
+    """Start to reduce `x` over the axis so that each part is complete on its owner; elsewhere its
+    content is undefined.
 
-    Parts may be uneven, and an owner may have several or none. It is one reduction for each part:
-    with
-    Gloo that moves as few bytes as an all-reduce does and takes half the time of its
+    Parts may be uneven, and an owner may have several or none. There is one reduction for each
+    part: with Gloo that moves as few bytes as an all-reduce does and takes half the time of its
     reduce_scatter_tensor (25 against 52 ms, 16 MB).
     Shapes: x [n], contiguous, the same on every rank. Collectives: one reduce for each part; with
     NCCL one reduce-scatter, if parts are even.
@@ -175,7 +171,7 @@ def reduce_scatter_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
 def all_gather_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
     """Start to fill every rank's `x` with the owner's content of each part, in place.
 
-    It is one broadcast for each part (Gloo: 11 ms for 16 MB on two ranks, its all-gather 45).
+    There is one broadcast for each part (Gloo: 11 ms for 16 MB on two ranks, its all-gather 45).
     Shapes: x [n], contiguous, the same on every rank. Collectives: one broadcast for each part;
     with NCCL one all-gather, if parts are even.
     """
@@ -193,7 +189,7 @@ def _in_one_call(x: Tensor, parts: Parts, axis: Axis) -> bool:
 
 
 def _are_even(x: Tensor, parts: Parts, axis: Axis) -> bool:
-    """Whether each rank has one part, in axis order, of one size, and the parts are all of x."""
+    """Return whether each rank has one part, in axis order, of one size, and the parts cover x."""
     each = x.numel() // axis.size
     return (
         axis.size > 1
@@ -222,8 +218,11 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
     """Return the tensors of all ranks, concatenated along `dim` in axis order.
 
     Args:
-        sizes: Extent along `dim` of each rank's tensor; None if they are equal. Uneven ones travel
-            padded to the largest.
+        x: This rank's tensor.
+        axis: The ranks.
+        dim: The dimension.
+        sizes: Extent along `dim` of each rank's tensor; None if they are equal. Uneven tensors are
+            sent padded to the largest.
 
     Shapes: [.., sizes[rank], ..] -> [.., sum(sizes), ..]. Collectives: one all-gather.
     """
@@ -233,8 +232,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
 def start_all_gather(
     x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None
 ) -> Callable[[], Tensor]:
-    """Start `all_gather` and return a function that waits for the result. `x` may change
-    meanwhile."""
+    """Start `all_gather` and return a function that waits for the result. `x` may change before
+    that.
+    """
     if axis.size == 1:
         return lambda: x
     dim %= x.dim()
@@ -282,8 +282,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Ten
 def start_reduce_scatter(
     x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]
 ) -> Callable[[], Tensor]:
-    """Start `reduce_scatter` and return a function that waits for the slice. `x` may change
-    meanwhile."""
+    """Start `reduce_scatter` and return a function that waits for the slice. `x` may change before
+    that.
+    """
     assert x.shape[dim] == sum(sizes), (
         f"reduce_scatter of extent {x.shape[dim]} into sizes {list(sizes)}"
     )
@@ -298,9 +299,8 @@ def start_reduce_scatter(
     def finish() -> Tensor:
         work.wait()
         mine = front[ends[axis.rank] : ends[axis.rank + 1]]
-        return mine.movedim(0, dim).clone(
-            memory_format=torch.contiguous_format
-        )  # a view would keep all of it
+        # a view would keep all of `front` alive
+        return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
     return finish
 
@@ -345,12 +345,12 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
-    """Return the objects of all ranks, in axis order, on every rank. For small things outside of
-    training.
+    """Return the objects of all ranks, in axis order, on every rank. Meant for small objects
+    outside of training.
 
-    They travel as JSON (comm/objects.py), so reading them runs no code.
+    They are sent as JSON (comm/objects.py), so reading them runs no code.
 
-    Collectives: counted as one all-gather of its bytes. A first one exchanges their numbers.
+    Collectives: counted as one all-gather of its bytes. A first one exchanges their lengths.
     Raises: TypeError for an object that has no form in JSON.
     """
     if axis.size == 1:
@@ -378,7 +378,7 @@ def _gather_rows(row: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Return once every rank of the axis has called it."""
+    """Return once every rank of the axis has called `barrier`."""
     if axis.size > 1:
         with axis.call("barrier", 0):
             dist.barrier(group=axis.group)

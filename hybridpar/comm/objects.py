@@ -1,14 +1,15 @@
-"""Python objects as bytes that run nothing when they are read; ranks send them beside tensors.
+"""Python objects as bytes that run no code when they are read. Ranks exchange them in addition to
+tensors.
 
-JSON holds numbers, strings, booleans, None and lists directly. Anything else is an object with
-one key, its tag:
+JSON holds numbers, strings, booleans, None and lists directly. Anything else is an object with one
+key, its tag:
 
     {"tuple": [..]}  {"set": [..]}  {"dict": [[key, value], ..]}  {"bytes": base64}
     {"path": "runs/x"}  {"enum": ["hybridpar.module:Class", value]}
     {"record": ["hybridpar.module:Class", {field: value, ..}]}     a dataclass or a NamedTuple
 
-Only classes of hybridpar that this process has imported are made, so whoever can reach the ports of
-a job can make no other code run.
+Only classes of hybridpar that this process has imported are created, so a sender that can reach the
+ports of a job cannot make other code run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SCALARS = (bool, int, float, str)
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return `value` as JSON. Raises: TypeError for an object that has no form in it."""
+    """Return `value` as JSON. Raises: TypeError for an object that has no form in JSON."""
     return json.dumps(_plain(value), separators=(",", ":")).encode("ascii")
 
 

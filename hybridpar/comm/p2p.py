@@ -1,6 +1,6 @@
-"""Messages between two ranks of an axis, counted as `send` and `recv`.
+"""Transfers between two ranks of an axis, counted as `send` and `recv`.
 
-Messages from one rank to another arrive in the order they were sent: both sides must post them in
+Transfers from one rank to another arrive in the order they were sent: both sides must post them in
 the same order.
 """
 
@@ -25,7 +25,7 @@ def isend(x: Tensor, to: int, axis: Axis) -> Work:
     sent = message(x.detach(), axis)
     peer = axis.ranks[to]
     waiting = axis.call("send", x.nbytes, peer)
-    with waiting:  # where the link is broken already, that fails and says so
+    with waiting:  # a link that is already broken fails here, and the error says so
         handle = dist.isend(sent, group=axis.group, group_dst=to)
     return Work(handle, sent, waiting=waiting)
 
@@ -50,14 +50,14 @@ def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) 
     """Send one byte over each link, in order, so that NCCL connects the two ranks of each now.
 
     At the first transfer from one rank to another NCCL blocks the hosts of both until both have
-    called it. A plan that posts receives ahead would block for ever: with pipeline.schedule =
-    "naive" rank 0 would wait for the first gradient, which rank 1 sends after the first activation,
-    which rank 0 has not sent yet.
+    called it. A plan that posts receives ahead would deadlock: with pipeline.schedule = "naive"
+    rank 0 would wait for the first gradient, which rank 1 sends after the first activation, which
+    rank 0 has not sent yet.
 
     Args:
         axis: Its ranks call this together.
         links: Sender and receiver, as ranks of the axis, in the same order on all of them. That
-            order has no circle, whatever the links are.
+            order has no cycle, whatever the links are.
         device: Device of the byte.
     """
     for source, target in links:

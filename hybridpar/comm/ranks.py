@@ -1,4 +1,4 @@
-"""Run a function on some processes of this machine that form a job of their own."""
+"""Run a function on several processes of this machine that form a separate job."""
 
 from __future__ import annotations
 
@@ -28,21 +28,25 @@ def run_on_ranks(
     start: str = "fork",
     timeout_s: float = 120.0,
 ) -> list[Any]:
-    """Call `fn(*args)`, a function of a module, on every rank of a new job; return the results
-    by rank.
+    """Call `fn(*args)`, a module-level function, on every rank of a new job; return the results by
+    rank.
 
     Each rank has one thread.
 
     Args:
+        fn: The function.
+        num_ranks: Number of processes.
+        args: Its arguments.
+        backend: Backend of torch.distributed.
         start: How processes start; CUDA needs "spawn".
         timeout_s: Time-out of collectives.
 
     Raises:
         HybridparError: With the traceback of the first rank that failed, or the message alone if it
-            raised one. The other ranks are ended.
+            raised a HybridparError. The other ranks are terminated.
     """
     if backend == "nccl":
-        use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
+        use_all_gpu_queues()  # set here, because a rank may set up CUDA before it gets to `fn`
     with scratch_folder() as folder:
         readers, writers = zip(
             *(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True
@@ -57,9 +61,8 @@ def run_on_ranks(
         results, failures = _listen(readers)
         log = logging.getLogger("torch.multiprocessing.spawn")
         level = log.level
-        log.setLevel(
-            logging.ERROR
-        )  # it would warn of every rank that it ends after the first has failed
+        # it would warn of every rank that it terminates after the first has failed
+        log.setLevel(logging.ERROR)
         try:
             while not processes.join():
                 pass
@@ -103,11 +106,12 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # what is garbage by now may wait in its destructor for a thread that a fork has not
+    # A destructor of garbage made before the fork may wait for a thread that this process does not
+    # have.
     gc.freeze()
     backend, path, num_ranks, timeout_s = job
     for other in {*range(num_ranks)} - {rank}:
-        writers[other].close()  # else nobody would notice that rank's end
+        writers[other].close()  # else the end of that rank would go unnoticed
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -117,7 +121,8 @@ def _rank_main(
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        torch.save((fn(*args), ""), result := io.BytesIO())  # of tensors a third of pickle's time
+        # for tensors this takes a third of the time of pickle
+        torch.save((fn(*args), ""), result := io.BytesIO())
         dist.barrier()
         dist.destroy_process_group()
         writers[rank].send_bytes(result.getbuffer())

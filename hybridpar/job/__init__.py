@@ -1,4 +1,6 @@
-"""What follows from a configuration: which rank computes what, in which order, with which state."""
+"""A job derived from its configuration: which rank computes which blocks, in which order, with
+which state.
+"""
 
 from hybridpar.job.job_plan import JobPlan
 

@@ -1,11 +1,11 @@
-"""How long each block of a model takes in a step, estimated by shapes alone, to balance stages
-before anything runs.
+"""Estimate the time of each block of a model in a step, from shapes alone, to balance stages before
+anything runs.
 
     a block's time    m * (forward + backward of a micro-batch) + norm and update of its trained
                       parameters
 
-Only the ratio of two blocks matters. The estimate reads nothing but the configuration, so all
-ranks, all commands and a resumed run find the same split, on any machine. `hybridpar plan` balances
+Only the ratio of two blocks matters. The estimate depends only on the configuration, so all ranks,
+all commands and a resumed run find the same split, on any machine. `hybridpar plan` balances
 measured times instead.
 """
 
@@ -25,12 +25,14 @@ from hybridpar.optim.work import update_work
 
 @dataclass(frozen=True)
 class _Rates:
-    """What a typical device reaches.
+    """Rates that a typical device reaches.
 
-    products: operations of matrix products in a second. elements: bytes in a second that norms,
-    activations and sums read and write. update: the same of the optimizer, whose passes are longer.
-    call: seconds that the operators around one parameter take besides, forward and backward
-    together.
+    Attributes:
+        products: Operations of matrix products per second.
+        elements: Bytes per second that norms, activations and residual additions read and write.
+        update: Bytes per second that the optimizer, whose passes are longer, reads and writes.
+        call: Seconds of overhead of the operators around one parameter, forward and backward
+            together.
     """
 
     products: float
@@ -45,21 +47,21 @@ _GPU = _Rates(190e12, 1.6e12, 1.6e12, 4e-6)
 """An A100 in 16 bits, as the planner estimates it: 0.6 of its peak, 0.8 of its memory's
 bandwidth."""
 _LAYER_ELEMENTS = 50
-"""Elements that operators of a layer other than products read and write, forward and backward, over
+"""Elements that a layer's operators other than products read and write, forward and backward, over
 its features."""
 _BLOCK_ELEMENTS = 12
-"""The same of a block of a custom model, over the elements that it returns: two or three
-operators."""
+"""Elements that operators of a custom model's block read and write, over the elements that it
+returns: two or three operators."""
 _EMBEDDING_ELEMENTS = 6
 
 
 def block_times(config: Config) -> tuple[float, ...]:
     """Return the estimated time that each block takes of a step on one rank, in seconds.
 
-    Tensor parallelism divides all of it alike, and is left out. With ZeRO, replicas share the
-    update. The host's updates (`memory.host_optimizer`) and a frozen parameter's take none. Of what
-    a rank recomputes, whole layers count; whole stages are in proportion to what they compute
-    anyway.
+    Tensor parallelism divides all times alike, and is left out. With ZeRO, replicas share the
+    update. Updates on the host (`memory.host_optimizer`) and frozen parameters take no time.
+    Recomputed layers are counted; recomputed stages are not, because their recomputation is
+    proportional to their forward.
     """
     model = config.model
     train = config.train
@@ -67,11 +69,9 @@ def block_times(config: Config) -> tuple[float, ...]:
     placements = _placements(model, config.optim.groups)
     elements = DTYPES[train.dtype].itemsize * train.micro_batch_size / rates.elements
     operations = train.micro_batch_size * model.tokens_per_sample / rates.products
-    again = (
-        parse_recompute(config.pipeline.recompute, max(0, model.num_blocks - 2), 1)
-        if _by_layer(config)
-        else None
-    )
+    again = None
+    if _by_layer(config):
+        again = parse_recompute(config.pipeline.recompute, max(0, model.num_blocks - 2), 1)
     updates = _update_times(config, rates)
     found = []
     learns = False
@@ -87,19 +87,20 @@ def block_times(config: Config) -> tuple[float, ...]:
 
 
 def _by_layer(config: Config) -> bool:
-    """Whether whole layers are recomputed."""
+    """Return whether complete layers are recomputed."""
     return not config.pipeline.recompute.startswith(("selective", "stage", "none"))
 
 
 def _trained_share(placements: Sequence[Placement]) -> float:
-    """The share of a block's weights that are trained; 0 where it has none."""
+    """Return the share of a block's weights that are trained; 0 if it has no weights."""
     whole = sum(prod(one.shape) for one in placements)
     return sum(prod(one.shape) for one in placements if one.trainable) / max(1, whole)
 
 
 def _elements(model: ModelSpec, number: int) -> float:
-    """Elements of one sample that operators of a block other than products read and write, forward
-    and backward."""
+    """Return the elements of one sample that a block's operators other than products read and
+    write, forward and backward.
+    """
     if (formulas := model.cost_model) is None:
         return _BLOCK_ELEMENTS * prod(
             message_shape(model, max(0, min(number, model.num_blocks - 2)))
@@ -111,8 +112,9 @@ def _elements(model: ModelSpec, number: int) -> float:
 
 
 def _update_times(config: Config, rates: _Rates) -> list[float]:
-    """Seconds of each block's share in norm and update. With stage_layout "v" tied ends are one
-    parameter."""
+    """Return the seconds of each block's share in norm and update. With stage_layout "v" tied ends
+    are one parameter.
+    """
     if config.memory.host_optimizer:
         return [0.0] * config.model.num_blocks
     replicas = max(config.parallel.dp, 1) if config.parallel.zero else 1
@@ -127,7 +129,7 @@ def _update_times(config: Config, rates: _Rates) -> list[float]:
 def _update_works(
     model: ModelSpec, optim: OptimConfig, ends_are_one: bool
 ) -> tuple[tuple[int, int], ...]:
-    """Operations and bytes of each block's norm and update."""
+    """Return the operations and bytes of each block's norm and update."""
     found = []
     for number, placements in enumerate(_placements(model, optim.groups)):
         is_copy = ends_are_one and number == model.num_blocks - 1
@@ -145,6 +147,6 @@ def _update_works(
 def _placements(
     model: ModelSpec, groups: tuple[ParameterGroup, ...]
 ) -> tuple[tuple[Placement, ...], ...]:
-    """The placements of each block's parameters."""
+    """Return the placements of each block's parameters."""
     alike = not any(group.frozen for group in groups)
     return block_placements(model, () if alike else groups)

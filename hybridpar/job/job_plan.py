@@ -4,7 +4,7 @@
     check
 
 A function that needs a pipeline shape, the blocks of a stage, a schedule or a state policy takes a
-`JobPlan`, or that part of it. A test counts the derivations.
+`JobPlan`, or one of its properties. A test counts the derivations.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from hybridpar.state.residency.segments import Parts
 class JobPlan:
     """A configuration (resolved: parallel.dp is known) and what follows from it.
 
-    Making one costs nothing: each property is derived when it is first asked for, and then kept.
-    A property raises ConfigError where the configuration's settings do not fit together.
+    Creating one costs nothing: each property is derived when it is first read, and then kept. A
+    property raises ConfigError if the configuration's settings do not fit together.
     """
 
     config: Config
@@ -56,12 +56,12 @@ class JobPlan:
 
     @cached_property
     def recomputed(self) -> tuple[Recomputation, ...]:
-        """The blocks of each stage that its backward computes again."""
+        """The blocks of each stage that its backward recomputes."""
         return recomputed_blocks(self.config.pipeline.recompute, self.config.model, self.split)
 
     @cached_property
     def send_window(self) -> int:
-        """The number of sends of a rank that may be unfinished.
+        """Number of sends of a rank that may be unfinished.
 
         The executor waits for its oldest send when it has more, and the memory prediction counts as
         many.
@@ -97,5 +97,7 @@ class JobPlan:
         return num_away(self.schedule, self.shape, rank)
 
     def state_policy(self, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
-        """Return which state a rank keeps that has so many weight versions and gradient buffers."""
+        """Return which state a rank keeps, given its number of weight versions and gradient
+        buffers.
+        """
         return StatePolicy.of(self.config, num_versions, num_gradient_buffers)

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline has."""
+"""Split the blocks of a model into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ moments 16."""
 _FROZEN_BYTES = 2
 """Bytes of a frozen parameter in half precision: its weight alone."""
 _SLACK = 0.01
-"""Share within which two estimated stages are equal, and memory decides."""
+"""Relative difference up to which two estimated stages count as equal, so that memory decides."""
 _UNITS = 10_000
-"""Whole numbers that the mean stage's time is counted in."""
+"""Resolution of the times that are compared: parts of the mean stage's time."""
 
 
 def stage_split(config: Config) -> tuple[range, ...]:
     """Return the blocks of each stage: `pipeline.split`, or the split that balances estimated
     times, then memory.
 
-    The times are those of a whole step, so they hold embedding, head and optimizer
+    The times are of a complete step, so they include embedding, head and optimizer
     (block_times.py). The split depends on the configuration alone.
-    Raises: ConfigError if there are more stages than blocks, or `pipeline.split` does not give
-        every stage a block and
-    every block a stage.
+
+    Raises:
+        ConfigError: There are more stages than blocks, or `pipeline.split` does not give every
+            stage a block and every block a stage.
     """
     model = config.model
     num_ranks = config.parallel.pp
@@ -52,11 +53,9 @@ def stage_split(config: Config) -> tuple[range, ...]:
     if num_stages > blocks:
         most = blocks // num_ranks
         if config.pipeline.stage_layout == "v":
-            fewer = (
-                f"pipeline.virtual_stages = {most - most % 2}"
-                if most > 1
-                else "pipeline.stage_layout = loop"
-            )
+            fewer = "pipeline.stage_layout = loop"
+            if most > 1:
+                fewer = f"pipeline.virtual_stages = {most - most % 2}"
             raise config_error(
                 "parallel.pp",
                 num_ranks,
@@ -84,8 +83,7 @@ def stage_split(config: Config) -> tuple[range, ...]:
 
 
 def inference_split(model: ModelSpec, num_ranks: int) -> tuple[range, ...]:
-    """Return the blocks of each stage that balance forward operations alone, as where text is
-    generated."""
+    """Return the blocks of each stage that balance forward operations alone, for generation."""
     return _ranges(balanced_split(forward_flops_per_token(model), num_ranks))
 
 
@@ -108,7 +106,7 @@ def _balanced(config: Config) -> tuple[int, ...]:
 
 
 def _named(model: ModelSpec) -> str:
-    """The blocks, for people."""
+    """Return a description of the blocks for an error message."""
     if model.cost_model is not None:
         return f"embedding, {model.num_blocks - 2} layers, head"
     return f"blocks of {model.kind}"
@@ -116,8 +114,9 @@ def _named(model: ModelSpec) -> str:
 
 @lru_cache(maxsize=256)
 def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of
-    one sequence."""
+    """Return bytes of each block, to compare splits by: its state, and its activations for a
+    micro-batch of one sequence.
+    """
     if (formulas := model.cost_model) is None:
         return tuple(
             (

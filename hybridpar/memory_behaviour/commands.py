@@ -1,4 +1,4 @@
-"""The command that looks into the memory of a run, before or after: `memory`. Its flags are in
+"""The command `memory`, which reports a run's memory, predicted or recorded. Its flags are in
 hybridpar/cli/memory.py."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def report_memory(flags: Memory, launch: Launch) -> int:
         cost = cost_on_machine(flags.config, flags.profile, flags.cluster, launch)
         config = cost.config
         costs = cost.costs
-    if flags.measured:  # a run folder that somebody else may have made
+    if flags.measured:  # the run folder may come from another user
         check_size(config)
     trace = _recorded(flags, config) if flags.measured else _predicted(flags, config, costs)
     account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
@@ -113,7 +113,7 @@ def _recorded(flags: Memory, config: Config) -> _Trace:
 
 
 def _paths(flags: Memory, config: Config) -> dict[int, Path]:
-    """Files that ranks of the run recorded, by rank: all, or the one that --rank names."""
+    """Return the files that ranks of the run recorded, by rank: all, or the rank of --rank."""
     run = Path(flags.measured)
     if not run.is_dir():
         raise config_error("run", flags.measured, "not a run folder", runs_near(run) or "runs/NAME")

@@ -1,7 +1,7 @@
-"""Memory events: what happens to blocks of memory, in order.
+"""Memory events: a sequence of operations on blocks of memory.
 
-    malloc   a block is handed out          read     an operator reads it
-    free     it is given back               write    an operator writes it
+malloc   a block is allocated           read     an operator reads it
+free     it is freed                    write    an operator writes it
 
 A block is the memory of one storage. Views share it, and making one is no access.
 
@@ -21,7 +21,7 @@ from hybridpar.schedules.kinds import ACTION_SPECS, Kind
 
 
 class What(str, Enum):
-    """Behaviour of a block."""
+    """Kind of a memory event."""
 
     MALLOC = "malloc"
     FREE = "free"
@@ -30,12 +30,15 @@ class What(str, Enum):
 
 
 class MemoryEvent(NamedTuple):
-    """One behaviour of one block.
+    """One event of one block.
 
-    block: its number; blocks count from 0 in the order in which they are first seen. op: operator,
-    such as "aten::mm"; "" of a block that was there before, and of a free. time: seconds since the
-    trace began. layer: number of the model's block that runs; -1: none. name: of a block that was
-    there before, what it is: "weights 0", "batch".
+    Args:
+        block: Number of the block, counted from 0 in the order in which blocks are first seen.
+        op: Operator, such as "aten::mm"; "" for a block that existed before the trace, and for a
+            free.
+        time: Seconds since the trace began.
+        layer: Number of the model's block that runs; -1 for none.
+        name: Purpose of a block that existed before the trace, such as "weights 0" or "batch".
     """
 
     what: What
@@ -48,7 +51,7 @@ class MemoryEvent(NamedTuple):
 
 
 class WrittenEvents(Sequence[MemoryEvent]):
-    """Events as a file has them, a JSON list; they are only made when somebody looks at them."""
+    """Events as a JSON list from a file, parsed only when accessed."""
 
     def __init__(self, count: int, text: str):
         self.text = text
@@ -66,8 +69,8 @@ class WrittenEvents(Sequence[MemoryEvent]):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The events of one action, or between two. step: from 1. action: as it prints; "" between two.
-    Units: seconds."""
+    """The events of one action, or between two actions. `step` counts from 1; `action` is printed,
+    or "" between two. Units: seconds."""
 
     step: int
     action: str
@@ -78,10 +81,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Header:
-    """The subject of a trace. place: the rank's index on each axis. predicted: nothing ran; times
-    are of no meaning.
+    """The subject of a trace.
 
-    `more`: plain values that the writer wants to keep (the configuration).
+    Args:
+        place: The rank's index on each axis.
+        predicted: Whether the trace is a prediction, whose times have no meaning.
+        more: Plain values that the writer wants to keep (the configuration).
     """
 
     rank: int = 0
@@ -119,11 +124,13 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """A block from malloc to free. died: None while it lives. layer: number of the model's block
-    that made it, or -1.
+    """A block from malloc to free.
 
-    Actions are those in which it was made and given back; steps count from 1. Units: bytes,
-    seconds.
+    Args:
+        died: Time of the free; None while it lives.
+        layer: Number of the model's block that allocated it, or -1.
+
+    Actions are the ones that allocated and freed it; steps count from 1. Units: bytes, seconds.
     """
 
     block: int
@@ -141,7 +148,7 @@ class Life:
 
     @staticmethod
     def of(event: MemoryEvent, span: Span) -> Life:
-        """The life that a malloc begins."""
+        """Return the life that a malloc begins."""
         return Life(
             event.block,
             event.num_bytes,
@@ -154,14 +161,14 @@ class Life:
         )
 
     def end(self, event: MemoryEvent, span: Span) -> None:
-        """Ends it, by a free."""
+        """End the life with a free."""
         self.died = event.time
         self.died_in = span.action
         self.died_step = span.step
 
     @property
     def category(self) -> Category:
-        """Purpose of the block, from where it was made and where it was given back."""
+        """Purpose of the block, from the actions that allocated and freed it."""
         if self.name:
             column = self.name.partition(" ")[0]
             return _COLUMNS.get(column, Category.OTHER)
@@ -203,10 +210,14 @@ def _kind(action: str) -> Kind | None:
 
 
 def lives(spans: Iterable[Span], steps: Container[int] | None = None) -> Iterator[Life]:
-    """Yields every block's life: those that end in their order, then those that do not.
+    """Yield every block's life: freed blocks in the order of their frees, then living ones.
 
-    steps: only accesses in these steps are kept (None: all of them). Memory: of living blocks and
-    what is kept of them, so a long trace wants few steps, as `range(3, 6)`.
+    Needs memory for living blocks and their kept accesses, so a long trace should select few steps,
+    such as `range(3, 6)`.
+
+    Args:
+        spans: The trace.
+        steps: Steps whose accesses are kept; None for all.
     """
     living: dict[int, Life] = {}
     for span in spans:

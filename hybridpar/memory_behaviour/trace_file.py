@@ -1,4 +1,4 @@
-"""The file of a trace of memory events, a line for each action.
+"""The file of a trace of memory events, with one line for each action.
 
 {"format": "hybridpar memory 1", "rank": 0, "device": "cpu", ...}
 {"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [
@@ -25,12 +25,12 @@ _COMPACT: Any = {"separators": (",", ":"), "check_circular": False}
 
 
 def header_line(header: Header) -> str:
-    """The first line of a file."""
+    """Return the first line of a file."""
     return json.dumps({"format": FORMAT, **asdict(header)}) + "\n"
 
 
 def span_line(span: Span) -> str:
-    """The line of an action."""
+    """Return the line of an action."""
     head = json.dumps(
         {"step": span.step, "action": span.action, "start": span.start, "end": span.end}, **_COMPACT
     )
@@ -43,13 +43,15 @@ def span_line(span: Span) -> str:
 
 
 def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:
-    """The subject of a file, and its actions, read as they are asked for. Memory: of living blocks
+    """Return the subject of a file, and its actions, read on demand. Needs memory for living blocks
     and one line.
 
-    A last line without an end was being written when the run was killed: the actions end before it.
+    A last line without a line end was being written when the run was killed; the actions end before
+    it.
 
-    Raises: DataError that names file, line and what is wrong, at once for the header, for a later
-        line when it is read.
+    Raises:
+        DataError: Names file, line and error; raised at once for the header, for later lines when
+            they are read.
     """
     parts = _read(path)
     return next(parts), parts
@@ -61,7 +63,7 @@ _MOST = 1 << 62
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """The header, then the actions. Raises: DataError."""
+    """Yield the header, then the actions. Raises: DataError if a line is wrong."""
     living: dict[int, int] = {}
     with errors_as(DataError, path):
         file = BoundedReader(open_regular(path, within=path.parent.parent))
@@ -82,8 +84,11 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 def _line(file: BoundedReader) -> bytes:
-    """The next line; empty at the end, and for a last one without an end. Raises: ValueError for a
-    very long one."""
+    """Return the next line; empty at the end, and for a last line without a line end.
+
+    Raises:
+        ValueError: The line is too long.
+    """
     line = file.readline(_LONGEST_LINE + 1)
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"it has more than {_LONGEST_LINE} bytes")
@@ -91,7 +96,7 @@ def _line(file: BoundedReader) -> bytes:
 
 
 def _header(line: bytes) -> Header:
-    """Raises: ValueError, TypeError."""
+    """Return the header of a line. Raises: ValueError, TypeError if it is wrong."""
     fields = parse_json(line) if line else None
     if not isinstance(fields, dict) or "format" not in fields:
         raise ValueError("the first line must be the header of a trace")
@@ -114,10 +119,14 @@ _SPAN_KEYS = {"step", "action", "start", "end", "events"}
 
 
 def _span(fields: Any, living: dict[int, int]) -> Span:
-    """The action of a line. living: bytes of the blocks that are there, by number; brought up to
-    date.
+    """Return the action of a line.
 
-    Raises: ValueError; ConfigError for what is no action.
+    Args:
+        fields: The parsed line.
+        living: Bytes of the living blocks by number; updated.
+
+    Raises:
+        ValueError: The line is wrong. Also ConfigError, if the action is not valid.
     """
     if not isinstance(fields, dict) or set(fields) != _SPAN_KEYS:
         raise ValueError(f"it must be an object of {', '.join(sorted(_SPAN_KEYS))}")
@@ -140,7 +149,7 @@ _BEHAVIOURS = {what.value: what for what in What}
 
 
 def _event(fields: Any, living: dict[int, int]) -> MemoryEvent:
-    """Raises: ValueError."""
+    """Return the event of a list. Raises: ValueError if it is wrong."""
     if not isinstance(fields, list) or len(fields) != len(MemoryEvent._fields):
         raise ValueError(
             f"an event must be a list of {len(MemoryEvent._fields)} values, not {shown(fields)}"

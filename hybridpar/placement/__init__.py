@@ -1,8 +1,8 @@
-"""Places graphs of operators on accelerators and CPUs.
+"""Place graphs of operators on accelerators and CPUs.
 
-    workload = read_workload("bert24_training.json")
-    placement = place(workload, "dp")
-    print(placement)
+workload = read_workload("bert24_training.json")
+placement = place(workload, "dp")
+print(placement)
 
 Source: Tarnawski et al., NeurIPS 2020 (arXiv 2006.16423), and NeurIPS 2021 (Piper: piper/).
 """

@@ -1,18 +1,18 @@
-"""A workload as the placement solvers see it: colour classes, their order, and what moves between
-them.
+"""A workload in the form that the placement solvers use: colour classes, their order, and the
+transfers between them.
 
 A class is a set of operators that must share a device: the forward and backward nodes of one
-colour. In a pipeline also those of several colours that lie on a common cycle. Its costs are sums.
-Between classes there are
+colour. In a pipeline, colours on a common cycle form one class, too. The costs of a class are sums.
+Two relations hold between classes:
 
-    edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v.
-             A class without forward nodes gets its edges from its backward ones, reversed, as those
-             of a layer run in reverse order.
-    nets     all classes that one output touches: its producer's and its readers'. An accelerator
-             that holds some of them, but not all, pays the transfer once, to send or to receive. So
-             the transfer time of a set S is
+edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v.
+         A class without forward nodes gets its edges from its backward nodes, reversed, because
+         a layer's backward nodes run in reverse order.
+nets     all classes that touch one output: its producer's and its readers'. An accelerator
+         that holds some of them, but not all, pays the transfer once, to send or to receive. So
+         the transfer time of a set S is
 
-                 sum of cost(e) over nets e with  0 < |e & S| < |e|
+             sum of cost(e) over nets e with  0 < |e & S| < |e|
 
 Source: arXiv 2006.16423, sections 3 and 5.3 (training), appendix B.
 """
@@ -32,8 +32,8 @@ from hybridpar.placement.workload import Floats, Ints, Workload, order_of
 
 @dataclass(frozen=True, eq=False)
 class ClassGraph:
-    """n classes, and the nets between them. For pipelines they are numbered so that edges lead to
-    larger numbers.
+    """n classes, and the nets between them. For pipelines, edges lead from smaller to larger
+    numbers.
 
     Shapes: costs [n]; `class_of` [nodes of the workload]; `net_cost` [number of nets].
     """
@@ -42,12 +42,11 @@ class ClassGraph:
     class_of: Ints
     cpu_time: Floats
     accelerator_time: Floats
-    """Infinite where an accelerator cannot run one of the nodes, or has not the memory for the
-    class."""
+    """Infinite if an accelerator cannot run one of the nodes, or lacks the memory for the class."""
     size: Floats
     predecessors: tuple[tuple[int, ...], ...]
     nets: tuple[tuple[int, ...], ...]
-    """Each sorted, of two classes or more."""
+    """Each net is sorted and has at least two classes."""
     net_cost: Floats
 
     @property
@@ -64,7 +63,7 @@ class ClassGraph:
 
     @cached_property
     def nets_of(self) -> tuple[tuple[int, ...], ...]:
-        """The nets that each class is in."""
+        """The nets of each class."""
         found: list[list[int]] = [[] for _ in range(self.num_classes)]
         for e, net in enumerate(self.nets):
             for v in net:
@@ -73,7 +72,7 @@ class ClassGraph:
 
     @cached_property
     def incidence(self) -> csr_array:
-        """1.0 where class (row) is in net (column)."""
+        """Matrix of classes (rows) by nets (columns): 1.0 if the class is in the net."""
         rows = [v for net in self.nets for v in net]
         columns = [e for e, net in enumerate(self.nets) for _ in net]
         return csr_array(
@@ -81,8 +80,8 @@ class ClassGraph:
         )
 
     def reordered(self, order: Sequence[int]) -> ClassGraph:
-        """This graph with its classes renumbered: order[i] becomes number i. Edges must lead to
-        larger numbers."""
+        """Return this graph with its classes renumbered: order[i] becomes number i. Edges must lead
+        to larger numbers."""
         number = np.empty(self.num_classes, np.int64)
         number[list(order)] = np.arange(self.num_classes)
         renamed = lambda members: tuple(sorted(number[list(members)].tolist()))  # noqa: E731
@@ -98,11 +97,12 @@ class ClassGraph:
         )
 
     def devices(self, of_class: Sequence[int] | Ints) -> Ints:
-        """A device for each node of the workload, from one for each class."""
+        """Return a device for each node of the workload, from one for each class."""
         return np.asarray(of_class, np.int64)[self.class_of]
 
     def of_classes(self, devices: Ints) -> Ints:
-        """The inverse of `devices`, of a placement that keeps classes together."""
+        """Return a device for each class, from one for each node of a placement that keeps classes
+        together."""
         found = np.empty(self.num_classes, np.int64)
         found[self.class_of] = devices
         return found
@@ -115,12 +115,15 @@ def class_graph(
     merge: Iterable[Iterable[int]] = (),
     merge_leaves: bool = True,
 ) -> ClassGraph:
-    """The classes of a workload.
+    """Return the classes of a workload.
 
-    `pipeline`: for placements whose devices are in a row; else classes on a common cycle may be on
-    several devices. `merge`: groups of nodes (positions) that shall share a class too.
-    `merge_leaves`: also puts classes that cost no time and hang on one other class together with
-    that, where this cannot make any placement worse.
+    Args:
+        workload: The workload.
+        pipeline: Whether the devices form a pipeline; otherwise classes on a common cycle may be on
+            several devices.
+        merge: Groups of nodes (positions) that must share a class, too.
+        merge_leaves: Whether to merge a class that costs no time and touches only one other class
+            into that class, if this cannot make any placement worse.
     """
     w = workload
     label = _labels(w, merge)
@@ -154,7 +157,8 @@ def class_graph(
 
 
 def _labels(w: Workload, merge: Iterable[Iterable[int]]) -> Ints:
-    """A class for each node, from 0: its colour, and what is to be merged."""
+    """Return a class for each node, numbered from 0: its colour, together with the nodes to be
+    merged."""
     colour = np.unique(w.colour, return_inverse=True)[1]
     links = [(colour[group[0]], colour[v]) for group in map(list, merge) for v in group[1:]]
     if not links:
@@ -163,7 +167,7 @@ def _labels(w: Workload, merge: Iterable[Iterable[int]]) -> Ints:
 
 
 def _components(n: int, edges: Iterable[tuple[int, int]], connection: str) -> Ints:
-    """The component of each of n vertices, numbered by their first vertices."""
+    """Return the component of each of n vertices, numbered by their first vertices."""
     pairs = np.array(list(edges), np.int64).reshape(-1, 2)
     graph = csr_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
     count, found = connected_components(graph, connection=connection)
@@ -173,8 +177,8 @@ def _components(n: int, edges: Iterable[tuple[int, int]], connection: str) -> In
 
 
 def _edges(w: Workload, label: Ints) -> list[tuple[int, int]]:
-    """Edges between classes: those between forward nodes, and the mirrored ones of classes without
-    forward nodes."""
+    """Return the edges between classes: edges between forward nodes, and reversed edges of classes
+    without forward nodes."""
     u, v = w.edges.T
     a = label[u]
     b = label[v]
@@ -186,13 +190,13 @@ def _edges(w: Workload, label: Ints) -> list[tuple[int, int]]:
 
 
 def _fuse_cycles(w: Workload, label: Ints) -> Ints:
-    """Classes on a common cycle become one. Which edges are mirrored is settled before, by the
-    classes as they were."""
+    """Merge classes on a common cycle into one. The edges, and so their direction, are determined
+    before."""
     return _components(int(label.max()) + 1, _edges(w, label), "strong")[label]
 
 
 def _nets(w: Workload, class_of: Ints) -> tuple[tuple[tuple[int, ...], ...], Floats]:
-    """Nets of one cost each; outputs that touch the same classes are one net."""
+    """Return nets and their costs; outputs that touch the same classes share one net."""
     touched: list[set[int]] = [set() for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():
         touched[u].add(int(class_of[v]))
@@ -208,15 +212,15 @@ def _nets(w: Workload, class_of: Ints) -> tuple[tuple[tuple[int, ...], ...], Flo
 
 
 def _merge_leaves(w: Workload, label: Ints) -> Ints:
-    """Merges a class into its only neighbour where any placement stays as good: see `_harmless`.
+    """Merge a class into its only neighbour if every placement stays as good: see `_harmless`.
 
-    Source: the authors' program, which merges more than that; on their files it comes to the same.
+    Source: the authors' program, which merges more; on their files the result is the same.
     """
     n = int(label.max()) + 1
     time = np.bincount(label, w.cpu_time + w.accelerator_time, n)
     size = np.bincount(label, w.size, n)
     supported = np.bincount(label, ~w.supported, n) == 0
-    roomy = bool(w.size.sum() <= w.room)  # then memory binds nobody
+    roomy = bool(w.size.sum() <= w.room)  # then memory is no constraint
     neighbours: list[set[int]] = [set() for _ in range(n)]
     for u, v in _edges(w, label):
         neighbours[u].add(v)

@@ -1,5 +1,5 @@
-"""The commands of operator placement (the extra [placement]): `place` a graph, and `graph`, which
-makes one of a configuration. Their flags are in hybridpar/cli/placing.py."""
+"""The commands of operator placement (the extra [placement]): `place` places a graph, and `graph`
+makes one from a configuration. Their flags are in hybridpar/cli/placing.py."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _machine(flags: Graph, launch: Launch) -> Machine:
 
 
 def _about(about: object) -> list[str]:
-    """Description of a graph of ours, in a line; nothing of other graphs."""
+    """Return a line that describes a graph made by `hybridpar graph`; no line for other graphs."""
     if not isinstance(about, Mapping) or "estimated" not in about:
         return []
     what = "training" if about.get("training") else "inference"

@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON document, and collects what is wrong with them."""
+"""Read the fields of a JSON document, and collect the errors in them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hybridpar.errors import ConfigError, Problem
 
 LARGEST = 1e30
 SMALLEST = 1e-30
-"""No time or size may exceed the one, and what must be positive be below the other: no sum or
+"""Largest time or size, and smallest value that must be positive: within these limits no sum or
 quotient overflows."""
 MAX_PROBLEMS = 10
 
 
 class Checker:
-    """Reads fields of a JSON document and collects what is wrong with them."""
+    """A reader of fields of a JSON document that collects the errors in them."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -24,7 +24,7 @@ class Checker:
         self.problems.append(Problem(field_name, value, rule, suggestion))
 
     def finish(self) -> None:
-        """Raises: ConfigError if anything was wrong; it names the first few."""
+        """Raise a ConfigError that names the first few errors, if there are any."""
         if self.problems:
             raise ConfigError(*self.problems[:MAX_PROBLEMS])
 
@@ -48,12 +48,12 @@ class Checker:
         default: float | None = None,
         positive: bool = False,
     ) -> float:
-        """A finite number of 0 or more (`positive`: of `SMALLEST` or more)."""
+        """Return a finite number of at least 0, or of at least `SMALLEST` if `positive`."""
         name = f"{where}{key}"
         value = holder.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.add(name, value, "must be a number", "1.0")
-        elif not (SMALLEST if positive else 0) <= value <= LARGEST:  # false for NaN too
+        elif not (SMALLEST if positive else 0) <= value <= LARGEST:  # also false for NaN
             self.add(
                 name,
                 value,
@@ -93,8 +93,13 @@ class Checker:
     def ends(
         self, edge: Mapping[str, Any], i: int, position: Mapping[int, int]
     ) -> tuple[int, int] | None:
-        """The positions of an edge's source and destination, by id; None where one is wrong. `i`:
-        which edge it is."""
+        """Return the positions of an edge's source and destination by id, or None if one is wrong.
+
+        Args:
+            edge: The edge.
+            i: Number of the edge, for the error message.
+            position: Positions by id.
+        """
         found = []
         for key in ("sourceId", "destId"):
             value = edge.get(key)

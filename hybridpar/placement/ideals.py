@@ -1,7 +1,7 @@
-"""The ideals of a class graph: sets of classes that hold all predecessors of their members.
+"""The ideals of a class graph: sets of classes that contain all predecessors of their members.
 
-What a device of a pipeline holds is a difference of two of them. They are numbered by size, so an
-ideal's subsets have smaller numbers.
+A pipeline device holds the difference of two ideals. Ideals are numbered by size, so an ideal's
+subsets have smaller numbers.
 
 Source: arXiv 2006.16423, section 5.1.
 """
@@ -23,19 +23,19 @@ MAX_IDEALS = 60_000
 
 
 class OutOfTime(Exception):
-    """The time limit passed before a solver was done."""
+    """The time limit passed before a solver finished."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ideals:
-    """All ideals of n elements: number 0 is the empty one, the last is full.
+    """All ideals of n elements: number 0 is empty, the last contains everything.
 
     `covers` [c, 3]: (ideal, element, ideal without that element), sorted by ideal, then by falling
     element.
     """
 
     masks: tuple[int, ...]
-    """Bit v: element v is in it."""
+    """Bit v is set if element v is in the ideal."""
     num_elements: int
     covers: Ints
 
@@ -44,7 +44,7 @@ class Ideals:
 
     @cached_property
     def members(self) -> NDArray[np.uint8]:
-        """[ideals, n]: 1 where the element is in the ideal."""
+        """Matrix [ideals, n]: 1 if the element is in the ideal."""
         num_bytes = (self.num_elements + 7) // 8
         raw = b"".join(mask.to_bytes(num_bytes, "little") for mask in self.masks)
         table = np.frombuffer(raw, np.uint8).reshape(len(self), num_bytes)
@@ -57,7 +57,7 @@ class Ideals:
         return np.frombuffer(raw, "<u8").reshape(len(self), num_words)
 
     def subsets(self, ideal: int) -> Ints:
-        """The numbers of all ideals that are in this one, itself too; rising."""
+        """Return the numbers of all subsets of this ideal, including itself, in rising order."""
         words = self._words
         inside = np.ones(ideal + 1, np.bool_)
         for column in range(words.shape[1]):
@@ -68,11 +68,11 @@ class Ideals:
 def enumerate_ideals(
     predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS, deadline: float = np.inf
 ) -> Ideals:
-    """The ideals of elements that are numbered in an order: predecessors have smaller numbers.
+    """Return the ideals of elements that are numbered so that predecessors have smaller numbers.
 
-    Raises: ConfigError as soon as there are more than `max_ideals`; OutOfTime once
-        `time.monotonic()` is past
-    `deadline`.
+    Raises:
+        ConfigError: There are more than `max_ideals`; raised as soon as that is known.
+        OutOfTime: `time.monotonic()` is past `deadline`.
     """
     n = len(predecessors)
     needs = [sum(1 << u for u in set(before)) for before in predecessors]
@@ -82,7 +82,7 @@ def enumerate_ideals(
             after[u].append(v)
     masks = [0]
     number = {0: 0}
-    ready = [[v for v in range(n) if not needs[v]]]  # what may be added to each ideal
+    ready = [[v for v in range(n) if not needs[v]]]  # elements that may be added to each ideal
     covers: list[tuple[int, int, int]] = []
     small = 0
     while small < len(masks):

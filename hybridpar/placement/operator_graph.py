@@ -1,22 +1,21 @@
-"""Builds the operator graph of a model of ours, in the workload format of Tarnawski et al., which
-`placement` reads.
+"""Build the operator graph of a hybridpar model in the workload format of Tarnawski et al., which
+`place` reads.
 
-Every kind of block is exported once (operators.py), and the blocks are put one after the other. For
-training, each forward node has a backward node of the same colour class, with all edges reversed;
-the losses join the two halves. Where several nodes read an output, a node of no cost adds up its
-gradients on the device of the first.
+Every kind of block is exported once (operators.py), and the blocks are chained. For training, each
+forward node has a backward node of the same colour class, with all edges reversed; the losses join
+the two halves. If several nodes read an output, a node without cost adds up its gradients on the
+device of the first.
 
-    time    a node's share of its block's profiled time, forward and backward: by its operations' or
-            its bytes' time, whichever is longer
-    size    an operator's parameters, for training with all versions, gradients and optimizer state;
-            and its share, by output, of what a micro-batch leaves in the block: what the backward
-            keeps, or without one all outputs
-    edge    the time of the output on the slowest link; of a backward node, that of its largest
-            gradient
+time    a node's share of its block's profiled time, forward and backward: by the time of its
+        operations or of its bytes, whichever is longer
+size    an operator's parameters, for training with all versions, gradients and optimizer state;
+        and its share, by output size, of what a micro-batch leaves in the block: the tensors
+        saved for backward, or without a backward all outputs
+edge    the time of the output on the slowest link; for a backward node, of its largest gradient
 
-So the nodes of a block add up to what `hybridpar plan` counts for it. The format has no place for
-updates, a stage's costs besides its blocks, several micro-batches in flight, or tied weights held
-once where both ends are on one device.
+So the nodes of a block add up to the block's cost in `hybridpar plan`. The format cannot express
+updates, costs of a stage in addition to its blocks, several micro-batches in flight, or tied
+weights that are held once if both ends are on one device.
 
 Units: milliseconds and bytes, as in the paper's files.
 """
@@ -42,17 +41,19 @@ from hybridpar.prediction.work import KINDS
 from hybridpar.schedules.schedule_table import PipelineShape
 
 CPU_SLOWDOWN = 23.0
-"""Slowdown of a node on a CPU, where nothing was measured: as in the paper's operator graphs."""
+"""Slowdown of a node on a CPU if nothing was measured, as in the paper's operator graphs."""
 _MS = 1e3
 _CORE = Device("a core", 1e11, 1.0, 1e10, 1.0, 1.0)
-"""Ten operations in the time of a byte, as on most CPUs."""
+"""A device that does ten operations in the time of a byte, as most CPUs do."""
 _OTHER = DEVICES["a100-80gb"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """An operator and its costs: milliseconds, bytes. reads: its inputs' numbers. leaves: it is its
-    block's output."""
+    """An operator and its costs: milliseconds, bytes.
+
+    `reads`: numbers of its inputs. `leaves`: whether it is its block's output.
+    """
 
     name: str
     block: int
@@ -65,13 +66,14 @@ class _Node:
 
 
 def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[str, Any]:
-    """The graph as a document for `make_workload`; the machine's devices are its accelerators, and
-    it has no CPU.
+    """Return the graph as a document for `make_workload`, with the machine's devices as
+    accelerators and without CPUs.
 
     Its `about` says what was costed, and whether costs are estimates.
 
-    Raises: ConfigError where the configuration splits layers, the profile has no whole ones, or
-        there is one device.
+    Raises:
+        ConfigError: The configuration splits layers, the profile has no unsplit ones, or there is
+            only one device.
     """
     if config.parallel.tp > 1:
         raise config_error("parallel.tp", config.parallel.tp, "operators are placed whole", "1")
@@ -116,8 +118,12 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
 def _mirrored(
     nodes: Sequence[_Node], sent: Sequence[float]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Backward nodes and the edges between them. sent: time of each output, and so of its gradient,
-    on a link."""
+    """Return backward nodes and the edges between them.
+
+    Args:
+        nodes: The forward nodes.
+        sent: Seconds of each output, and so of its gradient, on a link.
+    """
     n = len(nodes)
     readers: list[list[int]] = [[] for _ in nodes]
     for v, node in enumerate(nodes):
@@ -144,8 +150,8 @@ def _mirrored(
 def _row(
     number: int, name: str, node: _Node, time: float, *, size: int = 0, colour: int | None = None
 ) -> dict[str, Any]:
-    """A node of the document: a backward one has a colour; a forward one takes its number for
-    it."""
+    """Return a node of the document. A backward node has a colour; a forward node's colour is its
+    number."""
     return {
         "id": number,
         "name": name,
@@ -164,13 +170,13 @@ def _edge(source: int, to: int, cost: float) -> dict[str, Any]:
 
 
 def _stitched(config: Config, machine: Machine, training: bool) -> tuple[list[_Node], list[int]]:
-    """The forward nodes of the whole model, in an order in which they can run, and the numbers of
+    """Return the forward nodes of the model in an order in which they can run, and the numbers of
     its losses."""
     last = config.model.num_blocks - 1
     kinds = {0: KINDS[0], last: KINDS[2]}
     known: dict[str, list[_Node]] = {}
     nodes: list[_Node] = []
-    leaving: list[int] = []  # the next block's input
+    leaving: list[int] = []  # nodes whose outputs are the next block's input
     for number in range(last + 1):
         kind = kinds.get(number, KINDS[1])
         first = len(nodes)
@@ -190,7 +196,7 @@ def _stitched(config: Config, machine: Machine, training: bool) -> tuple[list[_N
 def _of_block(
     config: Config, machine: Machine, kind: str, number: int, training: bool
 ) -> list[_Node]:
-    """The nodes of a block; `reads` is numbered as in `Operator`."""
+    """Return the nodes of a block, with `reads` numbered as in `Operator`."""
     operators = block_operators(config, number)
     time = machine.profile.block(kind, 1, config.train.micro_batch_size)
     device = _balance(machine.profile.hardware)
@@ -232,12 +238,12 @@ def _of_block(
 
 
 def _balance(hardware: Hardware) -> Device:
-    """A device with about the same ratio of operations to bytes: shares within a block need no
-    more."""
+    """Return a device with about the same ratio of operations to bytes, which is all that shares
+    within a block depend on."""
     return _CORE if hardware.cores else DEVICES.get(hardware.name, _OTHER)
 
 
 def _shares(values: Sequence[float]) -> list[float]:
-    """The values over their sum."""
+    """Return the values divided by their sum."""
     total = sum(values)
     return [value / total for value in values]

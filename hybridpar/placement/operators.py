@@ -1,17 +1,14 @@
-"""The operators of a block, as torch.export finds them in its own code.
+"""The operators of a block, as torch.export finds them in the block's code.
 
 The block is built on the meta device with the torch reference of every operator, and exported
-without dropout; nothing is allocated or computed. Of the exported graph
+without dropout; nothing is allocated or computed. The exported graph is simplified to about as many
+operators as kernels that run:
 
-    views                              are part of what they look at
-    what only the micro-batch enters   every device makes for itself: masks, tables of rotary
-                                       positions
-    operators that feed only one other join it, unless one of them is a matrix product, attention or
-    an embedding;
-                                       so do several that end in one: bias, activation; bias,
-                                       residual; the whole loss
-
-so that about as many operators are left as kernels run.
+views                              belong to the operator whose output they view
+constants of the micro-batch       are computed on every device: masks, tables of rotary positions
+operators with a single reader     are merged into it, unless one of the two is a matrix product,
+                                   attention or an embedding; so are several operators with one
+                                   final reader: bias, activation; bias, residual; the loss
 """
 
 from __future__ import annotations
@@ -34,20 +31,24 @@ from hybridpar.models.build import DTYPES, build_blocks
 from hybridpar.prediction.footprint import sample_microbatch
 
 INPUT = -1
-"""In `Operator.reads`: what enters the block."""
+"""Value in `Operator.reads` for the input of the block."""
 _aten = torch.ops.aten
 _COPIES = {_aten.clone.default, _aten._unsafe_view.default}
-"""Operations that put values in another order; kernels that need it read and write them so."""
+"""Operations that reorder values in memory; kernels that need the order read and write them so."""
 _ALONE = {_aten.linear.default, _aten.scaled_dot_product_attention.default, _aten.embedding.default}
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator, forward.
+    """One forward operator.
 
-    name: such as attention.qkv.linear. reads: the operators of the block (by number) whose outputs
-    it takes; INPUT. traffic: bytes that it reads and writes. parameters: how many it has. output:
-    bytes. leaves: it is the block's.
+    Args:
+        name: Name such as attention.qkv.linear.
+        reads: Numbers of the block's operators whose outputs it reads; INPUT for the block's input.
+        traffic: Bytes that it reads and writes.
+        parameters: Number of its parameters.
+        output: Bytes of its output.
+        leaves: Whether its output is the block's output.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Operator:
 
 
 def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
-    """The operators of a block of the model, unsplit, for one micro-batch, in an order in which
-    they can run."""
+    """Return the operators of an unsplit block of the model for one micro-batch, in an order in
+    which they can run."""
     model = replace(config.transformer, logits_chunk=0)
     dtype = DTYPES[config.train.dtype]
     kernels = KernelsConfig(**{field.name: "torch" for field in fields(KernelsConfig)})
@@ -72,7 +73,7 @@ def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
     x = torch.empty(shape, dtype=dtype, device="meta") if number else None
     on_meta = {name: tensor.to("meta") for name, tensor in batch.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
+        warnings.simplefilter("ignore", FutureWarning)  # a warning inside torch
         exported = torch.export.export(block, (x, on_meta, None), strict=False).run_decompositions(
             {}
         )
@@ -80,7 +81,7 @@ def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
 
 
 class _Graph:
-    """An exported block. labelled: rows of the micro-batch that have a label, which the export
+    """An exported block. `labelled`: number of micro-batch positions with a label, which the export
     cannot know."""
 
     def __init__(self, exported: torch.export.ExportedProgram, labelled: int):
@@ -90,7 +91,8 @@ class _Graph:
         self.parameters = {n: named[n.name] for n in nodes if n.name in named}
         self.input = next(n for n in nodes if n.op == "placeholder" and n.name == "x")
         self.depends = {self.input, *self.parameters}
-        """On what enters the block, or on parameters: on more than the micro-batch."""
+        """Nodes that depend on the block's input or on parameters, and not only on the
+        micro-batch."""
         self.operators_there: list[Node] = []
         for node in nodes:
             if node.op == "call_function" and not _is_view(node) and any(self._inputs(node)):
@@ -100,11 +102,12 @@ class _Graph:
         self.last = self._join()
 
     def _inputs(self, node: Node) -> Iterable[Node]:
-        """Arguments of the operator that depend on more than the micro-batch."""
+        """Return the arguments of the operator that depend on more than the micro-batch."""
         return (n for n in node.all_input_nodes if _source(n) in self.depends)
 
     def _join(self) -> dict[Node, Node]:
-        """The last operator of those that each is one with; without those that nothing comes of."""
+        """Return the last node of each node's merged operator, without nodes whose results are not
+        used."""
         readers: dict[Node, list[Node]] = {n: [] for n in self.operators_there}
         for node in self.operators_there:
             for given in {_source(n) for n in self._inputs(node)} & set(readers):
@@ -151,16 +154,17 @@ class _Graph:
         return tuple(found)
 
     def _place(self, end: Node, own: Sequence[Node]) -> str:
-        """Where in the block, and what: 'attention.qkv.linear'."""
+        """Return the path of the operator in the block, and its name: 'attention.qkv.linear'."""
         modules = list(end.meta.get("nn_module_stack", {}).values())
-        path = (
-            self.parameters[own[0]].rpartition(".")[0] if own else modules[-1][0] if modules else ""
-        )
+        path = modules[-1][0] if modules else ""
+        if own:
+            path = self.parameters[own[0]].rpartition(".")[0]
         name = end.target.__name__.partition(".")[0].strip("_")  # type: ignore[union-attr]
         return f"{path}.{name}" if path else name
 
     def _flops(self, node: Node) -> float:
-        """The causal half of attention is counted in full, as in models.cost."""
+        """Return the operations of a node. The full matrix counts for causal attention, too, as in
+        models.cost."""
         if (formula := _FLOPS.get(node.target)) is None:
             return 0.0
         return formula(*(self._shape(n.meta["val"]) for n in (node, *node.all_input_nodes[:2])))
@@ -174,7 +178,8 @@ class _Graph:
         return math.prod(self._shape(x))
 
     def _shape(self, x: Tensor) -> list[int]:
-        """PipelineShape that depend on the micro-batch are those of its labels."""
+        """Return the shape of a tensor, with dimensions that depend on the number of labels filled
+        in."""
         return [n if isinstance(n, int) else self._known(n) for n in x.shape]
 
     def _known(self, size: torch.SymInt) -> int:
@@ -197,7 +202,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _source(node: Node) -> Node:
-    """The node itself, or the node that it is a view of."""
+    """Return the node itself, or the node that it is a view of."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node

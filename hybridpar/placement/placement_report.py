@@ -1,5 +1,5 @@
-"""A placement for people: a table of its devices, how good it is known to be, and what baselines
-give."""
+"""Report of a placement: a table of its devices, a bound on its quality, and the results of
+baselines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENGINE = "`hybridpar train` runs chunks of whole blocks that go round the devic
 
 @dataclass(frozen=True)
 class Other:
-    """Answer of another solver; None: nothing, for a reason."""
+    """Result of another solver, or None with the reason."""
 
     solver: str
     placement: Assignment | None
@@ -33,7 +33,7 @@ class Other:
 
 
 def compare(placement: Assignment) -> list[Other]:
-    """The quick solvers and baselines, on the same workload."""
+    """Run the quick solvers and baselines on the same workload."""
     found = []
     for solver in BESIDE if placement.slots is None else BESIDE_LATENCY:
         if solver != placement.solver:
@@ -53,7 +53,7 @@ def compare(placement: Assignment) -> list[Other]:
 
 
 def device_table(placement: Assignment) -> Table:
-    """The devices that are used, in the order of the pipeline if they are one."""
+    """Return a table of the devices in use, in pipeline order if they form a pipeline."""
     k = placement.workload.num_accelerators
     layer_of = placement.workload.blocks
     times = [("load", placement.score.loads), ("of it transfers", placement.score.transfers)]
@@ -84,8 +84,8 @@ def device_table(placement: Assignment) -> Table:
 
 
 def lines(placement: Assignment, others: Sequence[Other]) -> list[str]:
-    """Objective, what is known of it, whether the placement is a pipeline, and what else was
-    tried."""
+    """Return lines about the objective, its bound, whether the placement is a pipeline, and other
+    solvers."""
     what = "largest load" if placement.slots is None else "time of one sample"
     if placement.proven:
         quality = "proven to be the least of its kind"
@@ -146,8 +146,12 @@ def _shape(placement: Assignment, others: Sequence[Other]) -> str:
 
 
 def split(placement: Assignment) -> list[int]:
-    """The blocks of each stage, where the placement is a pipeline of whole blocks in their order,
-    or one in which the devices have as many turns each, always in one order; else none."""
+    """Return the number of blocks of each stage, if the placement is a pipeline of full blocks in
+    their order.
+
+    Devices may have several turns, if each has the same number of turns in the same order.
+    Otherwise the result is empty.
+    """
     blocks = placement.workload.blocks
     devices = placement.devices
     if blocks is None or devices.max() >= placement.workload.num_accelerators:
@@ -170,7 +174,7 @@ def _over(placement: Assignment, best: Assignment) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, such as 0-3, 7."""
+    """Return numbers as ranges, such as 0-3, 7."""
     starts = [i for i, n in enumerate(numbers) if not i or numbers[i - 1] != n - 1]
     parts = [numbers[a:b] for a, b in zip(starts, [*starts[1:], len(numbers)], strict=True)]
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
@@ -184,7 +188,7 @@ def _table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
 
 
 def stage_table(plan: StagePlan) -> Table:
-    """Piper's stages."""
+    """Return a table of Piper's stages."""
     shown = _table(
         (
             "stage",
@@ -214,7 +218,8 @@ def stage_table(plan: StagePlan) -> Table:
 
 
 def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
-    """Time of Piper's plan, and of others; and the grid that runs it, where one does."""
+    """Return lines about the time of Piper's plan and of others, and the grid that runs the plan,
+    if there is one."""
     times = [one.quality if one.fits else one.failure for one in (plan, *others)]
     sizes = {(stage.tensor, stage.data) for stage in plan.stages}
     if len(sizes) > 1:
@@ -236,7 +241,7 @@ def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
 
 
 def as_json(placement: Assignment, others: Sequence[Other]) -> Mapping[str, Any]:
-    """Plain values only: the paper's format of splits, and all that `lines` says."""
+    """Return plain values: the paper's format of splits, and the content of `lines`."""
     return {
         "ok": True,
         **placement.document(),

@@ -1,5 +1,4 @@
-"""Answer of a solver: a device for every operator, what that costs, and how good it is known to
-be."""
+"""Result of a solver: a device for every operator, its cost, and a bound on its quality."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from hybridpar.placement.scoring import Score, is_contiguous, is_ordered, latenc
 from hybridpar.placement.workload import Ints, Workload, read_document
 
 GAP = 1e-6
-"""Relative: an objective this little above the bound counts as proven."""
+"""Relative difference from the bound up to which an objective counts as proven optimal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """A valid placement, scored by `scoring.score` and not by the solver that found it. Units:
-    those of the workload.
+    """A valid placement, scored by `scoring.score` and not by the solver that found it. Units as in
+    the workload.
 
     Devices are numbered: 0 .. k - 1 accelerators, k .. k + l - 1 CPUs.
     """
@@ -32,40 +31,41 @@ class Assignment:
     workload: Workload = field(repr=False)
     solver: str
     devices: Ints = field(repr=False)
-    """[nodes] the device of each."""
+    """Device of each node [nodes]."""
     score: Score
     bound: float
-    """No placement of the kind that the solver looks for has a smaller objective."""
+    """Lower bound on the objective of the placements that the solver considers."""
     proven: bool
-    """The objective is the least there is (of its kind), within `GAP`."""
+    """Whether the objective is the minimum over these placements, within `GAP`."""
     seconds: float
     note: str = ""
-    """Why it is not proven: that the time ran out, for instance."""
+    """Reason why it is not proven, such as the time limit."""
     stats: Mapping[str, float] = field(default_factory=dict)
     slots: Ints | None = field(default=None, repr=False)
-    """Call of its accelerator that each node is in, where the objective is the time of one sample.
-    CPUs are one: k."""
+    """The accelerator call of each node [nodes], if the objective is the latency of one sample. All
+    CPUs are device k."""
 
     @property
     def objective(self) -> float:
-        """The largest load, time per sample of the pipeline when it is full; with `slots`, the time
-        of one sample."""
+        """The largest load, which is the time per sample of a full pipeline; with `slots`, the
+        latency of one sample."""
         return self.score.objective
 
     @property
     def gap(self) -> float:
-        """How much of the objective could still be saved at most: 0 if proven, 1 if nothing is
+        """Largest possible improvement as a share of the objective: 0 if proven, 1 if nothing is
         known."""
         return 0.0 if self.proven or not self.objective else 1 - self.bound / self.objective
 
     @property
     def contiguous(self) -> bool:
-        """No path of forward nodes leaves a device and comes back."""
+        """Whether no path of forward nodes leaves a device and comes back."""
         return is_contiguous(self.workload, self.devices)
 
     @property
     def ordered(self) -> bool:
-        """The devices can be put in a row so that forward edges lead only onwards: a pipeline."""
+        """Whether the devices can be ordered as a pipeline, so that forward edges only lead to
+        later devices."""
         return is_ordered(self.workload, self.devices)
 
     def __str__(self) -> str:
@@ -91,8 +91,8 @@ class Assignment:
         return "\n".join([*lines, f"  {used} of {k + self.workload.num_cpus} devices used"])
 
     def document(self) -> dict[str, Any]:
-        """It in the paper's format of splits (`fpgas`, `cpus`: lists of {load, nodes}), with its
-        quality."""
+        """Return the placement in the paper's format of splits (`fpgas`, `cpus`: lists of {load,
+        nodes}), with its quality."""
         ids = np.array(self.workload.ids)
         machines = [
             {"load": float(load), "nodes": sorted(ids[self.devices == d].tolist())}
@@ -124,13 +124,21 @@ def make_assignment(
     stats: Mapping[str, float] | None = None,
     slots: Ints | None = None,
 ) -> Assignment:
-    """Scores and checks a solver's answer. `exact`: the solver proves that its answer is the best
-    of its kind.
+    """Score and check a solver's placement.
 
-    With `slots` the objective is the time of one sample.
+    Args:
+        workload: The workload.
+        solver: Name of the solver.
+        devices: The device of each node.
+        bound: Lower bound on the objective.
+        seconds: Time that the solver took.
+        note: Reason why the placement is not proven optimal.
+        exact: Whether the solver proves that its result is optimal.
+        stats: Numbers about the search.
+        slots: The accelerator call of each node; then the objective is the latency of one sample.
 
-    Raises: ConfigError if the answer breaks a rule, which is for expert's splits; our solvers'
-        never do.
+    Raises:
+        ConfigError: The placement breaks a rule. Only split files of the user can.
     """
     devices = np.asarray(devices, np.int64)
     if wrong := problems(workload, devices):
@@ -149,16 +157,19 @@ def make_assignment(
 
 
 def write_assignment(placement: Assignment, path: str | Path) -> None:
-    """Writes `placement.document()` as JSON."""
+    """Write `placement.document()` as JSON."""
     write_text(Path(path), json.dumps(placement.document(), indent=1) + "\n")
 
 
 def read_split(workload: Workload, path: str | Path) -> Ints:
-    """The devices of the nodes from a split file of the paper's format, such as an expert's.
+    """Return the device of each node from a split file in the paper's format, such as an expert's.
 
-    Nodes that it leaves out go where the rest of their colour class is: splits of forward graphs
-    serve training too.
-    Raises: DataError, ConfigError.
+    Nodes that the file omits join the rest of their colour class, so splits of forward graphs work
+    for training, too.
+
+    Raises:
+        DataError: The file is damaged.
+        ConfigError: The split does not fit the workload.
     """
     check = Checker()
     top = check.mapping(read_document(path), "split")

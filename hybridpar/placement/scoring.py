@@ -1,11 +1,10 @@
-"""Cost of a placement, and the rules that it keeps, straight from the operators and edges.
+"""Cost and validity of a placement, computed directly from operators and edges.
 
-It shares no code with the solvers, and scores what every one of them finds.
+This module shares no code with the solvers, and scores the results of all of them.
 
-    load(accelerator) = sum of times + for each output made elsewhere and read here, or made here
-    and read elsewhere,
-                        its transfer time, once
-    load(CPU)         = sum of times
+load(accelerator) = sum of times + for each output made elsewhere and read here, or made here
+                    and read elsewhere, its transfer time, once
+load(CPU)         = sum of times
 
 Source: arXiv 2006.16423, section 3.
 """
@@ -23,7 +22,7 @@ from hybridpar.placement.workload import Floats, Ints, Workload, order_of
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """Shapes: [k + l], by device. `objective`: the largest load. `memory`: bytes."""
+    """Costs by device, in arrays [k + l]. `objective`: the largest load. `memory`: bytes."""
 
     objective: float
     loads: Floats
@@ -32,7 +31,7 @@ class Score:
 
 
 def score(workload: Workload, devices: Ints) -> Score:
-    """Cost of a placement, valid or not."""
+    """Return the cost of a placement, valid or not."""
     w = workload
     k = workload.num_accelerators
     total = k + w.num_cpus
@@ -55,7 +54,7 @@ def score(workload: Workload, devices: Ints) -> Score:
 
 
 def problems(workload: Workload, devices: Ints) -> list[Problem]:
-    """The rules that a placement breaks: a device that is not there, memory, support, colour
+    """Return the rules that a placement breaks: nonexistent devices, memory, support, colour
     classes."""
     w = workload
     k = workload.num_accelerators
@@ -79,7 +78,7 @@ def problems(workload: Workload, devices: Ints) -> list[Problem]:
     for d, used in enumerate(np.bincount(devices, w.size, k + w.num_cpus)[:k].tolist()):
         if used > w.memory + min(
             2e-12 * w.memory, 0.5
-        ):  # sums of whole bytes are exact, of fractions not quite
+        ):  # sums of integers are exact, sums of fractions are not
             found.append(
                 Problem(
                     f"memory of accelerator {d}",
@@ -119,7 +118,7 @@ def _forward_edges(workload: Workload) -> list[tuple[int, int]]:
 
 
 def is_contiguous(workload: Workload, devices: Ints) -> bool:
-    """Whether no path of forward nodes leaves a device and comes back to it."""
+    """Return whether no path of forward nodes leaves a device and comes back to it."""
     n = workload.num_nodes
     edges = _forward_edges(workload)
     before: list[list[int]] = [[] for _ in range(n)]
@@ -130,7 +129,7 @@ def is_contiguous(workload: Workload, devices: Ints) -> bool:
         after[u].append(v)
         missing[v] += 1
     ready = [v for v in range(n) if not missing[v]]
-    left = [0] * n  # bits of the devices that some path to here has left
+    left = [0] * n  # bit set of the devices that some path to the node has left
     while ready:
         v = ready.pop()
         for u in before[v]:
@@ -145,10 +144,10 @@ def is_contiguous(workload: Workload, devices: Ints) -> bool:
 
 
 def chunks(workload: Workload, devices: Ints) -> Ints:
-    """How many contiguous parts what each device holds falls into, at least: 1 where it is
-    contiguous, 0 where nothing is. So often a path of forward nodes enters the device, at most.
+    """Return a lower bound on the number of contiguous chunks of each device: the largest number of
+    times that a path of forward nodes enters it.
 
-    Shapes: [k + l], by device.
+    The bound is 1 for a contiguous device, and 0 for an empty one. Shapes: [k + l], by device.
     """
     total = workload.num_accelerators + workload.num_cpus
     edges = _forward_edges(workload)
@@ -170,8 +169,8 @@ def chunks(workload: Workload, devices: Ints) -> Ints:
 
 
 def in_order(workload: Workload, devices: Ints) -> list[int]:
-    """The devices in use, in a row in which forward edges lead only onwards; none if there is no
-    such row."""
+    """Return the devices in use, ordered so that forward edges only lead to later devices; [] if
+    there is no such order."""
     pairs = {
         (int(devices[u]), int(devices[v]))
         for u, v in _forward_edges(workload)
@@ -184,21 +183,21 @@ def in_order(workload: Workload, devices: Ints) -> list[int]:
 
 
 def is_ordered(workload: Workload, devices: Ints) -> bool:
-    """Whether forward edges between devices make no cycle, so that the devices can form a
+    """Return whether forward edges between devices form no cycle, so that the devices can form a
     pipeline."""
     return bool(in_order(workload, devices))
 
 
-# -- time of one sample
+# -- latency of one sample
 
 
 def latency(workload: Workload, devices: Ints, slots: Ints) -> float:
-    """The time of one sample, alone on the devices; infinite if calls would wait for each other in
-    a circle.
+    """Return the latency of one sample, alone on the devices; infinite if calls would wait for each
+    other in a cycle.
 
-    An accelerator runs what it holds in one call for each slot (`slots` [nodes], from 0), in their
-    order: it starts when all inputs are there, moves them in, computes, and moves outputs out. A
-    node on a CPU has a core of its own.
+    An accelerator runs its nodes in one call for each slot (`slots` [nodes], from 0), in the order
+    of slots: a call starts when all inputs are available, moves them in, computes, and moves
+    outputs out. Each node on a CPU has a core of its own.
 
     Source: arXiv 2006.16423, section 4 and appendix A.
     """
@@ -234,7 +233,7 @@ def latency(workload: Workload, devices: Ints, slots: Ints) -> float:
 
 
 def _longest_path(duration: list[float], pairs: set[tuple[int, int]]) -> float:
-    """The largest sum of durations along edges; infinite if there is a cycle."""
+    """Return the largest sum of durations along edges; infinite if there is a cycle."""
     n = len(duration)
     after: list[list[int]] = [[] for _ in range(n)]
     missing = [0] * n

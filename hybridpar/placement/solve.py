@@ -1,4 +1,4 @@
-"""`place`: one call for every solver of the largest load."""
+"""`place`: one entry point to every solver that minimizes the largest load."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from hybridpar.placement.solvers.milp import solve_max_load
 from hybridpar.placement.workload import Floats, Ints, Workload
 
 SOON = 5_000
-"""Ideals whose dynamic program is worth a try before integer programming."""
+"""Number of ideals up to which the dynamic program is tried before integer programming."""
 LONG = 0.9
-"""Share of the time limit after which dp gives way to splits of some orders."""
+"""Share of the time limit after which dp falls back to splits of some linear orders."""
 ONE_MORE = 1.0
-"""Seconds after the time limit that the split of one order may still take."""
+"""Seconds beyond the time limit that the split of one order may take."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of solvers. Each takes those that concern it."""
+    """Options of solvers; each solver reads the options that concern it."""
 
     time_limit: float = 60.0
-    """Seconds; then the best that was found counts. What packs in order (greedy, latency-greedy)
-    needs hardly any."""
+    """Time limit in seconds, after which the best result so far counts. Greedy solvers need hardly
+    any time."""
     max_ideals: int = MAX_IDEALS
     """Limit of dp, whose memory and time grow with it."""
     restarts: int = 10
@@ -50,36 +50,36 @@ class Options:
     """expert: a device for each node, from `read_split`."""
 
     def check(self) -> None:
-        """Raises: ConfigError."""
+        """Raise a ConfigError if an option is not valid."""
         for name, least in (("max_ideals", 2), ("restarts", 0), ("seed", 0), ("slots", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise config_error(
                     name, value, f"must be an integer of {least} or more", str(least)
                 )
-        if not 0 < self.time_limit < 1e9:  # false for NaN
+        if not 0 < self.time_limit < 1e9:  # also false for NaN
             raise config_error(
                 "time_limit", self.time_limit, "must be above 0 seconds, and finite", "60"
             )
 
 
 def place(workload: Workload, solver: str = "dpl", options: Options | None = None) -> Assignment:
-    """Places the operators so that the largest load is small: the time per sample of a pipeline
-    that is kept full.
+    """Place the operators so that the largest load, the time per sample of a full pipeline, is
+    small.
 
-        dp               the best pipeline: exact, over all ideals
-        dpl              the best split of one order of the operators; nearly always as good, and
-                         fast
-        milp             the best placement, contiguous or not, by integer programming
-        milp-contiguous  the same among contiguous ones
-        pipedream, greedy, local-search, one-accelerator, expert    baselines
-        latency-milp, latency-greedy    the least time of one sample instead; CPUs are one pool
-                                        without limit
+    dp               the best pipeline: exact, over all ideals
+    dpl              the best split of one linear order of the operators; nearly always as good, and
+                     fast
+    milp             the best placement, contiguous or not, by integer programming
+    milp-contiguous  the best contiguous placement, by integer programming
+    pipedream, greedy, local-search, one-accelerator, expert    baselines
+    latency-milp, latency-greedy    minimize the latency of one sample; CPUs form one unlimited pool
 
-    What a solver cannot finish (in time, or within `max_ideals`) it says in the placement's `note`,
-    and gives the best that it has, with a bound.
+    A solver that cannot finish (in time, or within `max_ideals`) returns its best result with a
+    bound, and says so in the placement's `note`.
 
-    Raises: ConfigError if nothing can be placed.
+    Raises:
+        ConfigError: Nothing can be placed.
     """
     options = options or Options()
     options.check()
@@ -91,7 +91,8 @@ def place(workload: Workload, solver: str = "dpl", options: Options | None = Non
 
 
 def _with_devices_in_use(w: Workload) -> Workload:
-    """With no more devices of a kind than there are colour classes: others would stay empty."""
+    """Limit the devices of each kind to the number of colour classes, because more would stay
+    empty."""
     count = len(np.unique(w.colour))
     return replace(
         w, num_accelerators=min(w.num_accelerators, count), num_cpus=min(w.num_cpus, count)
@@ -99,7 +100,8 @@ def _with_devices_in_use(w: Workload) -> Workload:
 
 
 def _renumbered(placement: Assignment, w: Workload) -> Assignment:
-    """A result on all devices of a workload, whose CPUs come after more accelerators."""
+    """Return a result on all devices of a workload, renumbering CPUs after the unused
+    accelerators."""
     more = w.num_accelerators - placement.workload.num_accelerators
     devices = placement.devices + more * (placement.devices >= placement.workload.num_accelerators)
     return replace(
@@ -134,8 +136,8 @@ def _no_fit(workload: Workload, what: str) -> Exception:
 
 
 class _Unfinished(Exception):
-    """Why there is no exact answer; split: that of one order of the operators, where there was time
-    for it."""
+    """Signal that there is no exact result, and why. `split`: the split of one linear order of the
+    operators, if there was time for it."""
 
     def __init__(self, reason: str, split: Ints | None = None):
         super().__init__(reason)
@@ -156,7 +158,7 @@ def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Assig
 
 
 def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Assignment:
-    """Fallback of a solver that had not even time for one split."""
+    """Return the fallback of a solver that had no time even for one split."""
     device = packed_evenly(graph)
     if device is None:
         raise config_error(
@@ -186,11 +188,13 @@ def _pipedream(w: Workload, options: Options) -> Assignment:
 
 
 def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals, Floats]:
-    """All ideals, and the exact program's table over them. Raises: _Unfinished."""
+    """Return all ideals, and the exact program's table over them. Raises: _Unfinished if it cannot
+    finish."""
     w = graph.workload
     split = None
     try:
-        known, found = solve_linear(graph, deadline)  # no placement of more load need be looked at
+        # the load of a known placement bounds the search
+        known, found = solve_linear(graph, deadline)
         split = found if np.isfinite(known) else None
         ideals = enumerate_ideals(graph.predecessors, max_ideals, deadline)
         if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) <= MAX_TABLE:
@@ -227,7 +231,7 @@ def _dp(w: Workload, options: Options) -> Assignment:
 
 
 def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinished) -> Assignment:
-    """Fallback of dp where it cannot finish, for that reason."""
+    """Return dp's fallback for when it cannot finish, with the reason."""
     try:
         value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
     except OutOfTime:
@@ -255,9 +259,11 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinishe
 
 
 def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
-    """The best pipeline, a device for each node, if it is found until `deadline`; else that of some
-    orders, of which the first may take until `last`; or what is packed in order; None if nothing
-    fits."""
+    """Return the device of each node in a good pipeline, or None if nothing fits.
+
+    This is the best pipeline if it is found until `deadline`; else the best of some linear orders,
+    the first of which may take until `last`; else a greedy packing.
+    """
     graph = class_graph(w)
     device: Ints | None = None
     try:
@@ -276,7 +282,8 @@ def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
 def _start(
     w: Workload, graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool
 ) -> list[Ints]:
-    """Placements to begin integer programming with, a device for each node: none, one or two."""
+    """Return up to two placements (a device for each node) that integer programming can start
+    from."""
     deadline = clock.start + options.time_limit / 4
     found = _pipeline(w, deadline, clock.deadline)
     starts = [] if found is None else [found]

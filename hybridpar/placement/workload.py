@@ -1,10 +1,10 @@
-"""Graphs of operators and the devices to place them on, and the JSON files that hold them.
+"""Graphs of operators, the devices to place them on, and their JSON files.
 
 Source of model and format: Tarnawski et al., "Efficient Algorithms for Device Assignment of DNN
 Graph Operators", NeurIPS 2020 (arXiv 2006.16423), section 3 and appendix D. Their files call every
 accelerator an FPGA.
 
-Units: times in whatever unit the file has (milliseconds in the paper's), sizes in bytes.
+Units: times in the file's unit (milliseconds in the paper's files), sizes in bytes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Workload:
-    """An acyclic graph of n operators, and k accelerators and l CPUs for it. Made by
-    `make_workload`, which checks it.
+    """An acyclic graph of n operators, with k accelerators and l CPUs. `make_workload` creates and
+    checks it.
 
     Shapes: all arrays are [n], by position in the file; `edges` [m, 2] holds positions of source
-        and destination.
+    and destination.
     """
 
     ids: tuple[int, ...]
@@ -52,21 +52,21 @@ class Workload:
     size: Floats
     """Bytes on an accelerator; CPUs have no limit."""
     supported: Bools
-    """Whether an accelerator can run the node."""
+    """Whether an accelerator can run each node."""
     backward: Bools
     colour: Ints
-    """Nodes of one colour class must share a device."""
+    """Colour class of each node; nodes of one class must share a device."""
     edges: Ints
     transfer_time: Floats
-    """Time to move a node's output between an accelerator and the host's memory. 0 where nothing
-    reads it."""
+    """Time to move a node's output between an accelerator and host memory; 0 if nothing reads
+    it."""
     memory: float
     """Bytes of one accelerator."""
     num_accelerators: int
     num_cpus: int
     node_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
-    """Further fields of each node in the file (colorClass, if it has one, name, layerId, ...), kept
-    for writing."""
+    """Further fields of each node in the file (colorClass if present, name, layerId, ...), kept for
+    writing."""
     edge_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
 
     @property
@@ -75,10 +75,10 @@ class Workload:
 
     @property
     def room(self) -> float:
-        """Limit of the sum of sizes on an accelerator: its memory, and what adding in another order
-        may change.
+        """Limit on the sum of sizes on an accelerator: its memory, plus a tolerance for the order
+        of addition.
 
-        The sum of whole bytes is exact, and less than this only if it is within the memory.
+        A sum of integers is exact, so it is below this limit only if it is within the memory.
         """
         return min(self.memory * (1 + 1e-12), self.memory + 0.5)
 
@@ -93,7 +93,7 @@ class Workload:
         num_cpus: int | None = None,
         memory: float | None = None,
     ) -> Workload:
-        """This graph for other devices. Raises: ConfigError if these cannot be."""
+        """Return this graph for other devices. Raises: ConfigError if they are not valid."""
         document = workload_document(self)
         for key, value in (
             ("maxFPGAs", num_accelerators),
@@ -106,13 +106,13 @@ class Workload:
 
     @property
     def blocks(self) -> Ints | None:
-        """The block of each node, its `layerId`; None where not all nodes have a number there."""
+        """The block of each node (its `layerId`), or None if not all nodes have one."""
         found = [extra.get("layerId") for extra in self.node_extra]
         return np.array(found, np.int64) if all(map(_is_number, found)) else None
 
     def in_blocks(self) -> Workload:
-        """This graph where all nodes of a block share a device. Raises: ConfigError if a node has
-        no block."""
+        """Return this graph with all nodes of a block on one device. Raises: ConfigError if a node
+        has no block."""
         if (blocks := self.blocks) is None:
             extra = self.node_extra
             at = next(i for i, x in enumerate(extra) if not _is_number(x.get("layerId")))
@@ -125,7 +125,8 @@ class Workload:
         colour, block = (
             np.unique(x, return_inverse=True)[1].ravel() for x in (self.colour, blocks)
         )
-        first = int(colour.max()) + 1  # colours, then blocks: what hangs together shares a device
+        # group by colours, then by blocks, because connected nodes share a device
+        first = int(colour.max()) + 1
         count = first + int(block.max()) + 1
         pairs = csr_array((np.ones(len(colour)), (colour, first + block)), shape=(count, count))
         return replace(self, colour=connected_components(pairs)[1][colour].astype(np.int64))
@@ -139,7 +140,7 @@ def _is_number(block: object) -> bool:
 
 
 def cycle(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Nodes on one cycle, in order; empty if the graph has none."""
+    """Return the nodes of one cycle in order, or [] if the graph is acyclic."""
     edges = list(edges)
     left = set(range(num_nodes)).difference(order_of(num_nodes, edges))
     before: dict[int, list[int]] = {v: [] for v in left}
@@ -151,7 +152,8 @@ def cycle(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     node = min(left)
     walk: dict[
         int, int
-    ] = {}  # going back from a node that is left, through nodes that are left, must meet itself
+        # every remaining node has a remaining predecessor, so walking backwards must close a cycle
+    ] = {}
     while node not in walk:
         walk[node] = len(walk)
         node = before[node][0]
@@ -159,10 +161,9 @@ def cycle(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def order_of(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """An order in which edges lead onwards, depth first, so that nodes that feed each other are
-    near.
+    """Return a topological order, depth first, so that nodes that feed each other are near.
 
-    Shorter than `num_nodes` if there is a cycle.
+    The order is shorter than `num_nodes` if there is a cycle.
     """
     after: list[list[int]] = [[] for _ in range(num_nodes)]
     missing = [0] * num_nodes
@@ -181,7 +182,7 @@ def order_of(num_nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     return order
 
 
-# -- from and to JSON
+# -- JSON files
 
 NODE_KEYS = ("id", "supportedOnFpga", "cpuLatency", "fpgaLatency", "isBackwardNode", "size")
 EDGE_KEYS = ("sourceId", "destId", "cost")
@@ -189,7 +190,8 @@ MAX_INT = 2**62
 
 
 def read_document(path: str | Path) -> Any:
-    """A JSON file. Raises: DataError if it is not one, or larger than 256 MiB."""
+    """Return the content of a JSON file. Raises: DataError if it is not JSON, or larger than 256
+    MiB."""
     path = Path(path)
     try:
         return json.loads(read_limited(path, MAX_FILE_BYTES))
@@ -206,23 +208,27 @@ def read_document(path: str | Path) -> Any:
 
 
 def read_workload(path: str | Path) -> Workload:
-    """Reads a workload of the paper's format. Raises: DataError if it is no JSON, ConfigError if
-    fields are wrong."""
+    """Read a workload in the paper's format.
+
+    Raises:
+        DataError: The file is not JSON.
+        ConfigError: Fields are wrong.
+    """
     return make_workload(read_document(path))
 
 
 def write_workload(workload: Workload, path: str | Path) -> None:
-    """Writes what `read_workload` reads, with all that the workload was made with."""
+    """Write a file for `read_workload`, with all fields that the workload was made from."""
     write_text(Path(path), json.dumps(workload_document(workload), indent=1) + "\n")
 
 
 def make_workload(document: object) -> Workload:
-    """Checks a document of the paper's format (a dict, as `json.load` returns it).
+    """Return the workload of a document in the paper's format (a dict, as `json.load` returns it).
 
-    Raises: ConfigError with every field that is wrong (the first 10): missing, not a number,
-        negative, NaN, an id that
-    is there twice or nowhere, a cycle, an edge from a backward to a forward node, no accelerator,
-    no memory.
+    Raises:
+        ConfigError: Lists the first 10 wrong fields: missing, not a number, negative, NaN, a
+            duplicate or unknown id, a cycle, an edge from a backward to a forward node, no
+            accelerator, no memory.
     """
     check = Checker()
     top = check.mapping(document, "workload")
@@ -293,10 +299,11 @@ def _nodes(
             else None
         )
     used = {c for c in colours if c is not None}
-    fresh = max(used, default=0) + 1  # nodes without a class get one each
+    fresh = max(used, default=0) + 1  # nodes without a class get a class each
     for i, colour in enumerate(colours):
         if colour is None:
-            colours[i], fresh = fresh, fresh + 1
+            colours[i] = fresh
+            fresh = fresh + 1
     cpu, accelerator, size, supported, backward = zip(*rows, strict=True)
     return {
         "cpu_time": np.array(cpu),
@@ -320,7 +327,7 @@ def _edges(
             continue
         u, v = ends
         pairs.append((u, v))
-        if abs(costs[u] - cost) > COST_TOLERANCE:  # false while none is known, which is NaN
+        if abs(costs[u] - cost) > COST_TOLERANCE:  # false while no cost is known, which is NaN
             check.add(
                 f"edges[{i}].cost",
                 cost,
@@ -357,7 +364,7 @@ def _check_order(
 
 
 def workload_document(workload: Workload) -> dict[str, Any]:
-    """The JSON document of a workload: what `make_workload` takes."""
+    """Return the JSON document of a workload, as `make_workload` takes it."""
     w = workload
     nodes = [
         {

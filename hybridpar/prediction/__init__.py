@@ -1,4 +1,5 @@
-"""Memory: measured from the allocator, and predicted before a run."""
+"""Memory prediction and measurement: peaks predicted before a run, and measured from the
+allocator."""
 
 from hybridpar.prediction.layers import Footprints
 from hybridpar.prediction.memory_report import Comparison, MemoryWatch, table

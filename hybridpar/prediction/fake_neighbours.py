@@ -1,5 +1,5 @@
-"""One process as one rank of many: its collectives and messages go nowhere, and use the memory they
-are given."""
+"""Run one process as one rank of many: its collectives and messages send nothing, and use the
+memory that they are given."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid, sizes_of
 
 Note = Callable[[str, Iterable[Tensor], Iterable[Tensor]], object]
-"""Takes a call: its operator, the tensors that it reads, and those that it writes."""
+"""Callback for a call: its operator, the tensors that it reads, and the tensors that it writes."""
 
 
 def _nobody(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-    """Takes no notice."""
+    """Ignore a call."""
 
 
 class _Done(dist.Work):
     def wait(self, *args: Any) -> bool:
-        """Returns at once."""
+        """Return at once."""
         return True
 
 
 def _in_place(op: str) -> Callable[..., Any]:
-    """A collective that reads and writes each of its tensors."""
+    """Return a collective that reads and writes each of its tensors."""
 
     def call(self: SilentGroup, tensors: Any, *args: Any) -> Any:
         self.note(op, tensors, tensors)
@@ -37,7 +37,7 @@ def _in_place(op: str) -> Callable[..., Any]:
 
 
 def _into(op: str) -> Callable[..., Any]:
-    """A collective that reads one tensor and writes another."""
+    """Return a collective that reads one tensor and writes another."""
 
     def call(self: SilentGroup, output: Tensor, input: Tensor, *args: Any) -> Any:
         self.note(op, [input], [output])
@@ -47,7 +47,7 @@ def _into(op: str) -> Callable[..., Any]:
 
 
 class SilentGroup(dist.ProcessGroup):
-    """Communicator whose calls change nothing, and are noted by torch's names of their
+    """A communicator whose calls change nothing, and are noted by torch's names of their
     operators."""
 
     note: Note = staticmethod(_nobody)
@@ -57,7 +57,7 @@ class SilentGroup(dist.ProcessGroup):
     alltoall_base = _into("c10d::alltoall_base_")
     _allgather_base = all_gather_single = _into(
         "c10d::_allgather_base_"
-    )  # its names before torch 2.13, and since
+    )  # the name before torch 2.13, and the name since then
     _reduce_scatter_base = reduce_scatter_single = _into("c10d::_reduce_scatter_base_")  # likewise
 
     def send(self, tensors: Any, *args: Any) -> Any:
@@ -70,20 +70,20 @@ class SilentGroup(dist.ProcessGroup):
 
 
 def silent_group(rank: int, size: int, note: Note = _nobody) -> SilentGroup:
-    """The communicator of rank `rank` of `size`."""
+    """Return the communicator of rank `rank` of `size`."""
     group = SilentGroup(rank, size)  # type: ignore[call-arg]
     group.note = note  # type: ignore[method-assign]
     return group
 
 
 def silent_axis(name: str, size: int) -> Axis:
-    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and
+    """Return an axis with this process as the first of `size` ranks, whose collectives send and
     change nothing."""
     return Axis(name, 0, tuple(range(size)), silent_group(0, size) if size > 1 else None)
 
 
 def silent_grid(config: Config, rank: int = 0, note: Note = _nobody) -> ProcessGrid:
-    """The grid of a configuration as its rank `rank` sees it."""
+    """Return the grid of a configuration as its rank `rank` sees it."""
     return ProcessGrid.imagined(
         sizes_of(config.parallel),
         rank,

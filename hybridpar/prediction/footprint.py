@@ -1,7 +1,7 @@
-"""The memory of one pipeline stage, found by running its own code on ghosts: no formula here knows
-what a layer does.
+"""The memory of one pipeline stage, found by running its own code on ghosts (tensors without
+memory), so that no formula here repeats what a layer does.
 
-built       weights, master, gradients, optimizer                      there from start to end
+built       weights, master, gradients, optimizer                      allocated from start to end
 forward     [ input ][ kept by autograd ........ ][ more at its peak ]
 backward    [ input ][ kept, ever less ][ its own ][ gradient out ]
 """
@@ -36,24 +36,35 @@ from hybridpar.state.policy import cut_into_parts
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a stage takes. Units: bytes.
+    """Bytes that a stage takes.
 
-    weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state
-    without a column of their own. kept: a micro-batch's tensors between its forward and its
-    backward, besides its input. input: what it keeps of its input. output: the part of its output
-    that is sent and not kept anyway. message: an activation that it sends. received, returned,
-    returning: what a rank receives of an activation, receives of the gradient of its output, and
-    sends of the gradient of its input. forward, first_backward (of a batch), backward, norm,
-    update: the most that each takes beyond what was there at its start.
-
-    With a split backward, first_backward and backward are I's, weight_gradients is W's,
-    whole_backward is that of one that stays whole, and waiting is what a micro-batch keeps between
-    the two. early, late: 1 if the first (second) part leaves gradients in chunks that replicas
-    share, else 0.
-
-    factors: what a micro-batch's weight gradients are computed from, if that waits until its batch
-    is reduced. whole_weights, whole_gradients: chunks that replicas share (ZeRO-2 and 3), at most.
-    moved: the part of `kept` and the input that leaves if activations are offloaded.
+    Args:
+        weights: All weight versions.
+        gradients: All gradient buffers.
+        optimizer: The optimizer's state, and kinds of state without a column of their own.
+        kept: A micro-batch's tensors between forward and backward, in addition to its input.
+        input: The part of a micro-batch's input that is kept.
+        output: The part of its output that is sent and not kept anyway.
+        message: An activation that it sends.
+        received: An activation that a rank receives.
+        returned: The gradient of its output that a rank receives.
+        returning: The gradient of its input that a rank sends.
+        forward: Peak of a forward above the memory at its start; likewise for the other actions.
+        first_backward: Peak of the first backward of a batch.
+        backward: Peak of a later backward.
+        norm: Peak of the gradient norm.
+        update: Peak of the update.
+        weight_gradients: Peak of W. With a split backward, first_backward and backward are the
+            peaks of I.
+        whole_backward: Peak of a backward that stays unsplit.
+        waiting: What a micro-batch keeps between I and W.
+        early: 1 if I leaves gradients in chunks that replicas shard, else 0.
+        late: 1 if W leaves gradients in such chunks, else 0.
+        factors: Inputs of a micro-batch's weight gradients, if these wait until its batch is
+            reduced.
+        whole_weights: Most bytes of gathered chunks of weights (ZeRO-3).
+        whole_gradients: Most bytes of unsharded chunks of gradients (ZeRO-2 and 3).
+        moved: The part of `kept` and the input that is moved if activations are offloaded.
     """
 
     weights: int
@@ -85,10 +96,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Number of weight versions and of gradient buffers that the schedule needs. offloads: whether
-    activations leave, for which autograd keeps them in another way. handed: whether input and
-    output are what the rank hands to itself, as from part to part of a stage. anew: whether
-    gradients that replicas share are made anew for every backward."""
+    """Requirements of the schedule that affect a stage's buffers.
+
+    Args:
+        weights: Number of weight versions.
+        gradients: Number of gradient buffers.
+        offloads: Whether activations are offloaded, so autograd saves them through hooks.
+        handed: Whether input and output pass within the rank, as between segments of a stage.
+        anew: Whether gradients that replicas shard are allocated for every backward.
+    """
 
     versions: int
     gradients: int
@@ -105,18 +121,26 @@ def trace_stage(
     device: torch.device,
     results: dict[Any, Any] | None = None,
 ) -> Footprint:
-    """Builds the stage of `blocks`, runs two micro-batches and one update; takes and computes
-    nothing.
+    """Build the stage of `blocks`, run two micro-batches and one update, and return its footprint,
+    without allocating or computing anything.
 
-    It is that of the first tp rank and the first replica, whose share is the largest where a split
-    is uneven. `device`: may be a kind of device that this machine does not have. `results`: as the
-    tracker has them.
+    The footprint is for the first tp rank and the first replica, whose shard is the largest if a
+    split is uneven.
+
+    Args:
+        config: The configuration.
+        blocks: Numbers of the blocks.
+        recompute: Which blocks are recomputed.
+        buffers: What the schedule needs.
+        device: The device, whose type this machine need not have.
+        results: A cache of operator results; see `Tracker`.
     """
     batch = sample_microbatch(config)
     with Tracker(device, results) as tracker:
         traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
-        tracker.make_ghosts_of_integers(True)  # a forward looks into the micro-batch only
+        # a forward reads the values of integers only in the micro-batch
+        tracker.make_ghosts_of_integers(True)
         kept, output, forward = traced.forward(batch)
         first_backward, waiting = traced.backward(first=True)
         missing = traced.missing()
@@ -195,10 +219,11 @@ class TracedStage:
             for name in self.state.gradients.layout.names
             if not self.state.is_kept(self.state.uses(name))
         )
-        """Parameters whose gradients come and go."""
+        """Parameters whose gradients are allocated and released."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
         lane = StageTransport.of(job, grid, policy.dtype, device, ends)
-        self.lane, self.next = lane.into(0), lane.into(1)
+        self.lane = lane.into(0)
+        self.next = lane.into(1)
         into, out = (
             _no_codec if handed else partial(lane.codecs.on, first=first)
             for handed, first in zip(buffers.handed, (blocks.start, blocks.stop), strict=True)
@@ -211,21 +236,21 @@ class TracedStage:
         }
         self.receives = 0 not in blocks
         self.sends = model.num_blocks - 1 not in blocks
-        self.moved = 0  # in the newest forward
+        self.moved = 0  # bytes in the newest forward
         self._input: Tensor | Packed | None
-        self._places: list[Tensor | None]  # of messages received and sent
+        self._places: list[Tensor | None]  # of messages that are received and sent
         self._empty: int
         self._input_bytes: int
         self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._loss_dtype: torch.dtype
 
     def static(self) -> dict[str, int]:
-        """The bytes that are there all the time, by name."""
+        """Return the bytes that are always allocated, by name."""
         return self.state.num_bytes()
 
     def messages(self) -> dict[str, int]:
-        """The bytes of what travels, by name; of an activation; and what a micro-batch keeps of its
-        input."""
+        """Return the bytes of received and sent tensors by name, of an activation, and of a
+        micro-batch's kept input."""
         lanes = {"received": self.lane, "returned": self.next, "returning": self.lane}
         parts = {name: lane.room(self._codecs[name]).nbytes for name, lane in lanes.items()}
         return {"message": self.next.whole().nbytes, "input": self._input_bytes, **parts}
@@ -239,8 +264,8 @@ class TracedStage:
         return self.lane.whole().requires_grad_()
 
     def _places_of(self, forth: str, back: str) -> Tensor | None:
-        """What an executor keeps of a message of the codec `forth` for the gradient's codec,
-        `back`."""
+        """Return the tensor that an executor keeps of a message with the codec `forth` for the
+        gradient's codec `back`."""
         codec = self._codecs[forth]
         gradients = self._codecs[back]
         if codec is None or gradients is None or not gradients.follows:
@@ -248,8 +273,11 @@ class TracedStage:
         return codec.places(self.lane.room(codec), self.lane.shape[-1])
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
-        """An executor's forward: bytes kept after it, bytes of the output besides, and the most
-        that it took."""
+        """Run an executor's forward.
+
+        Returns:
+            Bytes kept after it, bytes of the output in addition, and the peak.
+        """
         self._empty = self.tracker.read().current
         self._input = self._received()
         self._places = [self._places_of("received", "returning")] if self.receives else []
@@ -279,8 +307,12 @@ class TracedStage:
         return kept - before, with_output - kept, peak
 
     def backward(self, first: bool, *, split: bool = True) -> tuple[int, int]:
-        """An executor's backward: the most that it took, and what waits after it. `first`: of a
-        batch. `split`: the first part alone, where there are two."""
+        """Run an executor's backward, and return its peak and the bytes that wait for W afterwards.
+
+        Args:
+            first: Whether it is the first backward of a batch.
+            split: Whether to run only I, if the backward is split.
+        """
         gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
@@ -299,12 +331,12 @@ class TracedStage:
         return left.peak - before, left.current - self._empty
 
     def missing(self) -> frozenset[str]:
-        """Those of `shared` that have no gradient yet."""
+        """Return the parameters of `shared` that have no gradient yet."""
         return self.shared & self.state.gradients.missing(0)
 
     def apply(self) -> tuple[int, int]:
-        """Executor's second part of a split backward: the most that it took, and what is left of
-        the micro-batch."""
+        """Run an executor's W, and return its peak and the bytes that the micro-batch still
+        keeps."""
         before = self._start()
         if self.config.pipeline.split_backward:
             self.state.apply(None)
@@ -315,29 +347,30 @@ class TracedStage:
         )
 
     def norm(self) -> int:
-        """The most that the norm of the gradients took."""
+        """Return the peak of the gradient norm."""
         before = self._start()
         self.state.square_norm(0)
         return self.tracker.read().peak - before
 
     def update(self) -> int:
-        """The most that an update took."""
+        """Return the peak of an update."""
         before = self._start()
         self.state.update(0, lr=1.0, factor=0.5)
         return self.tracker.read().peak - before
 
     def _start(self) -> int:
-        """Bytes now; the peak is taken from here on."""
+        """Return the current bytes, and restart the peak."""
         self.tracker.restart_peak()
         return self.tracker.read().current
 
 
 def _no_codec(flow: int) -> None:
-    """What is handed over is whole."""
+    """Return no codec: a tensor within a rank is passed uncompressed."""
 
 
 def sample_microbatch(config: Config) -> dict[str, Tensor]:
-    """A micro-batch of full sequences; the usual share of BERT's positions is labelled."""
+    """Return a micro-batch of full sequences; for BERT, the usual share of positions has a
+    label."""
     b = config.train.micro_batch_size
     if (model := config.model.text_format) is None:
         return rehearsal(config.model, b)

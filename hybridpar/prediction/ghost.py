@@ -1,22 +1,22 @@
-"""Ghosts: tensors without memory, on which code runs while the memory that they would take is
+"""Ghosts: tensors without memory. Code runs on them while the memory that they would take is
 counted.
 
-    with Tracker(torch.device("cpu")) as tracker:
-        x = torch.zeros(1 << 40)          # takes nothing
-        y = (x * 2).sum()                 # computes nothing
-        tracker.read().peak               # 8 TiB and 4 bytes
+with Tracker(torch.device("cpu")) as tracker:
+    x = torch.zeros(1 << 40)          # takes nothing
+    y = (x * 2).sum()                 # computes nothing
+    tracker.read().peak               # 8 TiB and 4 bytes
 
-A ghost says of itself that it is on the tracker's device, so that code takes the path it would take
-there (fused attention, compiled dropout), while the operation itself runs on the meta device.
-Autograd is the real one: what it saves for the backward stays alive as it would. Scratch space
-inside a kernel is not seen.
+A ghost reports the tracker's device, so that code takes the same path as on that device (fused
+attention, compiled dropout), while the operation itself runs on the meta device. Autograd is
+torch's own: tensors that it saves for backward stay alive as usual. Scratch space inside a kernel
+is not seen.
 
-Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose fused operators
-keep what those of GPUs do, and are counted as a GPU's allocator would.
+If a GPU is requested on a machine without one, ghosts report the CPU, whose fused operators keep
+the same tensors as a GPU's, and bytes are counted as by a GPU's allocator.
 
-Tensors of integers and booleans are real, as code looks into them (which positions have a label);
-they are counted too. With `make_ghosts_of_integers`, only those are real that come from outside,
-and what is computed from these alone.
+Integer and boolean tensors are real, because code reads their values (which positions have a
+label); they are counted, too. With `make_ghosts_of_integers`, only integers from outside, and
+integers computed from these alone, are real.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many b
 
 
 class _Block:
-    """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages
-    apart."""
+    """The bytes of one storage, freed when the last tensor on it is freed. `key` identifies the
+    storage."""
 
     __slots__ = ("__weakref__", "key", "num_bytes", "tracker")
 
@@ -52,7 +52,7 @@ class _Block:
         tracker.current += num_bytes
 
     def resize(self, num_bytes: int) -> None:
-        """Takes memory anew, or with 0 gives it back."""
+        """Allocate memory again, or with 0 free it."""
         self.tracker.current -= self.num_bytes
         self.num_bytes = self.tracker.rounded(num_bytes)
         self.tracker.current += self.num_bytes
@@ -62,8 +62,8 @@ class _Block:
 
 
 class Ghost(Tensor):
-    """A tensor on the tracker's device without values: shape and type are those of `meta`, the
-    memory is `block`."""
+    """A tensor on the tracker's device without values: shape and dtype of `meta`, memory of
+    `block`."""
 
     meta: Tensor
     block: _Block
@@ -92,20 +92,23 @@ class Ghost(Tensor):
 
     @property
     def stands_for_cuda(self) -> bool:
-        """Whether it is a GPU's, wherever it says that it is."""
+        """Whether the tensor belongs to a GPU, whichever device it reports."""
         return self.block.tracker.is_cuda
 
     def tolist(self) -> Any:
-        """Returns zeros."""
+        """Return zeros."""
         return _zeros(tuple(self.shape))
 
 
 class Tracker(QuietMode):
-    """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes
-    of all tensors.
+    """A mode that makes new floating-point tensors ghosts on `device`, and counts the bytes of all
+    tensors.
 
-    Values read from a ghost are zeros, so it is not for code whose course depends on them. results:
-    forms of what operators made, by their arguments' forms, which may be those of other trackers.
+    Values read from a ghost are zeros, so code whose control flow depends on them is not supported.
+
+    Args:
+        results: A cache of result shapes by operator and argument shapes, which may be shared by
+            trackers.
     """
 
     def __init__(self, device: torch.device, results: dict[Any, Any] | None = None):
@@ -117,20 +120,20 @@ class Tracker(QuietMode):
         self._real: list[tuple[StorageWeakRef, _Block]] = []
         self._results = (
             {} if results is None else results
-        )  # layers repeat each other; meta forms in Python are slow
+        )  # layers repeat each other, and meta kernels in Python are slow
 
     def read(self) -> Usage:
-        """The bytes that tensors made since the start would hold; the peak since it was last
+        """Return the bytes of all tensors made since the start, and their peak since it was last
         restarted."""
         self._forget_dead()
         return Usage(self.current, self.peak)
 
     def make_ghosts_of_integers(self, wanted: bool) -> None:
-        """Make ghosts of integers, too, from now on, but for those that come from outside."""
+        """Set whether new integer tensors are ghosts, too, except those from outside."""
         self._ghost_integers = wanted
 
     def restart_peak(self) -> None:
-        """Lets the peak be that of what follows."""
+        """Restart the peak from the current bytes."""
         self.peak = self.read().current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +165,7 @@ class Tracker(QuietMode):
             return 0.0
         if len(found) > len(ghosts) and any(t.layout is not torch.strided for t in found):
             return _add_nothing(func, ghosts[0])
-        if _is_fused_in_place(func):  # has no meta form, and takes no memory
+        if _is_fused_in_place(func):  # has no meta kernel, and takes no memory
             return None
         key = (
             (func, _signature(args), _signature(tuple(kwargs.items())))
@@ -177,21 +180,21 @@ class Tracker(QuietMode):
                 meta_kwargs["device"] = _META
             out = func(*metas, **meta_kwargs)
             if args and out is metas[0] and not isinstance(args[0], Ghost):
-                return args[0]  # which is real, and was written
+                return args[0]  # the argument is real, and the operator has written to it
             if key is not None:
                 self._results[key] = _map(
                     out, _alike
-                )  # apart from this one, which may be changed in place
+                )  # copied, because the cached one must not be changed in place
         elif isinstance(out, Tensor):
             return self._wrap(_alike(out), ())
         else:
             out = _map(out, _alike)
-        sources = ghosts if key is None else ()  # whose memory it may be
+        sources = ghosts if key is None else ()  # storages that the result may share
         return _map(out, lambda x: self._wrap(x, sources))
 
     def _wrap(self, out: Any, ghosts: Sequence[Ghost]) -> Any:
-        """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or
-        something new."""
+        """Wrap the result of an operation on meta tensors: an argument itself, a view of one, or a
+        new tensor."""
         if not isinstance(out, Tensor):
             return out
         storage = out.untyped_storage()
@@ -203,7 +206,7 @@ class Tracker(QuietMode):
         return Ghost(out, _Block(self, storage._cdata, self.rounded(storage.nbytes())))
 
     def rounded(self, num_bytes: int) -> int:
-        """Bytes that the device's allocator takes for so many."""
+        """Return the bytes that the device's allocator takes for `num_bytes`."""
         return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
 
     def _note_real(self, out: Any, arguments: list[Tensor]) -> None:
@@ -225,8 +228,8 @@ class Tracker(QuietMode):
 
 
 def _present(device: torch.device) -> torch.device:
-    """The device with a number, as autograd has a queue for each; the CPU where there is no such
-    device."""
+    """Return the device with an index, because autograd has a queue per device; the CPU if there is
+    no such device."""
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -239,7 +242,7 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples and lists."""
+    """Return the tensors in nested tuples and lists."""
     found: list[Tensor] = []
     _visit((value,), found)
     return found
@@ -254,8 +257,8 @@ def _visit(values: Sequence[Any], found: list[Tensor]) -> None:
 
 
 def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
-    """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of
-    them."""
+    """Return the bytes of copies that CPUs make of narrower tensors for arithmetic on two
+    dtypes."""
     if _operation(func) not in ARITHMETIC:
         return 0
     tensors = [t for t in tensors if t.is_floating_point()]
@@ -281,7 +284,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """A key of all that the shape and type of a result may depend on."""
+    """Return a key of everything that the shape and dtype of a result may depend on."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -290,7 +293,7 @@ def _signature(value: Any) -> Any:
 
 
 def _alike(value: Any) -> Any:
-    """A meta tensor of its own storage with the shape, strides and type of another one."""
+    """Return a meta tensor with new storage and the shape, strides and dtype of another one."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
@@ -298,7 +301,7 @@ def _alike(value: Any) -> Any:
 
 @cache
 def _makes_new_tensors(func: Any) -> bool:
-    """Whether results are neither arguments nor views of them."""
+    """Return whether results are neither arguments nor views of them."""
     if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
         return False
     return not func._schema.is_mutable and all(
@@ -307,7 +310,7 @@ def _makes_new_tensors(func: Any) -> bool:
 
 
 def _is_factory(kwargs: Any) -> bool:
-    """Whether an operation that has no tensor among its arguments makes a dense one."""
+    """Return whether an operation without tensor arguments makes a dense tensor."""
     return "device" in kwargs and kwargs.get("layout") in (None, torch.strided)
 
 
@@ -318,7 +321,7 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 
 @cache
 def _operation(func: Any) -> str:
-    """The name of an operation, such as 'add' for aten.add_.Tensor."""
+    """Return the name of an operation, such as 'add' for aten.add_.Tensor."""
     return func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
 
 
@@ -328,18 +331,19 @@ def _is_fused_in_place(func: Any) -> bool:
 
 
 def _is_fresh(func: Any, out: Any) -> bool:
-    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of
+    """Return whether this is the last step of torch.tensor, which allocates memory, and not of
     torch.from_numpy."""
     return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
 
 
 def is_in_place_without_a_mode(func: Any, args: Any) -> bool:
-    """Whether autograd makes this sum of a backward in place of its first argument, but not while a
-    mode is active.
+    """Return whether autograd makes this sum in place of its first argument, unless a mode is
+    active.
 
-    These are the sums of two dense gradients of one tensor, and of index_select. Autograd makes
-    them where no Python is between it and the operator, neither a Function's backward nor a hook,
-    and where nothing shares the memory of the argument, which is dropped right after.
+    Such sums add two dense gradients of one tensor, or the result of index_select. Autograd makes
+    them in place if no Python code is between it and the operator (neither a Function's backward
+    nor a hook), and if nothing else shares the memory of the argument, which is dropped right
+    after.
     """
     return (
         func in _SUMS_OF_AUTOGRAD
@@ -356,19 +360,22 @@ _CALL_OPERATOR = torch._ops.OpOverload.__call__.__code__
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor shares its memory, nor elements of it each other's."""
+    """Return whether no other tensor shares this tensor's memory, and its elements do not
+    overlap."""
     if isinstance(tensor, Ghost):
         holders = sys.getrefcount(tensor.block)
         num_bytes = tensor.block.num_bytes
     else:
         storage = tensor.untyped_storage()
-        holders, num_bytes = torch._C._storage_Use_Count(storage._cdata), storage.nbytes()  # type: ignore[attr-defined]
-    return holders <= 2 and tensor.numel() * tensor.element_size() <= num_bytes  # it, and what asks
+        holders = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        num_bytes = storage.nbytes()
+    # the tensor itself, and this check
+    return holders <= 2 and tensor.numel() * tensor.element_size() <= num_bytes
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether what called the operator, before modes got it, is what runs the backward."""
-    frame = sys._getframe(2).f_back  # of the mode that asks
+    """Return whether the backward itself called the operator, before modes intercepted it."""
+    frame = sys._getframe(2).f_back  # the frame of the mode that asks
     while frame is not None and (
         frame.f_code is _CALL_OPERATOR or frame.f_code.co_name == "__torch_dispatch__"
     ):
@@ -377,7 +384,6 @@ def _is_called_by_autograd() -> bool:
 
 
 def _add_nothing(func: Any, ghost: Ghost) -> Ghost:
-    """Returns a dense gradient, to which the empty sparse one of nn.matmul.weight_gradient is
-    added."""
+    """Return a dense gradient after adding the empty sparse one of nn.matmul.weight_gradient."""
     assert _operation(func) == "add", f"{func} on a sparse tensor"
     return ghost if func is torch.ops.aten.add_.Tensor else Ghost(ghost.meta, ghost.block)

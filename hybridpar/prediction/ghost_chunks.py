@@ -1,5 +1,5 @@
-"""Memory of ghosts that comes and goes, counted while it is here: chunks of ZeRO-2 and 3, and
-activations."""
+"""Ghost memory that is allocated and released, and counted while it is resident: chunks of ZeRO-2
+and 3, and activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridpar.state.residency.shares import WholeChunk, WholeChunks
 
 
 class _GhostChunk(WholeChunk):
-    """A chunk whose block has no bytes while it is not here."""
+    """A chunk whose block has no bytes while it is not resident."""
 
     @property
     def is_here(self) -> bool:
@@ -23,7 +23,7 @@ class _GhostChunk(WholeChunk):
 
 
 class GhostChunks(WholeChunks):
-    """WholeChunks of the ghosts of a tracker."""
+    """Unsharded chunks for the ghosts of a tracker."""
 
     chunk = _GhostChunk
 
@@ -37,14 +37,14 @@ def _ghost(tensor: Tensor) -> Ghost:
 
 
 class _GhostBlocks:
-    """Memory of ghosts, for pipeline.run.stash.Notes."""
+    """Memory of ghosts, as an ActivationOffloader sees it."""
 
     def key(self, tensor: Tensor) -> object:
         return id(tensor.block) if isinstance(tensor, Ghost) else None
 
     def num_holders(self, tensor: Tensor) -> int:
         assert isinstance(tensor, Ghost)
-        return sys.getrefcount(tensor.block) - 1  # what asks
+        return sys.getrefcount(tensor.block) - 1  # without this call's reference
 
     def num_bytes(self, tensor: Tensor) -> int:
         return tensor.block.num_bytes if isinstance(tensor, Ghost) else 0

@@ -1,5 +1,5 @@
-"""The state of a rank on ghosts, as the engine would build it: its bytes, its items, and what an
-update takes."""
+"""A rank's state on ghosts, built as the engine builds it: its bytes, its items, and the memory of
+an update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridpar.state.residency.tiered import ItemMemory
 
 @dataclass(frozen=True)
 class GhostState:
-    """A rank's state, its parts, and its memory where items of it come and go."""
+    """A rank's state, its segments, and its memory if items of it are moved."""
 
     parts: Parts
     state: RankState
@@ -33,7 +33,7 @@ class GhostState:
 
     @staticmethod
     def of(job: JobPlan, rank: int, policy: StatePolicy, tracker: Tracker) -> GhostState:
-        """The state of rank `rank` of the job's grid. `tracker`: is active."""
+        """Return the state of rank `rank` of the job's grid. `tracker` must be active."""
         config = job.config
         grid = silent_grid(config, rank)
         held = job.held(grid.pp.rank)
@@ -59,11 +59,12 @@ class GhostState:
 
     @property
     def division(self) -> Division:
-        """How the rank's plan is cut into parts."""
+        """The division of the rank's plan into segments."""
         return self.parts.division(self.state)
 
     def touches(self, sizes: PipelineShape) -> AccessMap | None:
-        """What its actions touch of the items of its state; None: it has no budget."""
+        """Return which items of the state each action accesses, or None if the state has no
+        budget."""
         return (
             None
             if not isinstance(self.memory, ItemMemory)
@@ -71,8 +72,10 @@ class GhostState:
         )
 
     def shared_items(self, sizes: PipelineShape, budget: int = 0) -> SharedItems | None:
-        """What it shares with replicas (ZeRO-2 and 3), with its tiers where the budget is enough;
-        None: nothing."""
+        """Return the items that are sharded over replicas (ZeRO-2 and 3), or None.
+
+        With a sufficient budget, the items include their tiers.
+        """
         whole, first = (
             (self.memory.whole, len(self.memory.items))
             if isinstance(self.memory, ItemMemory)
@@ -89,11 +92,14 @@ class GhostState:
 
 @dataclass(frozen=True)
 class StateFootprint:
-    """Bytes that a rank's state takes all the time; the most that a norm takes, and an update, by
-    its part.
+    """Bytes that a rank's state always takes, and the peaks of a norm and of an update, by segment.
 
-    division: how the rank's plan is cut. items: what it shares with replicas, of which so much is
-    whole at once. hosted: of master and optimizer, what a host that updates has.
+    Args:
+        division: Division of the rank's plan into segments.
+        items: Items that are sharded over replicas, with their number that may be unsharded at
+            once.
+        hosted: Bytes of master weights and optimizer state that a host optimizer keeps on the host.
+
     Units: bytes.
     """
 
@@ -112,8 +118,16 @@ class StateFootprint:
 def trace_state(
     job: JobPlan, rank: int, policy: StatePolicy, sizes: PipelineShape, device: torch.device
 ) -> StateFootprint:
-    """Builds the state of rank `rank`, or that of its replicas which has most, and makes an update;
-    takes and computes nothing. rank: the first of its replicas."""
+    """Build the state of rank `rank`, run an update, and return its footprint, without allocating
+    or computing anything.
+
+    Args:
+        job: The job.
+        rank: The first replica of a pipeline rank. The replica with the most state counts.
+        policy: Where the state is kept.
+        sizes: The shape of the pipeline.
+        device: The device, whose type this machine need not have.
+    """
     dp = job.config.parallel.dp
     tp = job.config.parallel.tp
     with Tracker(device) as tracker:

@@ -1,6 +1,7 @@
-"""Knobs: settings that make a rank's peak smaller, and by how many bytes.
+"""Knobs: settings that lower a rank's peak, and the bytes that each saves.
 
-Each is judged at the peak, which may move: it is the difference of two predicted peaks.
+The saving is the difference of two predicted peaks, because a knob may move the peak to another
+action.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Saving:
-    """Effect of a knob on the peak of a rank. peak: with the knob. Units: bytes."""
+    """Effect of a knob on the peak of a rank. `peak`: the peak with the knob. Units: bytes."""
 
     knob: str
     saves: int
@@ -36,8 +37,8 @@ class Saving:
 
 @dataclass(frozen=True)
 class Knob:
-    """Settings to change. bound: about the most bytes that it can save, from the columns of the
-    prediction."""
+    """Settings to change. `bound`: approximate upper bound of the bytes saved, from the columns of
+    the prediction."""
 
     changes: Changes
     bound: int
@@ -51,10 +52,12 @@ class Knob:
 
 
 def knobs(config: Config, rank: int, memory: StageMemory) -> list[Knob]:
-    """The knobs that change `config` and leave it valid; first those that may save most of a rank's
-    predicted peak.
+    """Return the knobs that change `config` and leave it valid, ordered by their likely savings.
 
-    `config`: resolved. rank: of the pipeline. memory: its prediction.
+    Args:
+        config: A resolved configuration.
+        rank: The pipeline rank.
+        memory: The predicted memory of the rank.
     """
     found = [
         knob
@@ -90,7 +93,7 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
             memory.master + memory.optimizer,
             memory.gradients,
             memory.weights,
-        )  # split from 1, 2 and 3 on
+        )  # the ZeRO stages from which optimizer state, gradients and weights are sharded
         for zero in range(parallel.zero + 1, 4):
             split = sum(columns[parallel.zero : zero])
             yield Knob({"parallel": {"zero": zero}}, split - split // parallel.dp)
@@ -118,13 +121,19 @@ def savings(
     knobs: Iterable[Knob],
     device: torch.device | None = None,
 ) -> list[Saving]:
-    """The savings of those knobs that make a rank's predicted peak smaller; the largest first.
+    """Return the savings of the knobs that lower a rank's predicted peak, the largest first.
 
-    rank: of the pipeline. memory: its prediction without them.
+    Args:
+        config: A resolved configuration.
+        rank: The pipeline rank.
+        memory: The predicted memory without knobs.
+        knobs: The knobs to try.
+        device: The device; None for the configuration's.
     """
     found = []
     for knob in knobs:
-        if knob.changes.keys() == {"checkpoint"}:  # a column of its own, whatever runs
+        # the checkpoint copy is a separate column, so nothing needs to run
+        if knob.changes.keys() == {"checkpoint"}:
             after = memory.total - memory.checkpoint
         else:
             job = JobPlan(from_mapping(knob.changes, config))

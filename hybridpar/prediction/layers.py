@@ -1,9 +1,9 @@
-"""Footprints of stages of any number of layers from those of few: a layer more takes what the layer
-before took.
+"""Footprints of stages of any number of layers from stages of few: every further layer adds the
+same.
 
-Tracing a stage runs its code layer by layer; a planner asks for hundreds of stages. All that a
-footprint counts is a sum over equal layers or the largest of them, so from `_FEW` layers on it
-grows evenly: exact (tested), but for the norm's scratch space of some kilobytes.
+Tracing a stage runs its code layer by layer, and a planner asks for hundreds of stages. Every count
+of a footprint is a sum over equal layers or the largest of them, so from `_FEW` layers on it grows
+linearly: exact (tested), except for some kilobytes of the norm's scratch space.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hybridpar.prediction.work import block_kinds
 
 _FEW = 2
 _OF_STATE = frozenset({"weights", "master", "gradients", "optimizer", "norm", "update"})
-"""What a layer takes of these does not depend on micro-batches."""
+"""Fields that do not depend on micro-batches."""
 _ADD_UP = ("weights", "master", "gradients", "optimizer", "kept", "waiting", "factors", "moved")
-"""Bytes of blocks that are there at the same time."""
+"""Fields that add up over blocks."""
 
 
 class Footprints:
-    """`trace_stage`, which remembers. Stages whose layers are all alike are traced with few of
-    them."""
+    """A caching `trace_stage`. Stages whose layers are all equal are traced with few of them."""
 
     def __init__(self) -> None:
         self._known: dict[object, Footprint] = {}
         self._lines: dict[object, list[dict[str, int]]] = {}
-        self._results: dict[Any, Any] = {}  # of operators, many of which stages have in common
+        # results of operators, many of which stages have in common
+        self._results: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class Footprints:
         buffers: Buffers,
         device: torch.device,
     ) -> Footprint:
-        """The footprint that `trace_stage` gives."""
+        """Return the footprint that `trace_stage` returns."""
         if not config.has_equal_layers:
             parallel = config.parallel
             b = config.train.micro_batch_size
@@ -81,9 +81,10 @@ class Footprints:
         buffers: Buffers,
         device: torch.device,
     ) -> Footprint:
-        """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two
-        layers, no ZeRO; what each layer more takes is what the second takes (recomputed as a stage:
-        the third) of one sample, and so of each.
+        """Return an approximate footprint from fewer traces, to compare many configurations.
+
+        It is traced with micro-batches of 1 and 2, two layers, and no ZeRO. Every further layer
+        adds what the second layer adds (if the stage is recomputed, the third) for one sample.
         """
         if not config.has_equal_layers:
             return self._joined(config, blocks, recompute, buffers, device)
@@ -120,13 +121,15 @@ class Footprints:
         buffers: Buffers,
         device: torch.device,
     ) -> Footprint:
-        """About the footprint of a stage, from those of its blocks: what they keep adds up, and of
-        what a pass takes besides the most counts. What goes from one to the next is kept, as where
-        each has it to give."""
+        """Return an approximate footprint of a stage from the footprints of its blocks.
+
+        Kept tensors add up, and the largest peak of a pass counts. A tensor between two blocks
+        counts as kept, as if each block had to send it.
+        """
         kinds = block_kinds(config.model)
         may_differ = any(
             group.frozen for group in config.optim.groups
-        )  # which of a kind are frozen
+        )  # which parameters of a kind are frozen
 
         def alone(number: int) -> dict[str, int]:
             n = number if may_differ else kinds.index(kinds[number])
@@ -153,8 +156,8 @@ class Footprints:
     def _line(
         self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device
     ) -> list[dict[str, int]]:
-        """The footprint of a stage of few layers with one sample and with two, and what a layer
-        more takes with one."""
+        """Return the footprints of a stage of few layers with one sample and with two, and what a
+        further layer adds with one sample."""
         at = [
             replace(
                 config,
@@ -169,7 +172,7 @@ class Footprints:
         inner = replace(shape, embedding=False, head=False)
         again = (
             (*inner.again, inner.again[0]) if shape.whole else inner.again
-        )  # of one layer the peak is another
+        )  # with one layer the peak is at another place
         less, more = (
             asdict(self._trace(at[0], replace(inner, again=one), buffers, device))
             for one in (again[1:], again)
@@ -190,8 +193,8 @@ class Footprints:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A stage, wherever in the model it is: its ends, and for each of its layers what is recomputed
-    (see `_way`)."""
+    """A stage independent of its position in the model: its ends, and the recomputation of each
+    layer (see `_way`)."""
 
     embedding: bool
     again: tuple[str, ...]
@@ -200,7 +203,7 @@ class _Shape:
 
     @property
     def blocks(self) -> range:
-        """Its blocks in a model that has these layers only, and one more where the stage has no
+        """Its blocks in a model with only these layers, and one more block if the stage has no
         head."""
         if self.head and not self.again:
             return range(2, 3)
@@ -218,14 +221,15 @@ class _Shape:
 
 
 def _way(recompute: Recomputation, block: int) -> str:
-    """Recomputation of a layer: 'all' of it, 'selective', or '': none."""
-    return (
-        "all" if block in recompute.blocks else "selective" if block in recompute.selective else ""
-    )
+    """Return the recomputation of a layer: 'all', 'selective', or '' for none."""
+    if block in recompute.blocks:
+        return "all"
+    return "selective" if block in recompute.selective else ""
 
 
 def _bears(config: Config) -> tuple[object, ...]:
-    """What bears on a rough footprint, besides its shape: what `_what_counts` leaves."""
+    """Return what a rough footprint depends on in addition to its shape: everything that
+    `_what_counts` keeps."""
     parallel = config.parallel
     train = config.train
     others = (
@@ -245,9 +249,11 @@ def _bears(config: Config) -> tuple[object, ...]:
 
 
 def _unsplit(split: list[dict[str, int]] | None) -> list[dict[str, int]]:
-    """Footprints without split backwards, from those with them, which have a backward that stays
-    whole; none where the first of a batch takes something else, which of a whole one is not
-    known."""
+    """Return footprints without split backwards, derived from footprints with them, whose unsplit
+    backward is known.
+
+    Returns [] if the first backward of a batch differs, because its unsplit form is unknown.
+    """
     if split is None or any(one["first_backward"] != one["backward"] for one in split):
         return []
     return [
@@ -264,7 +270,7 @@ def _unsplit(split: list[dict[str, int]] | None) -> list[dict[str, int]]:
 
 
 def _what_counts(config: Config, shape: _Shape) -> Config:
-    """The configuration in which all that does not bear on a stage's footprint is at its
+    """Return the configuration with everything that does not affect a stage's footprint at its
     defaults."""
     parallel = config.parallel
     train = config.train

@@ -1,4 +1,4 @@
-"""What training may take of the memory that there is. Units: bytes."""
+"""Memory that training may use. Units: bytes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import os
 import torch
 
 RESERVED = 1.5 * 2**30
-"""Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is
-left to others."""
+"""Bytes of an accelerator that its context and communicators take. (Of host memory, a tenth is left
+to other programs.)"""
 _FRAGMENTS = 0.04
-"""Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
+"""Share of an accelerator's memory that is lost to fragmentation. An estimate."""
 
 
 def memory_limit(memory: float, *, is_cpu: bool) -> float:
-    """Bytes that training may take of a device of so many, or of a host's share."""
+    """Return the bytes that training may use on a device of `memory` bytes, or in a host's
+    share."""
     return 0.9 * memory if is_cpu else (memory - RESERVED) * (1 - _FRAGMENTS)
 
 
 def limit_here(device_type: str, num_processes: int) -> float:
-    """Bytes that each of so many processes on this machine may take: of a GPU, the smallest, or of
-    the host."""
+    """Return the bytes that each of `num_processes` processes on this machine may use: on the
+    smallest GPU, or of host memory."""
     if device_type == "cuda":
         found = [
             torch.cuda.get_device_properties(i).total_memory

@@ -1,4 +1,4 @@
-"""Predicted and measured memory, side by side and readable."""
+"""Tables of predicted and measured memory."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _COLUMNS = (
 _BESIDE = {"graphs": "more for CUDA graphs", "host": "in host memory", "file": "in the slow tier"}
 _MIB = 2**20
 _WORTH_SAYING = 5
-"""Percent of a peak."""
+"""Smallest reported difference, in percent of a peak."""
 
 
 def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
-    """The predicted peak of each rank of a pipeline, in MiB, by what it consists of, and what is
-    elsewhere."""
+    """Return a table of the predicted peak of each pipeline rank in MiB, by its components, and of
+    memory elsewhere."""
     beside = {
         name: title
         for name, title in _BESIDE.items()
@@ -53,7 +53,7 @@ def table(stages: Sequence[StageMemory], rank_name: str = "stage") -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 0) -> str:
-    """Rows of a table as lines. num_left: columns, the first ones, that are texts; others are
+    """Return rows of a table as aligned lines. The first `num_left` columns are text, the others
     numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -66,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]], num_left: int = 0) -> str:
 
 
 def shares(parts: Mapping[str, int]) -> dict[str, float]:
-    """The percentage of each part, in tenths that add up to 100."""
+    """Return the percentage of each part, with one decimal, adding up to 100."""
     total = sum(parts.values()) or 1
     tenths = {key: 1000 * part // total for key, part in parts.items()}
     by_rest = sorted(parts, key=lambda key: -(1000 * parts[key] % total))
@@ -76,7 +76,8 @@ def shares(parts: Mapping[str, int]) -> dict[str, float]:
 
 
 def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | None) -> list[str]:
-    """The fullest rank of a prediction, who owns its peak, and what a knob saves of it."""
+    """Return lines about the fullest rank of a prediction, the owners of its peak, and the saving
+    of a knob."""
     rank = max(range(len(stages)), key=lambda number: stages[number].total)
     stage = stages[rank]
     state = (
@@ -105,9 +106,9 @@ def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | N
 
 @dataclass(frozen=True)
 class Comparison:
-    """The peak of each stage, on the rank of it that took the most. Units: bytes.
+    """The peak of each stage, on its rank with the largest peak. Units: bytes.
 
-    `rank_name`: "rank" where a rank of the pipeline holds several stages.
+    `rank_name` is "rank" if a pipeline rank holds several stages.
     """
 
     measured: tuple[int, ...]
@@ -115,7 +116,8 @@ class Comparison:
     rank_name: str = "stage"
 
     def __str__(self) -> str:
-        """One line: the stage that takes the most, and how far the others are off."""
+        """Return one line: the stage with the largest peak, and the largest deviation of the
+        others."""
         stage = max(range(len(self.measured)), key=self.measured.__getitem__)
         off = [m / p - 1 for m, p in zip(self.measured, self.predicted, strict=True)]
         worst = max(off, key=abs)
@@ -131,20 +133,20 @@ class Comparison:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         return {"measured": list(self.measured), "predicted": list(self.predicted)}
 
 
 class MemoryWatch:
-    """Measures a run from before its engine is built, to be compared with the prediction.
+    """A measurement of a run from before its engine is built, to be compared with the prediction.
 
-    On a GPU to the end, at no cost. On a CPU over the batches until the peak must have been
-    reached, as listening there takes time: some microseconds an operation.
+    On a GPU it lasts to the end, at no cost. On a CPU it lasts for the batches after which the peak
+    must have been reached, because it costs some microseconds per operator.
 
-        watch = MemoryWatch(job, device)
-        engine = Engine(...)
-        engine.train(watch.loader(loader), ...)
-        comparison = watch.compare(grid)
+    watch = MemoryWatch(job, device)
+    engine = Engine(...)
+    engine.train(watch.loader(loader), ...)
+    comparison = watch.compare(grid)
     """
 
     def __init__(self, job: JobPlan, device: torch.device):
@@ -155,13 +157,12 @@ class MemoryWatch:
         self._batch = -1
 
     def loader(self, loader: Loader) -> Loader:
-        """`loader`, through which the watch sees how far training has come. The peak is that of
-        what follows."""
+        """Wrap `loader`, so that the watch sees how far training has come, and restart the peak."""
         self._meter.restart_peak()
         return _Watched(self, loader)
 
     def note(self, batch: int) -> None:
-        """A micro-batch of `batch` is about to begin."""
+        """Note that a micro-batch of `batch` is about to begin."""
         if not isinstance(self._meter, CpuMeter) or self._batches_left < 0:
             return
         if batch != self._batch:
@@ -170,12 +171,15 @@ class MemoryWatch:
         if self._batches_left < 0:
             self._meter.close()
         else:
-            self._meter.read()  # takes what has piled up
+            self._meter.read()  # empties the profiler's event buffer
 
     def compare(self, grid: ProcessGrid, state: int = 0) -> Comparison:
-        """Ends the measurement. A plan's prediction is compared with, where there is one.
+        """End the measurement, and compare it with the plan's prediction if there is one.
 
-        state: bytes that the state has taken, on a CPU past the allocator.
+        Args:
+            grid: The grid.
+            state: Bytes that the state has taken, bypassing the allocator on a CPU.
+
         Collectives: one gather.
         """
         self._meter.close()

@@ -1,10 +1,9 @@
-"""Memory that code takes, from the allocator itself: the bytes it has handed out and not got back,
-and their peak.
+"""Memory that code takes, from the allocator itself: the bytes that are allocated, and their peak.
 
-CUDA's caching allocator counts for itself. The CPU's reports every block it hands out or gets back
-to torch's profiler, where one is running: address, size, in order. What libraries allocate past
-torch's allocator (scratch space of matrix products, Gloo's buffers, Python's objects) is not seen;
-tests/prediction compares with a counter under malloc itself.
+CUDA's caching allocator keeps counters. The CPU's allocator reports every block to torch's profiler
+if one is running: address, size, in order. Memory that libraries allocate elsewhere (scratch space
+of matrix products, Gloo's buffers, Python objects) is not seen; tests/prediction compares with a
+counter under malloc itself.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_pro
 from torch._C._profiler import (
     RecordScope,
     _EventType,
-)  # what torch.profiler itself reads allocations by
+)  # the function by which torch.profiler itself reads allocations
 from torch.autograd.profiler import profile
 
-_ERROR = 2  # of c10's log levels
+_ERROR = 2  # one of c10's log levels
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes allocated since the measurement began and still held: now, and at most. Units:
-    bytes."""
+    """Bytes allocated since the measurement began and not freed: current and peak. Units: bytes."""
 
     current: int
     peak: int
 
 
 class CudaMeter:
-    """Reads the caching allocator's own counters."""
+    """A meter that reads the caching allocator's counters."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -47,45 +45,47 @@ class CudaMeter:
         self._before = torch.cuda.memory_allocated(device)
 
     def read(self) -> Usage:
-        """The numbers since the start; the peak since it was last restarted."""
+        """Return the numbers since the start; the peak since it was last restarted."""
         current = torch.cuda.memory_allocated(self._device)
         peak = torch.cuda.max_memory_allocated(self._device)
         return Usage(current - self._before, peak - self._before)
 
     def restart_peak(self) -> None:
-        """Lets the peak be that of what follows."""
+        """Restart the peak from the current bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
 
 class CpuMeter:
-    """Adds up what the allocator reports to the profiler: some microseconds and 2 kB (until the
-    next `read`) a block.
+    """A meter that adds up the allocator's reports to the profiler; each block costs some
+    microseconds, and 2 kB until the next `read`.
 
-    Follows this thread's blocks, whoever returns them: Gloo's threads may be the last to hold a
-    tensor, which shows in the totals that come with each report. Blocks from before are not
-    counted, neither when they are returned.
+    Counts blocks of this thread, whichever thread frees them: Gloo's threads may be the last to
+    hold a tensor, which shows in the totals of each report. Blocks from before the start are not
+    counted, and neither are their frees.
     """
 
     def __init__(self) -> None:
         self._blocks: set[int] = set()  # addresses
         self._current = self._peak = 0
-        self._total: int | None = None  # as the allocator counts, from whenever it began
+        # in the allocator's count, which covers all threads since its own start, without a warning
+        # about earlier blocks
+        self._total: int | None = None
         # every thread's blocks, and no warning about those from before
         self._flags = [
             _Flag("caffe2_report_cpu_memory_usage", ctypes.c_bool, True),
             _Flag("caffe2_log_level", ctypes.c_int, _ERROR),
         ]
-        os.putenv("KINETO_LOG_LEVEL", "99")  # else two lines on stderr for each reading
+        os.putenv("KINETO_LOG_LEVEL", "99")  # suppresses two lines on stderr for each reading
         self._listening = False
         self._open()
 
     def _open(self) -> None:
-        # As torch.autograd.profiler.profile starts, but for the scope, which no operation has:
-        # without that, operations are taken down too, and one that goes on in a thread of Gloo's
-        # when the profiler ends brings the process down.
+        # Starts like torch.autograd.profiler.profile, but with a scope that no operation has.
+        # Otherwise operations are recorded, too, and an operation that still runs in a Gloo thread
+        # when the profiler ends crashes the process.
         settings: Any = profile(profile_memory=True)
         _prepare_profiler(settings.config(), settings.kineto_activities)
         scopes = {RecordScope.LITE_INTERPRETER}
@@ -93,27 +93,25 @@ class CpuMeter:
         self._listening = True
 
     def read(self) -> Usage:
-        """The numbers since the start; the peak since it was last restarted."""
+        """Return the numbers since the start; the peak since it was last restarted."""
         if self._listening:
             self._collect()
             self._open()
         return Usage(self._current, self._peak)
 
     def restart_peak(self) -> None:
-        """Lets the peak be that of what follows."""
+        """Restart the peak from the current bytes."""
         self._peak = self.read().current
 
     def close(self) -> None:
-        """Stops listening; the numbers stay."""
+        """Stop measuring; the numbers stay."""
         if self._listening:
             self._collect()
             for flag in self._flags:
                 flag.restore()
 
     def _collect(self) -> None:
-        torch.UntypedStorage(
-            1
-        )  # a last pair of reports, with the other threads' share in its total
+        torch.UntypedStorage(1)  # causes a last pair of reports, whose total includes other threads
         self._listening = False
         *reports, probe, _ = _allocations(_disable_profiler().experimental_event_tree())
         for report in reports:
@@ -123,14 +121,14 @@ class CpuMeter:
             elif report.ptr in self._blocks:
                 self._blocks.remove(report.ptr)
             else:
-                continue  # from before
+                continue  # allocated before the start
             self._current += report.alloc_size
             self._peak = max(self._peak, self._current)
         self._note_others(probe)
         self._total = probe.total_allocated - probe.alloc_size
 
     def _note_others(self, report: Any) -> None:
-        """Adds the change of the allocator's total since the last report, besides this block."""
+        """Add the change of the allocator's total since the last report, except this block."""
         change = (
             report.total_allocated - report.alloc_size - self._total
             if self._total is not None
@@ -142,8 +140,8 @@ class CpuMeter:
 
 
 class _Flag:
-    """A setting of torch's core library, changed until `restore`; no effect where this build has no
-    such setting."""
+    """A setting of torch's core library that is changed until `restore`; no effect if this build
+    lacks it."""
 
     def __init__(self, name: str, kind: type[ctypes.c_bool] | type[ctypes.c_int], value: int):
         folder = Path(torch.__file__).parent / "lib"
@@ -162,7 +160,7 @@ class _Flag:
 
 
 def _allocations(roots: Iterable[Any]) -> list[Any]:
-    """The allocator's reports in a tree of events, in the order of time."""
+    """Return the allocator's reports in a tree of events, in order of time."""
     found = []
     waiting = list(roots)
     while waiting:
@@ -179,10 +177,10 @@ Meter = CudaMeter | CpuMeter
 
 @contextmanager
 def measure(device: torch.device) -> Iterator[Meter]:
-    """Measures what the code inside allocates on `device`; `read()` works inside and afterwards.
+    """Measure what the code inside allocates on `device`; `read()` works inside and afterwards.
 
-    On a CPU it is torch's profiler that listens: there can be no second one, nor another
-    measurement, inside.
+    On a CPU torch's profiler is used, so neither another profiler nor another measurement can run
+    inside.
     """
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     try:

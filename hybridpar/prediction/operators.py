@@ -1,4 +1,4 @@
-"""The tensors that an operator reads and writes, as its schema says."""
+"""The tensors that an operator reads and writes, according to its schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FRESH = frozenset(
         "resize_as",
     }
 )
-"""Operators that write nothing to what they make."""
+"""Operators that do not write to the tensors that they make."""
 _OVERWRITES = frozenset(
     {
         "copy",
@@ -41,7 +41,7 @@ _OVERWRITES = frozenset(
         "_foreach_zero",
     }
 )
-"""Operators that write over their first argument without reading it."""
+"""Operators that overwrite their first argument without reading it."""
 _IN_PLACE = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
@@ -61,11 +61,13 @@ class Use(NamedTuple):
 
 
 class Operator:
-    """The schema of an operator. is_view: all it makes shares memory with what it is given, and is
-    no access.
+    """The schema of an operator.
 
-    is_fresh: it writes nothing to what it makes. is_sum: autograd may sum gradients by it. casts:
-    CPUs may copy what it is given for its arithmetic.
+    Args:
+        is_view: Whether all results share memory with an argument, which counts as no access.
+        is_fresh: Whether it does not write to its results.
+        is_sum: Whether autograd may use it to sum gradients.
+        casts: Whether CPUs may copy its arguments for arithmetic.
     """
 
     __slots__ = ("casts", "func", "is_fresh", "is_sum", "is_view", "name", "operation", "roles")
@@ -78,8 +80,8 @@ class Operator:
         self.casts = self.operation in ARITHMETIC
         self.is_sum = func in _SUMS
         self.roles = _message_roles(self.operation) if func.namespace == "c10d" else self._roles()
-        """Of each argument with tensors: its position, its name, and whether the operator reads and
-        writes it."""
+        """The arguments with tensors: position, name, and whether the operator reads
+        and writes it."""
         makes = func._schema.returns
         self.is_view = (
             func is not _LAST_OF_TORCH_TENSOR
@@ -108,7 +110,7 @@ class Operator:
         return tuple(found)
 
     def use(self, args: Any, kwargs: Mapping[str, Any]) -> Use:
-        """The use of these arguments."""
+        """Return the tensors that the operator reads and writes with these arguments."""
         use = Use([], [])
         for position, name, reads, writes in self.roles:
             value = args[position] if position < len(args) else kwargs.get(name)
@@ -122,7 +124,7 @@ class Operator:
 
 
 def adds_nothing(to: Any, other: Any) -> bool:
-    """Whether a sum adds an empty sparse gradient (nn.matmul.nothing) to a dense tensor."""
+    """Return whether a sum adds an empty sparse gradient (nn.matmul.nothing) to a dense tensor."""
     return (
         isinstance(other, Tensor)
         and other.layout is torch.sparse_coo
@@ -132,7 +134,7 @@ def adds_nothing(to: Any, other: Any) -> bool:
 
 
 def in_place_form(func: Any) -> Any:
-    """The operator by which autograd makes a sum in place (see
+    """Return the operator by which autograd makes a sum in place (see
     ghost.is_in_place_without_a_mode)."""
     return _IN_PLACE[func]
 
@@ -140,11 +142,12 @@ def in_place_form(func: Any) -> Any:
 def described(
     name: str, overload: str
 ) -> tuple[str, bool, bool, bool, bool, int, list[tuple[int, bool, bool]]]:
-    """An Operator as csrc/recorder takes it, by what dispatch calls it, such as "aten::add" and
-    "Tensor".
+    """Return an Operator in the form that csrc/recorder takes, by its name in the dispatcher, such
+    as "aten::add" and "Tensor".
 
-    Name as JSON, is_view, is_fresh, is_sum, casts, the number of positional arguments; and for each
-    argument with tensors its position, and whether the operator reads and writes it.
+    Returns:
+        Name as JSON, is_view, is_fresh, is_sum, casts, the number of positional arguments; and for
+        each argument with tensors its position, and whether the operator reads and writes it.
     """
     namespace, _, plain = name.partition("::")
     operator = Operator(
@@ -163,7 +166,7 @@ def described(
 
 
 def _message_roles(operation: str) -> tuple[Role, ...]:
-    """Roles of torch's own collectives and messages, whose schemas do not say it."""
+    """Return the roles of torch's collectives and messages, whose schemas do not have them."""
     if operation in ("_allgather_base", "alltoall_base"):
         return (0, "", False, True), (1, "", True, False)
     return ((0, "", not operation.startswith("recv"), operation != "send"),)

@@ -1,17 +1,17 @@
-"""Predicts the peak memory of every stage before anything runs: its footprint is walked along its
-list of actions.
+"""Predict the peak memory of every stage before anything runs, by walking its list of actions with
+its footprint.
 
-    static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs
-                    also the copy of the state that a checkpoint is written from during training (a
-                    GPU's copy is in host memory)
-    activations     inputs and kept tensors of the micro-batches in flight, and gradients of earlier
-                    ones that are kept as factors until the batch is reduced
-    communication   posted receives, waiting outputs and unfinished sends, each a tp rank's slice;
-                    the message received last, whole
-    transient       what the action at the peak needs besides: a forward, a backward, the norm, the
-                    update; with ZeRO-2 and 3 also whole gradients and weights of parts of the stage
+static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs
+                also the copy of the state that a checkpoint is written from during training (a
+                GPU's copy is in host memory)
+activations     inputs and kept tensors of the micro-batches in flight, and gradients of earlier
+                ones that are kept as factors until the batch is reduced
+communication   posted receives, waiting outputs and unfinished sends, each a tp rank's slice;
+                the message received last, unsharded
+transient       additional memory of the action at the peak: a forward, a backward, the norm,
+                the update; with ZeRO-2 and 3 also unsharded gradients and weights of segments
 
-The plan says what is in flight when, so schedules need no rules here.
+The plan determines what is in flight at each time, so no rules about schedules are needed here.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ def predict(
     trace: Tracer = trace_stage,
     ranks: Iterable[int] | None = None,
 ) -> list[StageMemory]:
-    """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of
-    `device` counts it: of the replica that has most, if whole parameters lie on one each.
+    """Return the peak memory of one process of each pipeline rank, as the allocator of `device`
+    counts it.
 
-    `device`: need not be on this machine; None: the configuration's
-    (`default_device`). Memory inside CPU kernels is left out: up to some megabytes a thread.
-    `trace`: for many configurations, one that remembers (layers.Footprints).
+    If full parameters lie on one replica each, the replica with the most memory counts. Memory
+    inside CPU kernels is left out: up to some megabytes per thread.
+
+    Args:
+        job: The job.
+        device: The device, whose type this machine need not have. None: `default_device`.
+        trace: A tracer; one that caches for many configurations (layers.Footprints).
+        ranks: The pipeline ranks to predict. None: all.
     """
     pipeline = _Pipeline(job, device or default_device(job.config), trace)
     everyone = range(job.shape.num_ranks)
@@ -61,10 +66,11 @@ def predict(
 
 
 def check_size(config: Config) -> None:
-    """Refuse a configuration whose prediction would take very long or much memory, as a crafted one
-    may.
+    """Refuse a configuration whose prediction would take very long or much memory, as a malicious
+    one may.
 
-    Raises: ConfigError.
+    Raises:
+        ConfigError: The configuration is too large.
     """
     parallel = config.parallel
     train = config.train
@@ -95,7 +101,7 @@ def check_size(config: Config) -> None:
 
 
 class _Pipeline:
-    """The ranks of a pipeline; parts of equal blocks are traced once."""
+    """The ranks of a pipeline; segments of equal blocks are traced once."""
 
     def __init__(self, job: JobPlan, device: torch.device, trace: Tracer):
         self._job = job
@@ -109,7 +115,7 @@ class _Pipeline:
         self._states: dict[object, StateFootprint] = {}
 
     def memory(self, rank: int) -> StageMemory:
-        """The peak memory of a rank."""
+        """Return the peak memory of a rank."""
         job = self._job
         config = self._config
         schedule = job.schedule
@@ -120,17 +126,18 @@ class _Pipeline:
         parts = job.segments(rank)
         footprints = self._footprints(parts, buffers)
         each = [fp for of_stage in footprints.values() for fp in of_stage]
-        # stages of a rank have a tied weight in common, and what replicas share is cut where all of
-        # them end
+        # stages of a rank may share a tied weight, and sharded state is divided over all stages of
+        # a rank
         common = config.parallel.zero > 0 or (
             rank == 0 and job.shape.is_v and config.model.tie_embeddings
         )
         uneven = config.parallel.zero > 0 and not divides_all(
             config.optim
-        )  # whole parameters lie on one replica each
+        )  # full parameters lie on one replica each
         if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
             states = job.state_policy(buffers.versions, buffers.gradients)
-            first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
+            # replicas and tp ranks have equal state for equal layers; segments are numbered
+            first = rank * config.parallel.dp * config.parallel.tp
             # equal layers have equal state; parts have numbers
             alone = parts.is_divided or states.moves or not config.has_equal_layers
             alike = (
@@ -169,7 +176,7 @@ class _Pipeline:
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
-        """The footprints of the parts of a rank's stages."""
+        """Return the footprints of the segments of a rank's stages."""
         stages = parts.of_stage
         recomputed = self._job.recomputed
 
@@ -195,13 +202,14 @@ class _Pipeline:
             again.whole,
             buffers,
             blocks.stop == model.num_blocks - 1,
-        )  # what a head alone receives is exact
+        )  # a message that only the head receives is uncompressed
         if pattern not in self._traced:
             self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
         return self._traced[pattern]
 
     def _placed(self, memory: StageMemory, state: StateFootprint) -> StageMemory:
-        """The same with state moved to host memory or a file, and with the copy for checkpoints."""
+        """Return the memory with state moved to host memory or a file, and with the copy for
+        checkpoints."""
         config = self._config
         on_gpu = self._device.type == "cuda"
         if config.saves_beside_training:
@@ -223,7 +231,8 @@ class _Pipeline:
 def kept_by_stage(
     job: JobPlan, device: torch.device, trace: Tracer = trace_stage
 ) -> tuple[int, ...]:
-    """What a micro-batch keeps on each stage from forward to backward. Units: bytes."""
+    """Return the activation memory that one micro-batch holds on each stage from forward to
+    backward, in bytes."""
     held = [
         trace(job.config, blocks, again, Buffers(1, 1), device)
         for blocks, again in zip(job.split, job.recomputed, strict=True)
@@ -232,26 +241,26 @@ def kept_by_stage(
 
 
 def default_device(config: Config) -> torch.device:
-    """The kind of device of the configuration; with train.device = "auto", what this machine
-    has."""
+    """Return the device type of the configuration; with train.device = "auto", this machine's."""
     if config.train.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.train.device)
 
 
 def batches_to_peak(job: JobPlan) -> int:
-    """Number of batches after which a run has been in its steady state, unfinished sends
-    included."""
+    """Return the number of batches after which a run has reached its steady state, including
+    unfinished sends."""
     needed = 3 + -(-2 * job.send_window // job.shape.num_microbatches)
     return min(needed, job.config.train.num_steps)
 
 
 def _enough(schedule: Schedule, sizes: PipelineShape) -> PipelineShape:
-    """PipelineShape with only as many micro-batches as can change the peak: more would repeat
+    """Return the shape with only as many micro-batches as can change the peak: further ones repeat
     these."""
     if not schedule.repeats(sizes):
         return sizes
-    least = sizes.num_ranks - 1 + (schedule.options.early_switch or 0)  # those on older weights
+    # micro-batches on stale weights
+    least = sizes.num_ranks - 1 + (schedule.options.early_switch or 0)
     few = replace(
         sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least))
     )

@@ -1,4 +1,4 @@
-"""Walks a pipeline rank's list of actions, and finds where it holds the most memory."""
+"""Walk a pipeline rank's list of actions, and find where it holds the most memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from hybridpar.schedules.sizes import PipelineShape
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Peak memory of one rank of the pipeline, by what it holds. Units: bytes.
+    """Peak memory of one pipeline rank, by its components. Units: bytes.
 
-    in_flight: micro-batches between forward and backward at the peak, counted on each stage of the
-    rank. during: the action at the peak. host: host memory beside a GPU's, for the copy that
-    checkpoints are written from and for an optimizer there. file: state in the slow tier. moved:
-    offloaded activations of a micro-batch, averaged over the rank's stages. graphs: what CUDA
-    graphs keep of micro-batches and the allocator counts as free; a GPU needs it besides `total`.
+    Args:
+        in_flight: Micro-batches between forward and backward at the peak, counted on each stage of
+            the rank.
+        during: The action at the peak.
+        host: Host memory that a GPU rank uses, for the copy that checkpoints are written from and
+            for a host optimizer.
+        file: State in the slow tier.
+        moved: Offloaded activations of a micro-batch, averaged over the rank's stages.
+        graphs: Memory that CUDA graphs keep of micro-batches and the allocator counts as free; a
+            GPU needs it in addition to `total`.
     """
 
     weights: int
@@ -50,7 +55,7 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """Bytes that are always taken."""
+        """Bytes that are always allocated."""
         return self.state - self.file + self.checkpoint
 
     @property
@@ -64,7 +69,7 @@ class StageMemory:
         return self.total + self.graphs
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain values."""
         return asdict(self) | {"total": self.total}
 
 
@@ -76,11 +81,15 @@ def walk(
     anew: Mapping[int, Sequence[Footprint]] | None = None,
     send_window: int = 0,
 ) -> StageMemory:
-    """The peak memory of a rank that runs these actions as pipeline.run.executor does.
+    """Return the peak memory of a rank that runs these actions as runtime.executor does.
 
-    `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together.
-    `anew`: footprints of backwards that make gradients, where replicas share them. `send_window`:
-    number of sends that may be unfinished; 0: `min_send_window`.
+    Args:
+        actions: The rank's actions.
+        footprints: Footprints of the segments of each stage, by stage.
+        sizes: The shape of the pipeline.
+        state: The rank's state; None: the sum of its stages' states.
+        anew: Footprints of backwards that allocate gradients, if replicas shard them.
+        send_window: Largest number of unfinished sends; 0: `min_send_window`.
     """
     found = _Walk(
         footprints,
@@ -96,7 +105,7 @@ def walk(
 
 
 def together(footprints: Iterable[Footprint]) -> StateFootprint:
-    """The state of stages that share nothing."""
+    """Return the state of stages that share nothing."""
     held = list(footprints)
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
@@ -106,7 +115,7 @@ def together(footprints: Iterable[Footprint]) -> StateFootprint:
 
 
 class _Walk:
-    """What a rank holds, action by action, and what it held at the peak."""
+    """The memory that a rank holds, action by action, and what it held at the peak."""
 
     def __init__(
         self,
@@ -119,7 +128,7 @@ class _Walk:
         self._footprints = footprints
         self._state = state
         self._m = sizes.num_microbatches
-        # what an I has made gradients for
+        # gradients that an I has allocated
         self._anew = anew
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
@@ -127,23 +136,25 @@ class _Walk:
         self.num_places = num_places(sizes.num_ranks, sizes.chunks)
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
-        self._sent = 0  # of sends that have not been waited for
-        self._handed = 0  # to a part or a stage of this rank, which has not taken it yet
+        self._sent = 0  # bytes of sends that have not been waited for
+        # bytes for another segment or stage of this rank, which has not taken them yet
+        self._handed = 0
         self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=send_window)
-        self.num_bytes = 0  # of the most
+        self.num_bytes = 0  # bytes at the peak
         self.pool = self.beside = (
-            0  # of one micro-batch that is recorded, and of all that none of them is
+            0  # bytes of one micro-batch in a CUDA graph, and bytes outside of graphs
         )
-        self.at_once = defaultdict[int, int](int)  # most micro-batches in flight, by stage
+        # largest number of micro-batches in flight, by stage
+        self.at_once = defaultdict[int, int](int)
         self._in_flight_on = defaultdict[int, int](int)
         self.most = StageMemory(
             state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, ""
         )
 
     def follow(self, action: Action) -> None:
-        """Follows an action."""
+        """Process an action."""
         kind = action.kind
         row = ACTION_SPECS[action.kind]
         parts = self._footprints[action.stage]
@@ -151,7 +162,8 @@ class _Walk:
             self._follow_shared(self._shared, action)
             if self._is_anew(self._shared, action):
                 parts = self._anew[action.stage]
-        fp = parts[action.part] if kind in COMPUTE else parts[0 if row.flow > 0 else -1]
+        end = 0 if row.flow > 0 else -1
+        fp = parts[action.part if kind in COMPUTE else end]
         if row.matching_recv:
             if len(self._sends) == self._sends.maxlen:
                 self._sent -= self._sends[0]
@@ -176,7 +188,7 @@ class _Walk:
             self._give(action, fp)
 
     def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
-        """Moves the chunks that replicas share; one to which nothing was added is not summed."""
+        """Move the chunks that replicas shard; a chunk without new gradients is not reduced."""
         if action.kind is Kind.RELEASE and action.microbatch not in self._filled:
             fault = shared.follow(action, None)
         else:
@@ -190,7 +202,7 @@ class _Walk:
                 self._filled.update(shared.added(action))
 
     def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
-        """Whether all gradients that a backward adds to are made for it."""
+        """Return whether all gradients that a backward adds to are allocated for it."""
         key = (action.stage, action.part, action.microbatch)
         anew = set(shared.made) >= set(shared.added(action))
         if anew and action.kind is Kind.I:
@@ -198,28 +210,32 @@ class _Walk:
         return anew or (action.kind is Kind.W and key in self._made)
 
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
-        """Whether the model has a part before (after) the action's; its footprint, if it is on this
-        rank."""
+        """Return whether the model has a segment before (after) the action's, and its footprint if
+        it is on this rank."""
         part = action.part + step
         parts = self._footprints[action.stage]
         if 0 <= part < len(parts):
             return True, parts[part]
         there = 0 <= action.stage + step <= self._last
         other = self._footprints.get(action.stage + step)
-        return there, other[0 if step > 0 else -1] if other else None
+        if not other:
+            return there, None
+        return there, other[0 if step > 0 else -1]
 
     def _take(self, action: Action, fp: Footprint) -> int:
-        """Takes the input of an action, and returns its bytes."""
+        """Take the input of an action, and return its bytes."""
         forth = ACTION_SPECS[action.kind].flow > 0
         there, own = self._beside(action, -1 if forth else 1)
         if own is not None:
             self._handed -= own.message if forth else fp.message
         elif there:
             self._posted -= fp.received if forth else fp.returned
-        return (fp.input if action.kind is Kind.F else fp.message) if there else 0
+        if not there:
+            return 0
+        return fp.input if action.kind is Kind.F else fp.message
 
     def _compare(self, action: Action, fp: Footprint, taken: int) -> None:
-        """Notes what is held while an action runs, if it is the most so far."""
+        """Record the memory held while an action runs, if it is the largest so far."""
         shared = self._shared
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
@@ -241,7 +257,8 @@ class _Walk:
             )
 
     def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
-        """The same with CUDA graphs: micro-batches have memory of their own, one for each place."""
+        """Record the memory with CUDA graphs, in which each micro-batch slot has separate
+        memory."""
         kept = (self._kept + self._inputs) // max(1, self._in_flight)
         others = sum(max(0, number - self.num_places) for number in self._in_flight_on.values())
         if action.kind is Kind.F:
@@ -260,7 +277,7 @@ class _Walk:
         )
 
     def _transient(self, action: Action, fp: Footprint) -> int:
-        """Bytes that an action needs besides."""
+        """Return the additional bytes of an action while it runs."""
         kind = action.kind
         if kind is Kind.F or kind is Kind.W:
             return fp.forward if kind is Kind.F else fp.weight_gradients
@@ -272,13 +289,14 @@ class _Walk:
         return self._state.norm if kind is Kind.NORM else 0
 
     def _moved(self, action: Action) -> int:
-        """Bytes of a micro-batch that leave."""
+        """Return the offloaded bytes of a micro-batch."""
         return sum(part.moved for part in self._footprints[action.stage])
 
     def _give(self, action: Action, fp: Footprint) -> None:
-        """Keeps what a forward leaves, or frees it after a backward; hands on the output or the
+        """Keep what a forward leaves, or free it after a backward; pass on the output or the
         input's gradient."""
-        (has_input, before), (has_output, after) = self._beside(action, -1), self._beside(action, 1)
+        has_input, before = self._beside(action, -1)
+        has_output, after = self._beside(action, 1)
         if action.kind is Kind.F:
             self._kept = self._kept + fp.kept
             self._inputs = self._inputs + has_input * fp.input

@@ -1,5 +1,5 @@
-"""The operators of a block, by running its own code on ghosts: how much work a pass is, and which
-blocks are alike."""
+"""The operators of a block, recorded by running its own code on ghosts: how much work a pass is,
+and which blocks are equal."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
 from hybridpar.prediction.operators import Operator
 
 KINDS = ("embedding", "layer", "head")
-"""Kinds of the blocks of GPT and BERT."""
+"""Kinds of GPT's and BERT's blocks."""
 
 
 class Op(NamedTuple):
-    """One call of an operator. shapes: of the tensors it is given. num_bytes: what it reads and
-    writes.
+    """One call of an operator.
 
-    flops: of products alone, two for a multiplication and an addition; of others 0.
+    Args:
+        shapes: Shapes of its tensor arguments.
+        num_bytes: Bytes that it reads and writes.
+        flops: Operations of matrix products, two for a multiplication and an addition; 0 for other
+            operators.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Op(NamedTuple):
 
 
 class _Noting(QuietMode):
-    """Notes the operators on ghosts; must be entered after their tracker."""
+    """A mode that records the operators on ghosts; must be entered after their tracker."""
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # imports Triton, which takes 0.3 s
@@ -62,7 +65,8 @@ class _Noting(QuietMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         operator = self._operators.setdefault(id(func), Operator(func))
-        given, made = tensors_in((args, tuple(kwargs.values()))), tensors_in(out)
+        given = tensors_in((args, tuple(kwargs.values())))
+        made = tensors_in(out)
         is_none = operator.is_view or operator.is_fresh or operator.operation == "_unsafe_view"
         if is_none or not any(isinstance(x, Ghost) for x in (*given, *made)):
             return out
@@ -88,8 +92,8 @@ def _num_bytes(x: Tensor) -> int:
 
 
 def _attention_flops(operation: str, shapes: tuple[tuple[int, ...], ...]) -> float:
-    """Of our own operator, whose first tensors are [b, n, s, d]: two products forward, five
-    backward."""
+    """Return the FLOPs of hybridpar's attention operator, whose first tensors are [b, n, s, d]: two
+    products in forward, five in backward."""
     if operation not in ("attention", "attention_backward"):
         return 0
     q, k = shapes[:2]
@@ -100,9 +104,11 @@ def _attention_flops(operation: str, shapes: tuple[tuple[int, ...], ...]) -> flo
 class BlockWork:
     """Operators of a forward and a backward of one block on the first of its tp ranks.
 
-    parameters: number of those that are trained.
-    forward_messages, backward_messages: its collectives over tp, each as bytes of an all-reduce
-    that moves as much.
+    Args:
+        parameters: Number of trained parameters.
+        forward_messages: Collectives over tp in forward, each as the bytes of an all-reduce with
+            equal traffic.
+        backward_messages: The same in backward.
     """
 
     forward: tuple[Op, ...]
@@ -114,10 +120,13 @@ class BlockWork:
 
 
 def block_work(config: Config, number: int, device: torch.device) -> BlockWork:
-    """Work of block `number` on a kind of device, which need not be on this machine. Nothing is
-    computed.
+    """Return the work of block `number` on a device type that this machine need not have, without
+    computing anything.
 
-    `config`: its tp size, micro-batch size and type count.
+    Args:
+        config: Its tp size, micro-batch size and dtype count.
+        number: Number of the block.
+        device: The device.
     """
     with _one_block(config, number, device) as (traced, batch):
         with _Noting() as noted:
@@ -139,7 +148,7 @@ def block_work(config: Config, number: int, device: torch.device) -> BlockWork:
 def block_messages(
     config: Config, number: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The messages of `block_work` alone, forward and backward."""
+    """Return only the messages of `block_work`, forward and backward."""
     with _one_block(config, number, device) as (traced, batch):
         traced.forward(batch)
         messages = _messages(traced.axis)
@@ -151,8 +160,8 @@ def block_messages(
 def messages_by_kind(
     model: ModelConfig, tp: int, sequence: bool = False
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The messages of GPT's or BERT's blocks, forward and backward, by kind: of one sample, in half
-    precision."""
+    """Return the messages of GPT's or BERT's blocks by kind, forward and backward, for one sample
+    in half precision."""
     config = Config(
         model=model,
         parallel=ParallelConfig(tp, 1, 1, sequence=sequence),
@@ -168,7 +177,7 @@ def messages_by_kind(
 def _one_block(
     config: Config, number: int, device: torch.device
 ) -> Iterator[tuple[TracedStage, dict[str, Tensor]]]:
-    """A block as a stage of ghosts, and a micro-batch for it."""
+    """Yield a block as a stage of ghosts, and a micro-batch for it."""
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
         traced = TracedStage(
@@ -187,10 +196,10 @@ def _messages(axis: Axis) -> tuple[int, ...]:
 
 
 def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
-    """An axis's collectives since its traffic was cleared, each as the bytes of an all-reduce that
-    moves as much.
+    """Return an axis's collectives since its traffic was cleared, each as the bytes of an
+    all-reduce with equal traffic.
 
-    Evenly shared: half of what is reduced to its owners, or of what a gather makes.
+    An all-gather or a reduce-scatter counts as half of an all-reduce of its full size.
     """
     sizes: tuple[int, ...] = ()
     for op, share in (("all_reduce", 1.0), ("reduce", 0.5), ("all_gather", size / 2)):
@@ -201,10 +210,10 @@ def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def block_kinds(model: ModelSpec) -> tuple[str, ...]:
-    """The kind of each block; blocks of one kind run equal operators on equal shapes.
+    """Return the kind of each block; blocks of one kind run equal operators on equal shapes.
 
     A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. In other models a
-    kind has the name of its first block: blocks.1.
+    kind is named after its first block: blocks.1.
     """
     if model.cost_model is not None:
         return (KINDS[0], *[KINDS[1]] * (model.num_blocks - 2), KINDS[2])
@@ -216,8 +225,8 @@ def block_kinds(model: ModelSpec) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def block_forms(model: ModelSpec) -> tuple[object, ...]:
-    """What tells kinds of blocks apart: whether it is an end, its operators, and its number of
-    parameters."""
+    """Return for each block what identifies its kind: whether it is an end, its operators, and its
+    number of parameters."""
     config = Config(
         model=model,
         parallel=ParallelConfig(dp=1),

@@ -1,13 +1,13 @@
-"""The tensors that micro-batches keep from forward to backward, and their way to the slow tier and
-back.
+"""Offload the activations that micro-batches keep from forward to backward, and reload them.
 
-    F          notes the memory that autograd keeps                                 (hooks of saved tensors)
+    F          notes the memory that autograd saves (hooks of saved tensors)
     OFFLOAD    starts to write it; EVICT waits for that, and frees the memory
-    RELOAD     takes memory again, and starts to read; the backward waits for that
+    RELOAD     allocates memory again, and starts to read; the backward waits for that
 
 A block of memory moves once, whatever the number of its views, and these are valid again
-afterwards. Only blocks that the micro-batch alone holds move. What anybody else holds stays:
-weights, an output that is being sent. So do integers, and blocks smaller than a page.
+afterwards. Only blocks that nobody but the micro-batch holds are offloaded. Weights and an output
+that is being sent stay, because others hold them. Integers and blocks smaller than a page stay,
+too.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ from hybridpar.state.residency.store import PAGE
 
 
 class Blocks(Protocol):
-    """Tells which block of memory a tensor is on."""
+    """Finds the block of memory that a tensor is on."""
 
     def key(self, tensor: Tensor) -> object:
-        """Equal for tensors that share memory; None: this memory cannot move."""
+        """Return a key that is equal for tensors that share memory; None: this memory cannot
+        move.
+        """
 
     def num_holders(self, tensor: Tensor) -> int:
-        """Number of tensors that share the memory of this one, itself included."""
+        """Return the number of tensors that share the memory of this one, itself included."""
 
     def num_bytes(self, tensor: Tensor) -> int:
-        """Bytes of all that memory."""
+        """Return the bytes of the tensor's block."""
 
     def content(self, tensor: Tensor) -> Tensor:
-        """All that memory, flat."""
+        """Return the complete block as a flat tensor."""
 
     def resize(self, content: Tensor, num_bytes: int) -> None:
-        """Gives that memory back (0), or takes it anew."""
+        """Free a block (0 bytes), or allocate it again."""
 
 
 class _Storages:
-    """Memory of real tensors."""
+    """Blocks of real tensors: their storages."""
 
     def key(self, tensor: Tensor) -> object:
         storage = tensor.untyped_storage()
@@ -55,7 +57,7 @@ class _Storages:
 
     def num_holders(self, tensor: Tensor) -> int:
         holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-        return holders - 1  # what asks
+        return holders - 1  # without the handle that this query takes
 
     def num_bytes(self, tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
@@ -74,14 +76,14 @@ STORAGES = _Storages()
 
 @dataclass(slots=True)
 class _Block:
-    """A block of memory. tensor: any one on it; num_holders: known tensors on it."""
+    """A block of memory. tensor: any tensor on it. num_holders: known tensors on it."""
 
     tensor: Tensor
     num_holders: int = 0
 
 
 class Notes:
-    """The memory that autograd keeps for the code that runs in `noting`."""
+    """The memory that autograd saves for the code that runs in `noting`."""
 
     def __init__(self, blocks: Blocks = STORAGES):
         self._blocks = blocks
@@ -89,14 +91,16 @@ class Notes:
 
     @contextmanager
     def noting(self, leaf: Tensor | None) -> Iterator[None]:
-        """leaf: the code's input, if any, which its caller keeps."""
+        """Note the tensors that autograd saves while in this context. leaf: the code's input, if
+        any, which its caller keeps.
+        """
         with saved_tensors_hooks(self._pack, _same):
             yield
         if leaf is not None and (block := self._found.get(self._blocks.key(leaf))) is not None:
             block.num_holders += 1
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()  # an output that is kept itself would keep its own graph
+        tensor = tensor.detach()  # a saved output would keep its own graph alive
         if tensor.is_floating_point() and self._blocks.num_bytes(tensor) >= PAGE:
             key = self._blocks.key(tensor)
             if key is not None:
@@ -104,7 +108,7 @@ class Notes:
         return tensor
 
     def alone(self) -> list[Tensor]:
-        """A tensor for each block of memory that nobody else holds."""
+        """Return a tensor for each block of memory that nobody else holds."""
         return [
             block.tensor
             for block in self._found.values()
@@ -112,12 +116,13 @@ class Notes:
         ]
 
     def num_bytes(self) -> int:
-        """Bytes of these blocks."""
+        """Return the bytes of the blocks in `alone`."""
         return sum(map(self._blocks.num_bytes, self.alone()))
 
     def forget(self) -> None:
-        """Leaves the memory to autograd, which holds these notes until the whole backward is
-        over."""
+        """Leave the memory to autograd, which holds these notes until the complete backward has
+        run.
+        """
         self._found.clear()
 
 
@@ -127,8 +132,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a micro-batch keeps on a stage, and where it is. sizes: bytes of each block that
-    moves."""
+    """Activations that a micro-batch keeps on a stage.
+
+    Attributes:
+        notes: The saved memory.
+        content: Blocks that move.
+        sizes: Bytes of each block that moves.
+        place: Where the slow tier holds them.
+        moving: The move under way.
+    """
 
     notes: Notes
     content: list[Tensor] = field(default_factory=list)
@@ -143,8 +155,11 @@ class _Kept:
 
 
 class ActivationOffloader:
-    """Moves what a rank's micro-batches keep, along its plan. listeners: called with each block
-    freed or taken."""
+    """Offloads the activations of a rank's micro-batches, as its plan says.
+
+    Attributes:
+        listeners: Called with each block freed or allocated.
+    """
 
     def __init__(self, tier: SlowTier, blocks: Blocks = STORAGES):
         self.tier = tier
@@ -152,17 +167,18 @@ class ActivationOffloader:
         self.listeners: list[Callable[[Tensor], object]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
         self.num_bytes = 0
-        """Bytes that have left so far."""
+        """Bytes offloaded so far."""
 
     def noting(self, action: Action, leaf: Tensor | None) -> AbstractContextManager[None]:
-        """Context for a forward; leaf: its input, if it has one."""
+        """Return the context for a forward. leaf: its input, if it has one."""
         return self._kept.setdefault(
             (action.stage, action.microbatch), _Kept(Notes(self._blocks))
         ).notes.noting(leaf)
 
     def offload(self, action: Action) -> Callable[[], bool]:
-        """Starts to write what a micro-batch keeps; the function that it returns says whether that
-        is over."""
+        """Start to write a micro-batch's activations; return a function that tells whether that is
+        complete.
+        """
         kept = self._of(action)
         tensors = kept.notes.alone()
         kept.content = list(map(self._blocks.content, tensors))
@@ -172,15 +188,16 @@ class ActivationOffloader:
         return kept.moving.done
 
     def evict(self, action: Action) -> None:
-        """Waits until that is over, and frees the memory."""
+        """Wait until the activations are written, and free their memory."""
         kept = self._of(action)
         kept.wait()
         for content in kept.content:
             self._resize(content, 0)
 
     def reload(self, action: Action) -> Callable[[], bool]:
-        """Takes memory, and starts to read; the function that it returns says whether that is
-        over."""
+        """Allocate memory, and start to read; return a function that tells whether that is
+        complete.
+        """
         kept = self._of(action)
         for content, size in zip(kept.content, kept.sizes, strict=True):
             self._resize(content, size)
@@ -193,19 +210,21 @@ class ActivationOffloader:
             listener(content)
 
     def is_here(self, action: Action) -> bool:
-        """Whether all that a backward needs is here."""
+        """Return whether all activations that a backward needs are resident."""
         kept = self._kept.get((action.stage, action.microbatch))
         return kept is None or kept.moving is None or kept.moving.done()
 
     def release(self, action: Action) -> None:
-        """Waits until all that a backward needs is here, and leaves it to autograd."""
+        """Wait until all activations that a backward needs are resident, and leave them to
+        autograd.
+        """
         if (kept := self._kept.pop((action.stage, action.microbatch), None)) is not None:
             kept.wait()
             kept.notes.forget()
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """Stages and micro-batches that still keep anything."""
+        """Stages and micro-batches that still keep activations."""
         return list(self._kept)
 
     def _of(self, action: Action) -> _Kept:

@@ -1,4 +1,4 @@
-"""Captures work on a GPU as a CUDA graph without waiting for the device, and undoes a capture that
+"""Capture work on a GPU as a CUDA graph without waiting for the device, and undo a capture that
 fails.
 
 `torch.cuda.graph` first synchronizes the device and empties the allocator's cache, whose cudaFree
@@ -22,17 +22,18 @@ its stream, which other graphs captured there still write to (pytorch issue 1934
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture in `graph` what is launched on `stream` meanwhile; memory comes from `pool`.
+    """Capture in `graph` what is launched on `stream` while in this context; memory comes from
+    `pool`.
 
-    Only what this thread does can break the capture, so other threads may save or copy meanwhile.
-    After an exception the allocator and the generator are as before the capture. `graph` then must
+    Only this thread's own calls can break the capture, so other threads may save or copy during it.
+    After an exception the allocator and the generator are as before the capture. `graph` must then
     be kept, unused: the allocator of pinned memory may ask it whether a stream belongs to its
     capture.
 
     Args:
-        graph: a new graph.
-        pool: a `torch.cuda.graph_pool_handle()`.
-        stream: not the default stream of its device.
+        graph: A new graph.
+        pool: A `torch.cuda.graph_pool_handle()`.
+        stream: A stream other than the default stream of its device.
     """
     with torch.cuda.stream(stream):
         try:
@@ -60,15 +61,15 @@ def _undo(pool: Any, device: torch.device) -> None:
     """Make the allocator and the generator forget a capture.
 
     If CUDA refuses to end a capture, `capture_end` throws before it tells the allocator. The
-    allocator would go on to look at the pool for every allocation, defer every free that waits for
-    an event, and count the pool as in use.
+    allocator would continue to look at the pool for every allocation, defer every free that waits
+    for an event, and count the pool as in use.
     """
     index = device.index or 0
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
     except RuntimeError:
-        # the capture had not begun, or capture_end has told the allocator, and the graph releases
-        # the pool
+        # Either the capture had not begun, or capture_end has told the allocator and the graph
+        # releases the pool.
         pass
     else:
         torch._C._cuda_releasePool(index, pool)
@@ -85,7 +86,7 @@ def _clear_mark() -> None:
     """Clear the mark of a failed capture in the state of the generator, by a capture that succeeds.
 
     Up to torch 2.11 a capture marks the state that it shares with all graphs captured before, and
-    capture_end does not get to clearing it if it throws. Replaying one of these graphs would then
+    capture_end does not clear the mark if it throws. Replaying one of these graphs would then
     throw, too.
     """
     graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
-"""Codecs of messages between stages: rows of numbers as fewer bytes, and back.
+"""Codecs of activations and gradients between stages: rows of numbers as fewer bytes, and back.
 
     stage r     x ---- encode ----> bytes ==== link ====> bytes ---- decode_ ----> C(x)     stage r + 1
                 dC(x) <---- decode_ ---- bytes ==== link ==== bytes <---- encode ---- dx
 
-A row is a token's features. Its bytes depend on it alone, so it travels as the same bytes on every
-grid. The backward takes C for the identity (straight through), except that a codec may send only
+A row is a token's features. Its bytes depend on it alone, so it is sent as the same bytes on every
+grid. The backward treats C as the identity (straight through), except that a codec may send only
 the gradients of the features that were sent (`Codec.follows`; both sides know which). The codecs
 are in state/compression.
 """
@@ -26,8 +26,14 @@ from hybridpar.state.compression.registry import message_codec
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codecs of a pipeline's activations and their gradients. `exact`: first blocks of the
-    stages whose messages stay exact: a head alone, and on a V those that a rank hands to itself."""
+    """The codecs of a pipeline's activations and their gradients.
+
+    Attributes:
+        forward: Codec of activations.
+        backward: Codec of gradients.
+        exact: First blocks of the stages that receive exact activations: a head alone, and with
+            stage_layout "v" the stages that a rank sends to itself.
+    """
 
     forward: Codec | None = None
     backward: Codec | None = None
@@ -35,7 +41,11 @@ class Codecs:
 
     @classmethod
     def of(cls, job: JobPlan) -> Codecs:
-        """The codecs of a job. Raises: ConfigError where one saves no bytes."""
+        """Create the codecs of a job.
+
+        Raises:
+            ConfigError: A codec saves no bytes.
+        """
         config = job.config
         names = config.compression.both_ways
         forward, backward = (message_codec(name, config) for name in names)
@@ -53,10 +63,12 @@ class Codecs:
         return cls(forward, backward, frozenset(exact))
 
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
-        """The codec on the link into the stage that begins with block `first`; None: messages are
-        exact.
+        """Return the codec on the link into the stage that starts with block `first`; None: exact.
 
-        flow: 1 for activations, -1 for their gradients. training: if False, messages are exact.
+        Args:
+            flow: 1 for activations, -1 for their gradients.
+            first: First block of the stage.
+            training: If False, the link is exact.
         """
         if first in self.exact or not training:
             return None
@@ -64,7 +76,11 @@ class Codecs:
 
 
 def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
-    """Raises: ConfigError where a codec saves no bytes of a token."""
+    """Check that a codec saves bytes.
+
+    Raises:
+        ConfigError: A codec saves no bytes of a token.
+    """
     hidden = message_shape(config.model, 0)[-1]
     dtype = config.train.dtype
     plain = hidden * DTYPES[dtype].itemsize
@@ -80,7 +96,7 @@ def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:
-    """`x` [b, s, h] as it arrives behind a link."""
+    """Return `x` [b, s, h] as the receiver of a link gets it."""
     if codec is None:
         return x
     rows = x.reshape(-1, x.shape[-1])

@@ -2,15 +2,15 @@
 
     F       wait for its receive, bind the version, run the stage, keep the graph
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
-    I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients
-    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch actions
-    FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the
-                                    state that it touches
-    OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for
-                                    its own
+    I       as B, but the inputs of the weight gradients are kept        W   adds these gradients
+    RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   passed to the batch actions
+    FETCH RELEASE DROP              passed to the tiers of the state; every action waits for the
+                                    state that it accesses
+    OFFLOAD EVICT RELOAD            passed to the activation offloader; a backward waits for
+                                    its activations
 
-Parts of a stage, and consecutive stages on a rank, hand each other activations and gradients. Only
-this file waits for other stages.
+Segments of a stage, and consecutive stages on a rank, hand each other activations and gradients
+directly. Only this file waits for other stages.
 """
 
 from __future__ import annotations
@@ -60,23 +60,22 @@ class BatchActions(Protocol):
         """Point gradients at the right buffer; return the loss's own gradient (the loss scale)."""
 
     def add_weight_gradients(self, action: Action) -> None:
-        """Add the gradients of weights that the micro-batch's I left for later."""
+        """Add the weight gradients that the micro-batch's I has deferred."""
 
     def after_backward(self, action: Action) -> None:
-        """Called once a part's gradients of a micro-batch are there."""
+        """Note that a segment's gradients of a micro-batch have been added."""
 
 
 @dataclass(slots=True)
 class InFlight:
     """A micro-batch between its forward and its backward."""
 
-    input: Tensor | None  # whose gradient is sent: a leaf
-    edge: (
-        GradientEdge | None
-    )  # the output's place in the graph, without the output; None: nothing needs a gradient
+    input: Tensor | None  # a leaf, whose gradient is sent
+    # The output's place in the graph, without the output. None: nothing needs a gradient.
+    edge: GradientEdge | None
 
     def back(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the input, if there is one."""
+        """Run the backward; return the gradient of the input, if there is one."""
         if self.edge is None:
             return None
         backward_from(self.edge, gradient)
@@ -92,21 +91,28 @@ class Tiers(Protocol):
     """The state of a rank in a fast tier and a slow one."""
 
     def move(self, action: Action) -> None:
-        """Starts a FETCH, RELEASE or DROP."""
+        """Start a FETCH, RELEASE or DROP."""
 
     def are_here(self, action: Action) -> bool:
-        """Whether all that the action touches is in the fast tier."""
+        """Return whether all items that the action accesses are in the fast tier."""
 
     def touch(self, action: Action) -> None:
-        """Waits until it is, and notes what the action changes."""
+        """Wait until all items that the action accesses are in the fast tier, and note which of
+        them it changes.
+        """
 
 
 class Executor:
-    """Runs the actions of one rank against its stages (by number, in parts), its weights and its
-    neighbours.
+    """Runs the actions of one rank.
 
-    `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None:
-    none leave. `graphs`: replays the micro-batches that it can; None: all run kernel by kernel.
+    Args:
+        stages: Segments of each stage of the rank, by number of the stage.
+        weights: The rank's weights.
+        lane: Sends and receives between stages.
+        sizes: The shape of the pipeline.
+        tiers: Moves state; None: all state is always resident.
+        stash: Offloads activations; None: none are offloaded.
+        graphs: Replays the micro-batches that it can; None: all run kernel by kernel.
     """
 
     def __init__(
@@ -130,29 +136,25 @@ class Executor:
         self.num_microbatches = sizes.num_microbatches
         self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
         self.losses: dict[int, Losses] = {}
-        """Sum of each batch's partial losses and metrics so far (last stage only); whoever reads an
-        entry takes it out.
-        """
+        """Sums of each batch's partial losses and metrics so far (last stage only). The reader of
+        an entry removes it."""
         self.recording: Recording | None = None
         """Records what is executed; set by `record`."""
         self.current: Action | None = None
         """The action being executed."""
         self.listeners: list[Callable[[Action | None], None]] = []
-        """Told of every action before it is executed, and of the end (None)."""
+        """Called with every action before it is executed, and with None at the end."""
         self._source: Source | None = None
         self._batch_actions: BatchActions | None = None
         self._loss_dtype: torch.dtype | None = None
         self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
-        self._handed: dict[
-            tuple[Kind, int, int, int], Tensor
-        ] = {}  # to a part by its neighbour, by kind and as above
-        self._received: dict[
-            tuple[Kind, int, int], tuple[Work, Tensor]
-        ] = {}  # by kind, stage and micro-batch
+        # activations and gradients for a segment from its neighbour, by kind and as in _flight
+        self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}
+        # by kind, stage and micro-batch
+        self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
-        self._places: dict[
-            tuple[Kind, int, int], Tensor
-        ] = {}  # of gradients that will be sent or received, as above
+        # features of gradients that will be sent or received, as above
+        self._places: dict[tuple[Kind, int, int], Tensor] = {}
         self._sends: deque[tuple[Action, Work]] = deque()  # unfinished, from the oldest on
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -176,8 +178,9 @@ class Executor:
     def run(
         self, actions: Iterable[Action], source: Source, batch_actions: BatchActions | None = None
     ) -> None:
-        """Executes the actions in order; at the end nothing is in flight. `batch_actions`: None:
-        the plan is forward only."""
+        """Execute the actions in order; at the end nothing is in flight. `batch_actions`: None: the
+        plan is forward only.
+        """
         self._source = source
         self._batch_actions = batch_actions
         for action in actions:
@@ -209,7 +212,7 @@ class Executor:
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _note(self, action: Action) -> None:
-        """Note in the flight record what this rank does, or which of its sends it waits for."""
+        """Write to the flight record what this rank does, or which of its sends it waits for."""
         self.lane.pp.flight.action(action.kind, action.stage, action.microbatch, action.version)
 
     def _turn_to(self, action: Action | None) -> None:
@@ -218,19 +221,19 @@ class Executor:
             listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
-        """Calls `wait`, which waits for other ranks, as a part of an action."""
+        """Call `wait`, which waits for other ranks, as a part of an action."""
         if self.recording is None or self.current is None:
             wait()
         else:
             self.recording.wait(wait)
 
     def watch(self, is_done: Callable[[], bool]) -> None:
-        """Records when the work that the current action has started is over."""
+        """Record when the work that the current action has started is complete."""
         if self.recording is not None and self.current is not None:
             self.recording.watch(self.current, is_done)
 
     def record(self, recording: Recording | None) -> None:
-        """Record what is executed from now on; None: stop."""
+        """Record executed actions from now on; None: stop."""
         self.recording = recording
 
     @property
@@ -355,8 +358,11 @@ class Executor:
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
     def _way(self, action: Action) -> tuple[int, Axis]:
-        """The rank at the other end of a transfer, and the axis. Messages between two ranks on an
-        axis have no tags: both ranks must have them in the same order, as NCCL needs."""
+        """Return the rank at the other end of a transfer, and the axis.
+
+        Messages between two ranks on an axis have no tags: both ranks must have them in the same
+        order, as NCCL requires.
+        """
         lane = self.lane
         row = ACTION_SPECS[action.kind]
         turn = self.sizes.turn(action.stage) if lane.turns else 0
@@ -366,7 +372,7 @@ class Executor:
         ), forth if row.flow > 0 else reverse
 
     def _link(self, kind: Kind, stage: int, k: int) -> tuple[StageTransport, Codec | None]:
-        """The lane and the codec of a transfer."""
+        """Return the transport and the codec of a transfer."""
         row = ACTION_SPECS[kind]
         into = stage + (row.peer_offset > 0)
         codec = self.lane.codec(row.flow, into, training=torch.is_grad_enabled())
@@ -378,7 +384,7 @@ class Executor:
     def _keep_places(
         self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None
     ) -> None:
-        """Notes which features `message` has, for the transfer of their gradients."""
+        """Note which features `message` has, for the transfer of their gradients."""
         gradients = self._link(kind, stage, k)[1]
         if codec is None or gradients is None or not gradients.follows:
             return
@@ -387,10 +393,11 @@ class Executor:
             self._places[kind, stage, k] = places
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
-        """The received tensor, once it is here; None where this stage receives nothing of that
-        kind. `packed`: as bytes if a codec made it.
+        """Return the received tensor once it has arrived; None if this stage receives nothing of
+        that kind.
 
-        The time of the gather over tp counts as the action's, not as a transfer's.
+        The time of the gather over tp counts as the action's, not as a transfer's. `packed`: return
+        the encoded bytes, if there is a codec.
         """
         if (entry := self._received.pop((kind, stage, k), None)) is None:
             return None

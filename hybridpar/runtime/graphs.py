@@ -1,26 +1,25 @@
-"""Runs micro-batches as CUDA graphs: a CPU takes longer to launch a thousand small kernels than a
-GPU to run them.
+"""Run micro-batches as CUDA graphs, because a CPU takes longer to launch a thousand small kernels
+than a GPU takes to run them.
 
     first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
     second                          F, then B (or I, then W) are captured, and replayed
     all later ones                  inputs and dropout's counters are copied into place, F and B
                                     replayed
 
-Gradients are summed over replicas beside the last backward of a batch: where a bucket of gradients
-is final, the graph records an event, and the bucket's sum waits for that, not for the whole graph.
-
-Micro-batches are of one kind if they run on the same stage and the same buffer of weights, write
-the same buffer of gradients, and both or neither are the first of their batch, which overwrites.
-Without a pipeline only one micro-batch at a time is between its F and its B, so all kinds share
-memory. In a pipeline several are: each then has a place of its stage, with memory and graphs of its
-own. With a split backward I leaves the factors of weights' gradients in the memory of the place,
-which stays taken until W, a third graph, has multiplied them. Graphs run on a stream of their own,
-as torch needs. Communication of tensor parallelism is captured, too.
+Gradients are reduced over replicas while the last backward of a batch runs: when a bucket of
+gradients is final, the graph records an event, and the bucket's reduction waits for that event, not
+for the complete graph. Micro-batches are of one kind if they run on the same stage and the same
+buffer of weights, write the same buffer of gradients, and both or neither are the first of their
+batch, which overwrites. Without a pipeline only one micro-batch at a time is between its F and its
+B, so all kinds share memory. In a pipeline several are: each then has a place of its stage, with
+separate memory and graphs. With a split backward, I leaves the factors of weight gradients in the
+memory of the place, which stays taken until W, a third graph, has multiplied them. Graphs run on a
+separate stream, as torch requires. Communication of tensor parallelism is captured, too.
 
 A capture does not wait for the device (see capture.py). If one fails, its cause is logged, and this
-rank runs kernel by kernel from then on, to the same numbers. Stages may differ in that, since
-transfers between them are in no graph. Ranks of tp may not, as NCCL wants a collective captured on
-all ranks or on none: they agree on every capture.
+rank runs kernel by kernel from then on, with the same results. Stages may differ in that, since
+transfers between them are in no graph. Ranks of tp may not, because NCCL requires a collective to
+be captured on all ranks or on none: they agree on every capture.
 """
 
 from __future__ import annotations
@@ -105,10 +104,10 @@ def num_places(num_ranks: int, num_stages: int) -> int:
 
 
 def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
-    """Why micro-batches of such a job cannot be recorded on a rank of its pipeline; None if they
-    can.
+    """Return why micro-batches of such a job cannot be recorded on a rank of its pipeline; None if
+    they can.
 
-    rank: None: of any rank, where activations leave on one of them.
+    rank: None: any rank, if one of them offloads activations.
     """
     config = job.config
     parallel = config.parallel
@@ -127,7 +126,9 @@ def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
 
 
 def _offloads(job: JobPlan, rank: int | None) -> bool:
-    """Return whether activations of this rank of the pipeline, or of any, leave."""
+    """Return whether this rank of the pipeline offloads activations; None: whether any rank
+    does.
+    """
     if job.config.memory.num_away == 0:
         return False
     ranks = range(job.shape.num_ranks) if rank is None else [rank]
@@ -139,16 +140,16 @@ class _Addition:
     """A graph that adds to gradients."""
 
     graph: torch.cuda.CUDAGraph
-    calls: Traffic  # that it makes
-    missing: frozenset[str]  # of the parameters that it adds to, those without a gradient before
-    written: frozenset[str]  # those that have one only since
-    reported: list[
-        tuple[str, torch.cuda.Event | None]
-    ]  # parameters in the order in which their gradients are final
+    calls: Traffic  # communication of this graph
+    missing: frozenset[str]  # parameters in `touched` that had no gradient before
+    written: frozenset[str]  # parameters that had none before and have one since
+    # parameters in the order in which their gradients become final
+    reported: list[tuple[str, torch.cuda.Event | None]]
 
     def fits(self, missing: frozenset[str]) -> bool:
-        """Whether it may be replayed if these gradients are missing: it overwrites them, and adds
-        to others."""
+        """Return whether the graph may be replayed if these gradients are missing: it overwrites
+        exactly those, and adds to others.
+        """
         return missing & self.touched == self.missing
 
     @property
@@ -168,19 +169,18 @@ class _Recorded:
     forward: torch.cuda.CUDAGraph
     out: Losses | Tensor
     edge: GradientEdge | None
-    start: Tensor  # of the backward
-    calls: Traffic  # that the forward makes
+    start: Tensor  # gradient that the backward starts from
+    calls: Traffic  # communication of the forward
     backward: _Addition | None = None
-    is_split: bool = False  # the backward leaves the gradients of weights to `weights`
+    is_split: bool = False  # the backward leaves weight gradients to `weights`
     weights: _Addition | None = None
-    made: Tensor | None = None  # by the backward, of x
-    num_uses: int = 0  # since it was captured
-    buffers: list[Tensor] = field(
-        default_factory=list
-    )  # of the stage; it may replace caches, which the graphs read
+    made: Tensor | None = None  # gradient of x, which the backward computes
+    num_uses: int = 0  # replays since the capture
+    # Caches of the stage, kept alive because the graphs read them and the stage may replace them.
+    buffers: list[Tensor] = field(default_factory=list)
 
     def takes(self, batch: MicroBatch) -> bool:
-        """Whether a micro-batch has the names, shapes and types of the one that was captured."""
+        """Return whether a micro-batch has the names, shapes and types of the captured one."""
         return batch.keys() == self.inputs.keys() and all(
             (one.shape, one.dtype) == (self.inputs[name].shape, self.inputs[name].dtype)
             for name, one in batch.items()
@@ -189,7 +189,7 @@ class _Recorded:
     @torch.no_grad()
     def take(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> None:
         if self.x is not None:
-            self.x.copy_(x)  # type: ignore[arg-type]  # where one has it, all have
+            self.x.copy_(x)  # type: ignore[arg-type]  # all micro-batches of a stage have it
         for name, one in batch.items():
             self.inputs[name].copy_(one)
         if self.key is not None:
@@ -200,14 +200,19 @@ class _Recorded:
 class MicroBatchGraphs:
     """Runs the forward and backward passes of a rank's stages into `gradients`.
 
-    stages: by number.
-    buckets: parameters that are summed over replicas together, if sums may begin before a backward
-    is over. num_places: micro-batches in flight on a stage that have memory of their own; others
-    are not replayed. More than one: the rank has neighbours, whose messages it may wait for.
-    tp: the axis on which the stages communicate; None: they do not.
-    distrusts: a forward may take something from Python that changes, which a graph keeps as it was.
-    So the first, second, fourth, eighth .. replay of each forward is compared with a run kernel by
-    kernel.
+    Args:
+        stages: The rank's stages, by number.
+        gradients: Accumulates the gradients.
+        num_microbatches: Micro-batches of a batch.
+        device: The GPU.
+        buckets: Parameters that are reduced over replicas together, if reductions may start before
+            a backward has ended.
+        num_places: Micro-batches in flight on a stage that have memory for graphs; others are not
+            replayed. If more than one, the rank has neighbours whose transfers it may wait for.
+        tp: The axis on which the stages communicate; None: they do not.
+        distrusts: A forward may read Python values that change, while a graph keeps the captured
+            ones. So the first, second, fourth, eighth .. replay of each forward is compared with a
+            run kernel by kernel.
     """
 
     def __init__(
@@ -223,9 +228,8 @@ class MicroBatchGraphs:
         distrusts: bool = False,
     ):
         self._distrusts = distrusts
-        self._attributes: dict[
-            int, dict[str, Any]
-        ] = {}  # of modules, by stage, before its first micro-batch
+        # attributes of modules, by stage, before its first micro-batch
+        self._attributes: dict[int, dict[str, Any]] = {}
         self._stages = stages
         self._gradients = gradients
         self._m = num_microbatches
@@ -238,24 +242,23 @@ class MicroBatchGraphs:
             for stage in stages
             for place in range(num_places)
         }
-        self._beside = torch.cuda.Stream(device)  # where sums begin
+        self._beside = torch.cuda.Stream(device)  # reductions start on it
         self._seen: set[Kind] = set()
         self._recorded: dict[tuple[Kind, int], _Recorded] = {}  # by place
         self._flight: dict[tuple[int, int], _Recorded] = {}  # by stage and micro-batch
-        self._waiting: list[
-            tuple[dict[str, list[Any]], _Recorded]
-        ] = []  # for gradients of weights: their parts
+        # micro-batches whose deferred weight gradients are not added yet
+        self._waiting: list[tuple[dict[str, list[Any]], _Recorded]] = []
         self._newest: torch.cuda.CUDAGraph | None = None  # kept if its capture fails: see `capture`
         self._works = True
         gradients.apply_with(self._weight_gradients)
         self.num_replayed = 0
         """Micro-batches replayed so far."""
         self.num_captures = 0
-        """Captures so far, failed ones among them."""
+        """Captures so far, including failed ones."""
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """While in it, work runs after all that came before, and before all that comes after."""
+        """Run work in this context after all earlier work, and before all later work."""
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
         try:
@@ -273,8 +276,8 @@ class MicroBatchGraphs:
         batch: MicroBatch,
         key: RandomKey | None,
     ) -> Losses | Tensor | None:
-        """Return a stage's output for micro-batch `number` on the bound weights, those of buffer
-        `slot`; None: it is not replayed.
+        """Return a stage's output for micro-batch `number` on the bound weights, which are in
+        buffer `slot`; None: it is not replayed.
         """
         kind = stage, slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
         place = self._free_place(stage)
@@ -305,8 +308,9 @@ class MicroBatchGraphs:
         return out.clone() if isinstance(out, Tensor) else each(out, Tensor.clone)
 
     def _is_changed(self, recorded: _Recorded) -> bool:
-        """Whether a replayed forward differs from a run kernel by kernel, on any rank of tp. If so,
-        the graphs go."""
+        """Return whether a replayed forward differs from a run kernel by kernel, on any rank of tp.
+        If so, replays are disabled.
+        """
         stage = recorded.stage
         before = self._attributes[stage]
         now = _plain_attributes(self._stages[stage])
@@ -315,11 +319,9 @@ class MicroBatchGraphs:
             out, _ = self._run(stage, recorded.x, recorded.inputs, recorded.key)
             if not self._sum_over_tp(int(not _are_equal(out, recorded.out))):
                 return False
-        what = (
-            f"changes {changed[0]}"
-            if changed
-            else "gives other numbers replayed than run kernel by kernel"
-        )
+        what = "gives other numbers replayed than run kernel by kernel"
+        if changed:
+            what = f"changes {changed[0]}"
         self._drop(f"the forward of stage {stage} {what}, so it cannot be captured")
         if recorded.num_uses > 1:
             _log.warning(
@@ -340,8 +342,8 @@ class MicroBatchGraphs:
         """Run the backward of a micro-batch whose forward was replayed; return the gradient of the
         stage's input.
 
-        If the accumulator collects parts of weights' gradients, the micro-batch keeps its place
-        until they are added.
+        If the accumulator defers parts of weight gradients, the micro-batch keeps its place until
+        they are added.
         """
         recorded = self._flight.pop((stage, number))
         buffer = self._gradients.buffer_index(number // self._m)
@@ -374,8 +376,7 @@ class MicroBatchGraphs:
     def _weight_gradients(
         self, waiting: dict[str, list[Any]], buffer: int, add: Callable[[], None]
     ) -> None:
-        """Add the parts of weights' gradients that wait since a backward, by `add` or by a replay
-        of it."""
+        """Add the deferred parts of weight gradients, by calling `add` or by replaying it."""
         found = [recorded for parts, recorded in self._waiting if parts is waiting]
         if not found:
             add()
@@ -410,11 +411,11 @@ class MicroBatchGraphs:
         self._replay(weights, buffer)
 
     def _replay(self, addition: _Addition, buffer: int) -> None:
-        """Replay a graph that adds to gradients, and report those that it makes final."""
+        """Replay a graph that adds to gradients, and report the gradients that it makes final."""
         on_final = self._gradients.on_final
         is_beside = on_final is not None and len(self._buckets) > 0
         if is_beside:
-            self._beside.wait_stream(self._stream)  # a bucket may have gradients from before
+            self._beside.wait_stream(self._stream)  # a bucket may have gradients of earlier work
         addition.graph.replay()
         self._gradients.missing(buffer).difference_update(addition.written)
         if on_final is None:
@@ -431,8 +432,9 @@ class MicroBatchGraphs:
 
     @contextmanager
     def _counting(self, calls: Traffic) -> Iterator[None]:
-        """Note in `calls` the communication meanwhile; forget it if an exception ends it, as none
-        of it happens."""
+        """Add the communication in this context to `calls`; forget it after an exception, because
+        it has not happened.
+        """
         traffic = self._tp.traffic
         before = traffic.copy()
         try:
@@ -444,10 +446,12 @@ class MicroBatchGraphs:
 
     def _attempt(self, record: Callable[[], _Recorded]) -> _Recorded | None:
         """Return what `record` captures; None, on all ranks of tp alike, if a capture failed on one
-        of them."""
+        of them.
+        """
         self.num_captures += 1
-        if not self._has_neighbours:  # what PyTorch's cache keeps is room for the graph
-            # waits for the device, which a rank that has posted receives must not
+        # Free PyTorch's cache to make room for the graph. This waits for the device, which a rank
+        # that has posted receives must not do.
+        if not self._has_neighbours:
             torch.cuda.empty_cache()
         failure: RuntimeError | None = None
         recorded = None
@@ -456,14 +460,10 @@ class MicroBatchGraphs:
         except RuntimeError as error:
             failure = error
         if self._sum_over_tp(int(failure is not None)):
-            self._drop(
-                "a capture failed "
-                + (
-                    "on another rank of tp"
-                    if failure is None
-                    else f"({_describe(first_cause(failure))})"
-                )
-            )
+            cause = "on another rank of tp"
+            if failure is not None:
+                cause = f"({_describe(first_cause(failure))})"
+            self._drop(f"a capture failed {cause}")
             return None
         return recorded
 
@@ -500,7 +500,7 @@ class MicroBatchGraphs:
     def _record_backward(self, recorded: _Recorded, buffer: int) -> _Recorded:
         edge = recorded.edge
         assert edge is not None
-        recorded.edge = None  # what it keeps is the recording's from now on
+        recorded.edge = None  # the recording holds the graph from now on
 
         def run() -> None:
             recorded.made = self._run_back(recorded, edge)
@@ -520,8 +520,8 @@ class MicroBatchGraphs:
     ) -> _Addition:
         """Capture `run`, which adds to a buffer of gradients.
 
-        An event follows the last gradient of each bucket; gradients of buckets that other graphs
-        make final, too, have one behind all of this graph.
+        An event follows the last gradient of each bucket. Gradients of buckets that other graphs
+        also make final have an event at the end of this graph.
         """
         on_final = self._gradients.on_final
         missing = frozenset(self._gradients.missing(buffer))
@@ -559,20 +559,21 @@ class MicroBatchGraphs:
         return capture(graph, self._pools[stage, place], self._stream)
 
     def _drop(self, why: str) -> None:
-        """Run kernel by kernel from now on; micro-batches in flight keep what they were replayed
-        with.
+        """Run kernel by kernel from now on. Micro-batches in flight keep the graphs they were
+        replayed with.
 
-        No graph is given back before they are through: its end would free cuBLAS workspaces that
+        No graph is destroyed before these are done, because that would free cuBLAS workspaces that
         they use (capture.py).
         """
         self._works = False
         _log.warning("micro-batches run without CUDA graphs from now on: %s", why)
 
     def _run_again(self, recorded: _Recorded) -> Tensor | None:
-        """Run a micro-batch kernel by kernel, forward for the second time, on the inputs that its
-        place holds."""
+        """Run a micro-batch kernel by kernel, with a second forward, on the inputs that its place
+        holds.
+        """
         if recorded.x is not None:
-            recorded.x.grad = None  # that of a capture that failed
+            recorded.x.grad = None  # left by a capture that failed
         if self._gradients.collecting is not None:
             self._gradients.collecting.clear()
         _, total = self._run(recorded.stage, recorded.x, recorded.inputs, recorded.key)
@@ -603,7 +604,9 @@ def _recorded_event() -> torch.cuda.Event:
 
 
 def _plain_attributes(stage: Stage) -> dict[str, Any]:
-    """Return the numbers and texts that modules have as attributes, which a forward may change."""
+    """Return the numbers and strings among the attributes of modules, which a forward may
+    change.
+    """
     found: dict[str, Any] = {}
     for prefix, module in stage.named_modules():
         found |= {
@@ -615,7 +618,7 @@ def _plain_attributes(stage: Stage) -> dict[str, Any]:
 
 
 def _are_equal(one: Losses | Tensor, other: Losses | Tensor) -> bool:
-    """Whether two outputs of a stage are equal, and NaN in the same places."""
+    """Return whether two outputs of a stage are equal, with NaN in the same places."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         assert isinstance(one, Tensor)
         assert isinstance(other, Tensor)

@@ -1,4 +1,4 @@
-"""Packs several named tensors between two stages into one: a row of numbers for each sample.
+"""Pack several named tensors between two stages into one tensor: a row of numbers for each sample.
 
 {"encoder": [b, s, h], "decoder": [b, t, h]}   ->   [b, s h + t h]   ->   the same names in the next stage
 """
@@ -23,16 +23,16 @@ class Packing:
 
     @classmethod
     def after(cls, model: ModelSpec, number: int) -> Packing | None:
-        """The packing of what block `number` returns; None if it is one tensor."""
+        """Return the packing of the output of block `number`; None if it is one tensor."""
         shapes = model.activation_shape(number)
         return cls(tuple(shapes.items())) if isinstance(shapes, Mapping) else None
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Shapes: [b, ..] each -> [b, numbers of a sample]."""
+        """Pack tensors into one. Shapes: [b, ..] each -> [b, numbers of a sample]."""
         return torch.cat([tensors[name].flatten(1) for name, _ in self.shapes], 1)
 
     def unpack(self, x: Tensor) -> dict[str, Tensor]:
-        """The tensors; their gradients are parts of that of `x`."""
+        """Return the tensors as views of `x`; their gradients are parts of its gradient."""
         parts = x.split([prod(shape) for _, shape in self.shapes], 1)
         return {
             name: part.unflatten(1, shape)

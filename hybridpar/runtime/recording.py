@@ -1,11 +1,11 @@
-"""Records what a rank does and when, action by action: by the wall clock, and by the rank's own
+"""Record what a rank does and when, action by action: in wall-clock time, and in the rank's own
 time.
 
     wall    |--------- F7 --------|   B3 waits    |------ B3 ------|
     own     |-- F7 --|- no core --|               |----- B3 -------|
 
-A rank's own time stands still while it is ready but other work has its core. So it tells what an
-action costs, even where ranks share cores.
+A rank's own time stops while it is ready but other work has its core. So it shows what an action
+costs, even if ranks share cores.
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ _STAT = "/proc/stat"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One executed action, in seconds: its start and end, and the intervals in which it waited for
-    others.
+    """One executed action. Units: seconds.
 
-    own: the rank's own time in it, without waits. gap: likewise since the end of the action before.
-    over: when the work that it had started was seen to be over; None: nobody looked, or it was not
-    seen. for_state: whether the first wait was for the rank's state to move.
+    Attributes:
+        action: The action.
+        start: When it started.
+        end: When it ended.
+        waits: Intervals in which it waited for other ranks or for state.
+        own: The rank's own time in it, without waits.
+        gap: The rank's own time since the end of the previous action.
+        over: When the work that it had started was first seen to be complete; None: never seen.
+        for_state: The first wait was for the rank's state to move.
     """
 
     action: Action
@@ -47,24 +52,30 @@ class Event:
 
     @property
     def ready(self) -> float:
-        """Time at which its last wait was over."""
+        """Time at which the last wait ended."""
         return self.waits[-1][1] if self.waits else self.start
 
     @property
     def waited(self) -> float:
-        """Seconds that it waited."""
+        """Seconds of waiting."""
         return sum(until - since for since, until in self.waits)
 
     @property
     def waited_for_state(self) -> float:
-        """Seconds of these for the rank's state to move."""
+        """Seconds of waiting for the rank's state to move."""
         return self.waits[0][1] - self.waits[0][0] if self.for_state else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds during a recording of `seconds`: of this process, of its threads other than the
-    recording one, and of all processes of the machine (0 if unknown)."""
+    """CPU seconds during a recording.
+
+    Attributes:
+        seconds: Duration of the recording.
+        process: CPU seconds of this process.
+        beside: CPU seconds of its threads other than the recording one.
+        machine: CPU seconds of all processes of the machine; 0 if unknown.
+    """
 
     seconds: float = 0.0
     process: float = 0.0
@@ -73,19 +84,20 @@ class Usage:
 
 
 class Clock(Protocol):
-    """Tells the time. `read` turns a result of `now`, then or later, into seconds on the wall and
-    of own time."""
+    """A clock. `read` converts a result of `now`, then or later, to wall-clock seconds and seconds
+    of own time.
+    """
 
     def now(self) -> Any: ...
     def read(self, stamp: Any) -> tuple[float, float]: ...
 
 
 class HostClock:
-    """The clock of the thread that makes it. 3 us a look.
+    """The clock of the thread that creates it. Each reading takes 3 us.
 
-    Linux tells how long a thread waited for a core. Elsewhere own time is the thread's CPU time, so
-    every wait looks like one for a core. Own time never goes back: a virtual machine may count a
-    longer wait than there was time.
+    Linux reports how long a thread has waited for a core. On other systems own time is the thread's
+    CPU time, so every wait looks like a wait for a core. Own time never decreases, although a
+    virtual machine may report a longer wait than time has passed.
     """
 
     def __init__(self) -> None:
@@ -98,7 +110,7 @@ class HostClock:
     def now(self) -> tuple[float, float]:
         if self._file is None:
             return time.perf_counter(), time.thread_time()
-        while True:  # until nothing took the core between the looks
+        while True:  # until nothing took the core between the readings
             before = self._kept_waiting()
             seconds = time.perf_counter()
             kept = self._kept_waiting()
@@ -109,7 +121,7 @@ class HostClock:
                 return seconds, self._own
 
     def _kept_waiting(self) -> bytes:
-        """Nanoseconds that the thread has waited for a core, in digits."""
+        """Return the nanoseconds that the thread has waited for a core, as digits."""
         assert self._file is not None
         return os.pread(self._file.fileno(), 96, 0).split()[1]
 
@@ -118,7 +130,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of the current CUDA stream: when it reached the point at which it was asked."""
+    """The clock of the current CUDA stream: it tells when the stream reached the point of the
+    reading.
+    """
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
@@ -138,7 +152,7 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock for work on `device`."""
+    """Create the clock for work on `device`."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
@@ -156,24 +170,25 @@ class Recording:
         self._begun = _usage()
 
     def begin(self) -> None:
-        """An action begins."""
+        """Note that an action starts."""
         self._waits = []
         self._for_state = False
         self._start = self._clock.now()
         self._look(self._start)
 
     def watch(self, action: Action, is_done: Callable[[], bool]) -> None:
-        """Notes when the work that `action` has started is over; looks between actions and at the
-        end of waits."""
+        """Note when the work that `action` has started is complete. Checked between actions and at
+        the end of waits.
+        """
         self._watched.append((action, is_done))
 
     def wait_for_state(self, wait: Callable[[], None]) -> None:
-        """Calls `wait`, the first of an action, which waits for the rank's state to move."""
+        """Call `wait`, the first wait of an action, which waits for the rank's state to move."""
         self._for_state = True
         self.wait(wait)
 
     def wait(self, wait: Callable[[], None]) -> None:
-        """Calls `wait`, which waits for others."""
+        """Call `wait`, which waits for other ranks or for state."""
         since = self._clock.now()
         wait()
         until = self._clock.now()
@@ -181,7 +196,7 @@ class Recording:
         self._look(until)
 
     def end(self, action: Action) -> None:
-        """The action that began last ends."""
+        """Note that the action that started last ends."""
         self._actions.append((action, self._start, self._clock.now(), self._waits, self._for_state))
 
     def _look(self, now: Any) -> None:
@@ -190,7 +205,7 @@ class Recording:
             self._watched = [one for one in self._watched if one[0] not in self._over]
 
     def usage(self) -> Usage:
-        """CPU time since the recording was made."""
+        """Return the CPU time since the recording was created."""
         return Usage(
             *(
                 max(0.0, now - then)
@@ -199,7 +214,7 @@ class Recording:
         )
 
     def events(self) -> tuple[Event, ...]:
-        """All recorded actions, in order."""
+        """Return all recorded actions, in order."""
         read = self._clock.read
         made = []
         before = None
@@ -224,14 +239,15 @@ class Recording:
 
 
 def _usage() -> Usage:
-    """CPU time used so far."""
+    """Return the CPU time used so far."""
     thread = time.thread_time()
     process = time.process_time()
     machine = 0.0
     with contextlib.suppress(OSError, ValueError), open(_STAT) as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
         machine = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    # threads of torch's own share the work of actions: what they take belongs to these
+    # With torch's own threads, which share the work of actions, their CPU time belongs to the
+    # actions.
     return Usage(
         time.perf_counter(),
         process,

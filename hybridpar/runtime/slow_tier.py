@@ -1,4 +1,4 @@
-"""The slow tier of kept activations: a file or, for a GPU, pinned host memory."""
+"""The slow tier of offloaded activations: a file or, for a GPU, pinned host memory."""
 
 from __future__ import annotations
 
@@ -25,38 +25,41 @@ _PINNED_PIECE = 16 << 20
 _Place = list[tuple[Any, int]]  # stores, and items of them
 _Pieces = list[list[tuple[Tensor, int]]]
 _Move = Callable[[_Place, _Pieces], float]
-"""Moves pieces; returns the seconds that it took."""
+"""Moves pieces; returns the seconds it took."""
 _Totals = tuple[int, float, float]
-"""Number of moves, their seconds, and their CPU seconds."""
+"""Number of moves, their wall-clock seconds, and their CPU seconds."""
 
 
 class SlowTier(Protocol):
-    """Holds the bytes of tensors without memory. A future's `result` waits for its move."""
+    """Holds the bytes of tensors whose memory is freed. A future's `result` waits for its move."""
 
     def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
-        """Starts to write flat tensors of bytes; returns the place to read them from, and the
-        move."""
+        """Start to write flat tensors of bytes; return the place to read them from, and the
+        move.
+        """
 
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
-        """Starts to bring them back, once: their place is then free."""
+        """Start to read tensors back. This can be done once, because it frees their place."""
 
     def restart(self) -> None:
-        """Restart the means below: moves that are over do not count in them."""
+        """Restart the means below, without the moves that are complete."""
 
     def seconds_per_move(self) -> tuple[float, float]:
-        """Mean seconds of a write and of a read, without waiting for their turn; 0: there was
-        none."""
+        """Return the mean seconds of a write and of a read, without waiting for their turn; 0 if
+        there was none.
+        """
 
     def work_per_move(self) -> tuple[float, float]:
-        """Mean CPU seconds of a write and of a read."""
+        """Return the mean CPU seconds of a write and of a read."""
 
     def close(self) -> None:
-        """Ends the moves under way, and gives back the room."""
+        """End the moves under way, and free the space."""
 
 
 class _PiecedTier:
-    """A slow tier in pieces of `piece` bytes, of which it takes more as needed, with a thread for
-    each way."""
+    """A slow tier in pieces of `piece` bytes, with a thread for each direction. It grows as
+    needed.
+    """
 
     def __init__(self, piece: int):
         self._piece = piece
@@ -65,9 +68,8 @@ class _PiecedTier:
         self._threads = {
             move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")
         }
-        self._totals: dict[str, _Totals] = dict.fromkeys(
-            self._threads, (0, 0.0, 0.0)
-        )  # of moves that are over
+        # moves that are complete, by direction
+        self._totals: dict[str, _Totals] = dict.fromkeys(self._threads, (0, 0.0, 0.0))
         self._before = dict(self._totals)  # at the last restart
 
     def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
@@ -103,7 +105,7 @@ class _PiecedTier:
             store.close()
 
     def _take(self, count: int) -> _Place:
-        """Room for so many pieces."""
+        """Reserve so many pieces."""
         if (lacking := count - len(self._free)) > 0:
             self._add_room(lacking)
         return [self._free.popleft() for _ in range(count)]
@@ -128,13 +130,13 @@ class _PiecedTier:
         worked = time.thread_time()
         took = move(place, pieces)
         pieces.clear()  # the thread holds them for a moment after its future is done
-        if way == "in":  # only now: beside a GPU the copies are over when `move` is
+        if way == "in":  # not before: with a GPU the copies are complete when `move` returns
             self._free.extend(place)
         number, seconds, work = self._totals[way]
         self._totals[way] = number + 1, seconds + took, work + time.thread_time() - worked
 
     def _pieces(self, content: Sequence[Tensor]) -> _Pieces:
-        """Cut bytes into pieces of equal size: the tensors in each, and where they begin."""
+        """Cut bytes into pieces of equal size; return the tensors in each, and where they start."""
         pieces: _Pieces = []
         at = self._piece
         for tensor in content:
@@ -151,15 +153,17 @@ class _PiecedTier:
 
 
 class FileTier(_PiecedTier):
-    """A file in `folder` that grows as needed. Raises: HybridparError from `result`, if there is no
-    room."""
+    """A file in `folder` that grows as needed.
+
+    Raises:
+        HybridparError: From a future's `result`, if the disk is full.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(_PIECE)
         self._folder = folder
-        self._bounce = {
-            way: Region(self._piece) for way in self._threads
-        }  # pages that a disk can take
+        # page-aligned buffers, which direct I/O requires
+        self._bounce = {way: Region(self._piece) for way in self._threads}
 
     def _make_store(self, sizes: Sequence[int]) -> DiskStore:
         return DiskStore(self._folder, sizes)
@@ -184,34 +188,39 @@ class FileTier(_PiecedTier):
 
 
 def in_host_memory(device: torch.device) -> bool:
-    """Return whether activations leave this device for its host's memory; else it is for a file."""
+    """Return whether activations of this device are offloaded to its host's memory, rather than to
+    a file.
+    """
     return device.type == "cuda"
 
 
 class HostTier(_PiecedTier):
-    """Pinned host memory of a GPU, and a stream for copies each way.
+    """Pinned host memory of a GPU, and a stream for each copy direction.
 
-    Copies begin after the work that the launch thread had started before, and are over when their
-    future is done. The time of a move is that of its copies on their stream: it includes neither
-    the work before them nor a thread's turn.
+    Copies start after the work that the launch thread had queued before, and are complete when
+    their future is done. The time of a move is the time of its copies on their stream: it includes
+    neither the earlier work nor a thread's turn.
 
     Args:
         device: The GPU.
-        num_bytes: What micro-batches that are away take, each rounded by `rounded`. This much is
-            taken at once, before training: to pin memory takes long, and may wait for all that runs
-                on the GPU. More is taken as needed.
-    Raises: HybridparError where the host has no memory for it.
+        num_bytes: Bytes of the micro-batches that are offloaded at once, each rounded by `rounded`.
+            This much is allocated before training, because pinning memory takes long and may wait
+            for all work on the GPU. More is allocated as needed.
+
+    Raises:
+        HybridparError: The host does not have enough memory.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 0):
         super().__init__(_PINNED_PIECE)
-        self._device, self._work = device, host_work(device)
+        self._device = device
+        self._work = host_work(device)
         if num_bytes:
             self._add_room(-(-num_bytes // self._piece))
 
     @staticmethod
     def rounded(num_bytes: int) -> int:
-        """Bytes that the tier takes for a micro-batch that keeps `num_bytes`."""
+        """Return the bytes that the tier allocates for a micro-batch that keeps `num_bytes`."""
         return -(-num_bytes // _PINNED_PIECE) * _PINNED_PIECE
 
     def _make_store(self, sizes: Sequence[int]) -> HostStore:
@@ -243,7 +252,7 @@ class HostTier(_PiecedTier):
                 for part, at in piece
             ]
         )
-        return 0.0  # only the context that the copies are made in knows
+        return 0.0  # the context of the copies measures them
 
     def _read(self, place: _Place, pieces: _Pieces) -> float:
         self._work.copy(

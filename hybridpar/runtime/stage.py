@@ -24,11 +24,16 @@ class Stage(nn.Module):
     (`blocks.3.attention.qkv.weight`).
 
     Between forward and backward a recomputed block keeps only its input, and a stage that is
-    recomputed as a whole only its own. A layer that is recomputed selectively makes outputs of
-    norms and activations again. `model`: given if stages exchange several tensors, packed as one.
-    Shapes: x [b, s, h] (None with the embedding; or a function that makes it at each run) -> [b, s,
-        h], or with the
-    head partial losses (0-d each).
+    recomputed as a whole keeps only the stage's input. A layer with selective recomputation
+    recomputes the outputs of norms and activations.
+
+    Args:
+        blocks: The blocks, by number.
+        recompute: Blocks that the backward recomputes.
+        model: Given if stages exchange several tensors, packed as one.
+
+    Shapes: x [b, s, h] (None with the embedding; or a function that returns it in each run) -> [b,
+    s, h], or partial losses (0-d each) with the head.
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 
@@ -48,15 +53,15 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute = recompute
         self.is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
-        """Whether it has nothing to train: without an input that needs a gradient, its output needs
-        none either."""
+        """Nothing here is trained: without an input that needs a gradient, the output needs none
+        either."""
         for number in recompute.selective.intersection(blocks):
             blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
 
     def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
-            # masks are counter-based and the weights are bound again before the backward: no state
-            # to save
+            # Dropout masks are counter-based and the weights are bound again before the backward,
+            # so there is no state to save.
             return recomputed(self._run, x, batch, key)
         return self._run(x, batch, key)
 

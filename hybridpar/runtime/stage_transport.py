@@ -1,10 +1,11 @@
-"""Messages between neighbouring stages, and the axes that they travel on.
+"""Activations and gradients between neighbouring stages, and the axes that carry them.
 
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
 
-With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients whose codec
-follows that of activations are gathered as numbers: a rank knows only its own rows' features.
+With a codec (codecs.py) slices are whole rows, and are gathered as bytes. If a codec of gradients
+follows the codec of activations, they are gathered as numbers: a rank knows only the features of
+its own rows.
 """
 
 from __future__ import annotations
@@ -33,15 +34,23 @@ from hybridpar.state.compression.codec import Codec
 
 @dataclass(frozen=True)
 class StageTransport:
-    """The axes to a pipeline's neighbours, and the message between them: an activation of `shape`,
+    """The axes to a pipeline's neighbours, and the tensor between them: an activation of `shape`,
     or its gradient.
 
-    `pp`: axis of activations. `reverse`: of gradients. `turns`: both axes for each pass through the
-    ranks after the first, on a V. `shapes`: of the activation into each stage, where they differ.
-    `slicing`: axis whose ranks all hold the same activation, so each sends a slice. None: each rank
-    sends all that it holds. `codecs`: of messages, between the stages of `split` (none: messages
-    are exact). `send_window`: number of sends that may be unfinished; after one more the rank waits
-    for the oldest one.
+    Attributes:
+        pp: Axis of activations.
+        reverse: Axis of gradients.
+        shape: Shape of an activation.
+        dtype: Its type.
+        device: Its device.
+        slicing: Axis whose ranks all hold the same activation, so each sends a slice. None: each
+            rank sends all that it holds.
+        codecs: Codecs between the stages of `split`.
+        split: Blocks of each stage; empty: nothing is encoded.
+        shapes: Shape of the activation into each stage, if they differ.
+        turns: With stage_layout "v", both axes for each pass through the ranks after the first.
+        send_window: Number of sends that may be unfinished; after one more the rank waits for the
+            oldest one.
     """
 
     pp: Axis
@@ -65,13 +74,13 @@ class StageTransport:
         device: torch.device,
         split: Sequence[range] = (),
     ) -> StageTransport:
-        """The lane of a rank of `grid`, between the stages of `split` (none: of the job).
+        """Create the transport of a rank of `grid`, between the stages of `split` (empty: of the
+        job).
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp;
-            with
-        parallel.sequence each has its own rows.
-        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link
-            (`connect`).
+        with parallel.sequence each has its own rows.
+        Collectives: with stage_layout "v" as `ProcessGrid.again`; with NCCL a byte over each link
+        (`connect`).
         Raises: PlanError as `JobPlan.send_window`.
         """
         config = job.config
@@ -85,14 +94,12 @@ class StageTransport:
         )
         shapes = tuple(each) if len({shape, *each}) > 1 else ()
         slicing = None if sequence else grid.tp
-        turns = (
-            tuple(
+        turns: tuple[tuple[Axis, Axis], ...] = ()
+        if config.pipeline.stage_layout == "v":
+            turns = tuple(
                 (grid.again("pp", turn), grid.again("pp_reverse", turn))
                 for turn in range(1, config.pipeline.num_virtual_stages)
             )
-            if config.pipeline.stage_layout == "v"
-            else ()
-        )
         if has_connections(grid):
             for turn, pair in enumerate(((grid.pp, grid.pp_reverse), *turns)):
                 for axis, flow in zip(pair, (1, -1), strict=True):
@@ -112,24 +119,25 @@ class StageTransport:
         )
 
     def into(self, stage: int) -> StageTransport:
-        """The lane between that stage and the one before."""
+        """Return the transport between that stage and the previous one."""
         return replace(self, shape=self.shapes[stage], shapes=()) if self.shapes else self
 
     def codec(self, flow: int, into: int, *, training: bool = True) -> Codec | None:
-        """The codec on the link between stage `into` and the one before. flow: 1 for activations,
-        -1 for gradients."""
+        """Return the codec on the link between stage `into` and the previous one. flow: 1 for
+        activations, -1 for gradients.
+        """
         return (
             self.codecs.on(flow, self.split[into].start, training=training) if self.split else None
         )
 
     def whole(self) -> Tensor:
-        """An empty activation."""
+        """Allocate a complete activation."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def room(self, codec: Codec | None = None) -> Tensor:
-        """An empty tensor for the part of an activation that this rank receives.
+        """Allocate a tensor for the part of an activation that this rank receives.
 
-        Shapes: `shape`, or [n] where it is sliced; with a codec uint8 [rows, bytes of a row].
+        Shapes: `shape`, or [n] if it is sliced; with a codec uint8 [rows, bytes of a row].
         """
         if codec is not None:
             start, stop = self._rows
@@ -140,8 +148,9 @@ class StageTransport:
         return torch.empty(stop - start, dtype=self.dtype, device=self.device)
 
     def cut(self, x: Tensor, codec: Codec | None = None) -> Tensor:
-        """The part of `x` that this rank sends: a copy of its slice, or its bytes (`x` is not
-        kept); else `x`."""
+        """Return the part of `x` that this rank sends: a copy of its slice, or its encoded bytes,
+        or `x` itself. The bytes do not keep `x` alive.
+        """
         if codec is not None:
             start, stop = self._rows
             return codec.encode(x.reshape(-1, x.shape[-1])[start:stop])
@@ -151,7 +160,7 @@ class StageTransport:
         return x.flatten()[start:stop].clone()
 
     def join(self, part: Tensor, codec: Codec | None = None) -> Tensor:
-        """The activation that `part`, received by this rank, belongs to.
+        """Return the activation that `part`, received by this rank, belongs to.
 
         Shapes: as `room` -> `shape`. Collectives: one all-gather over `slicing`.
         """
@@ -168,20 +177,21 @@ class StageTransport:
         ).view(self.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All rows of the activation that `part` belongs to. Collectives: one all-gather as
-        `join`."""
+        """Return all rows of the activation that `part` belongs to. Collectives: one all-gather as
+        `join`.
+        """
         if self.slicing is None:
             return part
         return all_gather(part, self.slicing, 0, split_sizes(self._num_rows, self.slicing.size))
 
     def decode(self, message: Tensor, codec: Codec) -> Tensor:
-        """The activation of these bytes."""
+        """Return the activation that these bytes encode."""
         x = self.whole()
         codec.decode_(x.view(-1, x.shape[-1]), message)
         return x
 
     def message(self, codec: Codec) -> Tensor:
-        """An empty tensor for all bytes of an activation."""
+        """Allocate a tensor for all bytes of an activation."""
         return self._bytes(codec, self._num_rows)
 
     def _bytes(self, codec: Codec, rows: int) -> Tensor:
@@ -209,8 +219,9 @@ class StageTransport:
 
 
 def has_connections(grid: ProcessGrid) -> bool:
-    """Whether two ranks connect at the first transfer between them, as with NCCL; Gloo connects
-    with the group."""
+    """Return whether two ranks connect at the first transfer between them, as with NCCL. Gloo
+    connects when the group is created.
+    """
     return grid.device_type == "cuda" and not grid.pp.via_host and grid.pp.size > 1
 
 
@@ -218,7 +229,8 @@ def links_of(sizes: PipelineShape, turn: int, flow: int) -> list[tuple[int, int]
     """Return sender and receiver, as ranks of the pipeline, of all transfers of one turn and flow.
 
     Args:
-        turn: The number of the pass through the ranks; 0, but on a V.
+        sizes: The shape of the pipeline.
+        turn: The number of the pass through the ranks; 0, except with stage_layout "v".
         flow: 1 for activations, -1 for gradients.
     """
     links: dict[tuple[int, int], None] = {}
@@ -233,7 +245,8 @@ class Packed:
     """An activation as bytes, for a recomputed stage, which decodes them in its forward and again
     in its backward.
 
-    `leaf`: takes the activation's gradient, in the memory of one element.
+    Attributes:
+        leaf: Takes the activation's gradient; it uses the memory of one element.
     """
 
     def __init__(self, lane: StageTransport, message: Tensor, codec: Codec):
@@ -247,7 +260,7 @@ class Packed:
         )
 
     def __call__(self) -> Tensor:
-        """The activation; its gradient goes to the leaf."""
+        """Return the activation; its gradient flows to the leaf."""
         unpacked: Tensor = _Unpacked.apply(self.leaf, self._lane, self._message, self._codec)
         return unpacked
 

@@ -1,8 +1,8 @@
-"""One row for each kind of action. Whatever reads a plan reads this table: a new kind is a row
-here, a method of the executor and, where it takes time, a cost.
+"""The table of action kinds. All code that reads a plan reads this table, so a new kind is a row
+here, a method of the executor and, if it takes time, a cost.
 
-Where a stage is cut into parts, there is an action for each part (parts.py). A backward is one
-action B, or two: I computes the gradient of the stage's input, W those of its weights.
+If a stage is cut into segments, there is an action for each segment (segments.py). A backward is
+one action B, or two: I computes the gradient of the stage's input, W the gradients of its weights.
 """
 
 from __future__ import annotations
@@ -33,34 +33,42 @@ class Kind(str, Enum):
     EVICT = "EVICT"
     RELOAD = "RELOAD"
 
-    __hash__ = (
-        str.__hash__
-    )  # Enum's own is a Python function, and actions are hashed by the million
+    # Enum's own is a Python function, and actions are hashed by the million
+    __hash__ = str.__hash__
     __str__ = str.__str__
 
 
 Step = tuple[Kind, int, int]
-"""Kind, stage and micro-batch of what computes."""
+"""Kind, stage and micro-batch of a computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSpec:
     """Properties of all actions of a kind.
 
-    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on
-    its rank if the plan has them, of the same stage and micro-batch. An action of a batch needs
-    those of all micro-batches of the batch on all stages of the rank; an action of a micro-batch
-    needs the UPDATE that makes its weights. `receive`, `send`: the transfers of its input and
-    output. `flow`: 1 to later stages, -1 to earlier ones. `matching_recv`: the receive that a send
-    meets. `is_async`: it starts something and returns; all others take the rank's time.
-    `per_batch`: its number is a batch. `per_item`: its number is an item of the rank's state.
-    `of_stash`: it moves what a micro-batch keeps between forward and backward. `cut`: 1 if there is
-    one for each part, from the first to the last; -1: from the last to the first. `holds`: its
-    change of the number of micro-batches whose activations the rank holds. `reads`: it needs the
-    weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE
-    empties. `makes`: it writes the weights of its version. `after`: a kind whose action of the
-    batch before comes first. `part_of`: the kind that it is a part of. `awaits`: what a rank that
-    waits before it lacks, in words.
+    Attributes:
+        name: The action, or what a transfer carries, in words.
+        needs: Kinds of the same stage and micro-batch that come earlier on the rank, if the plan
+            has them. An action of a batch needs the actions of all micro-batches of the batch on
+            all stages of the rank; an action of a micro-batch needs the UPDATE that makes its
+            weights.
+        receive: The transfer of its input.
+        send: The transfer of its output.
+        flow: 1 to later stages, -1 to earlier ones.
+        matching_recv: The receive that matches a send.
+        is_async: It starts something and returns; all others take the rank's time.
+        per_batch: Its number is a batch.
+        per_item: Its number is an item of the rank's state.
+        of_stash: It moves activations that a micro-batch keeps between forward and backward.
+        cut: 1 if there is one for each segment, from the first to the last; -1: from the last to
+            the first.
+        holds: Its change of the number of micro-batches whose activations the rank holds.
+        reads: It needs the weights of its version.
+        adds: It adds to its batch's gradients, which the batch's UPDATE consumes.
+        makes: It writes the weights of its version.
+        after: A kind whose action of the previous batch comes first.
+        part_of: The kind that it is a part of.
+        awaits: What a rank that waits before it lacks, in words.
     """
 
     name: str
@@ -84,9 +92,12 @@ class ActionSpec:
 
     @property
     def peer_offset(self) -> int:
-        """Offset of the stage at a transfer's other end: 1 the next stage, -1 the one before; 0: no
-        transfer."""
-        return (self.flow if self.matching_recv else -self.flow) if self.is_async else 0
+        """Offset of the stage at a transfer's other end: 1 the next stage, -1 the previous one; 0:
+        no transfer.
+        """
+        if not self.is_async:
+            return 0
+        return self.flow if self.matching_recv else -self.flow
 
 
 _K = Kind
@@ -169,10 +180,10 @@ PER_BATCH = frozenset(kind for kind, row in ACTION_SPECS.items() if row.per_batc
 PER_ITEM = frozenset(kind for kind, row in ACTION_SPECS.items() if row.per_item)
 """Kinds whose `microbatch` is the number of an item of the rank's state."""
 OF_STASH = tuple(kind for kind, row in ACTION_SPECS.items() if row.of_stash)
-"""Kinds that move what a micro-batch keeps, in their order."""
+"""Kinds that move activations, in their order."""
 BESIDE = frozenset(kind for kind, row in ACTION_SPECS.items() if row.is_async)
-"""Kinds that start something and return: it then goes on beside the rank's own work."""
+"""Asynchronous kinds: they start something and return."""
 COMPUTE = frozenset(ACTION_SPECS) - PER_BATCH - BESIDE
 """Kinds that compute with a micro-batch."""
 INPUTS = frozenset(kind for kind, row in ACTION_SPECS.items() if row.receive)
-"""Kinds that compute with what another stage has sent."""
+"""Kinds that compute with a tensor that another stage has sent."""

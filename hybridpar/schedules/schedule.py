@@ -1,6 +1,6 @@
-"""A pipeline schedule, as pure functions of sizes: what a rank computes and in which order, with
-which weights, and where what is due between batches has its place in that. schedule_table.py has
-those that there are.
+"""A pipeline schedule, as pure functions of the pipeline's shape: what a rank computes in which
+order, with which weights, and where updates and reductions are placed. schedule_table.py lists the
+schedules.
 
 r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a
 micro-batch, t a batch.
@@ -24,18 +24,20 @@ from hybridpar.schedules.proof.liveness import most_held
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.sizes import PipelineShape
 
-VersionRule = Callable[
-    ["Schedule", PipelineShape, int, int, int], int
-]  # (..., stage, microbatch, first_batch) -> version
+# (.., stage, microbatch, first_batch) -> version
+VersionRule = Callable[["Schedule", PipelineShape, int, int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline schedule, as pure functions of sizes. `make_schedule` makes one with options.
+    """A pipeline schedule, as pure functions of the pipeline's shape. `make_schedule` creates one
+    with options.
 
-    `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V
-    micro-batches. `num_gradient_buffers`: batches whose gradients are alive at once. `accepts`:
-    names of the options that not every schedule has.
+    Attributes:
+        warmup: Returns how many forwards a rank runs ahead, counted on each virtual stage; with
+            stage_layout "v", micro-batches.
+        num_gradient_buffers: Batches whose gradients are alive at once.
+        accepts: Names of the options that not every schedule has.
     """
 
     options: ScheduleOptions
@@ -45,12 +47,10 @@ class Schedule:
     version_rule: VersionRule
     max_live_versions: SizeOf
     num_gradient_buffers: int = 1
-    receive_ahead: int = (
-        1  # post receives this many compute actions before their use (lowering.add_communication)
-    )
-    needs_full_pipeline: bool = (
-        False  # m >= warmup of stage 0: two versions then serve all that is in flight
-    )
+    # receives are posted this many compute actions before their use (lowering.add_communication)
+    receive_ahead: int = 1
+    # m >= warmup of stage 0: two versions then serve all micro-batches in flight
+    needs_full_pipeline: bool = False
     accepts: frozenset[str] = frozenset()
     order: tuple[tuple[Step, ...], ...] = ()
     """A custom schedule: what each rank computes of a batch (custom_order.py)."""
@@ -62,7 +62,7 @@ class Schedule:
 
     @property
     def activations(self) -> str:
-        """On a V, how much a rank may keep (vee.py); else empty."""
+        """The value of pipeline.activations (vee.py) with stage_layout "v"; else empty."""
         return (
             self.options.activations if self.options.stage_layout == "v" and not self.order else ""
         )
@@ -76,7 +76,7 @@ class Schedule:
         return replace(self, options=replace(self.options, **changes))
 
     def repeats(self, sizes: PipelineShape) -> bool:
-        """Whether a longer batch only has more of what is in a shorter one."""
+        """Return whether a longer batch only repeats parts of a shorter one."""
         return not self.order and not (
             self.flush
             and self.activations
@@ -85,14 +85,16 @@ class Schedule:
 
     def outruns_sends(self, sizes: PipelineShape) -> bool:
         """Return whether a rank may have more unfinished sends than `min_send_window`: with a
-        custom order, and on a V with several passes, where a rank computes whatever can come
-        first."""
+        custom order, and with stage_layout "v" and more than two virtual stages, where a rank runs
+        each step as soon as it can.
+        """
         return bool(self.order) or (sizes.is_v and sizes.chunks > 2)
 
     def forwards_before(self, sizes: PipelineShape, action: Action) -> int:
-        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W
-        in the steady state; that of the action among them. Where the pipeline drains, they would
-        have."""
+        """Return how many micro-batches have started, on the first stage of the rank, before an F,
+        B, I or W in the steady state, including the action's own. If the pipeline drains, count as
+        if it did not.
+        """
         if self.activations:
             return vee.forwards_before(
                 sizes, self.activations, (action.kind, action.stage, action.microbatch)
@@ -101,8 +103,9 @@ class Schedule:
         return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
 
     def position(self, sizes: PipelineShape, action: Action) -> int:
-        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k
-        ends at 2k + 1."""
+        """Return the place of an F, B, I or W in an endless alternation of forwards and backwards:
+        backward k ends at 2k + 1.
+        """
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, sizes.rank_of(action.stage), 0
@@ -116,16 +119,17 @@ class Schedule:
         return 2 * place + 1
 
     def pairs(self, sizes: PipelineShape) -> int:
-        """Forward-backward pairs of a batch, as `position` and `slack` count them: of each stage;
-        on a V of a rank."""
+        """Return the forward-backward pairs of a batch, as `position` and `slack` count them: of
+        each stage; with stage_layout "v", of a rank.
+        """
         return sizes.num_microbatches * (1 if self.activations else sizes.chunks)
 
     def version(self, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int) -> int:
-        """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists
-        after t updates.
+        """Return the weight version that `stage` uses for `microbatch`, forward and backward; W(t)
+        exists after t updates.
 
-        In a range of batches that began at `first_batch` from a drained pipeline. Never falls as
-        `microbatch` grows.
+        `first_batch` is the first batch after the pipeline was last drained. The version never
+        decreases as `microbatch` grows.
         """
         return self.version_rule(self, sizes, stage, microbatch, first_batch)
 
@@ -144,8 +148,8 @@ class Schedule:
         )
 
     def num_stale(self, sizes: PipelineShape) -> int:
-        """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady
-        state.
+        """Return how many micro-batches of a batch t use older weights than W(t) on stage 0, in the
+        steady state.
 
         Only pipedream's later stages have fewer.
         """
@@ -165,13 +169,14 @@ class Schedule:
         return sum(batch - self.version(sizes, stage, batch * m + k, first) for k in range(m)) / m
 
     def _steady_batch(self, sizes: PipelineShape) -> tuple[int, int]:
-        """A batch on which the start of its range no longer bears (no weights are p updates old),
-        and that start."""
+        """Return a batch that no longer depends on the start of its range (no weights are p updates
+        old), and that start.
+        """
         return self.options.sync_steps + sizes.num_stages + 1, self.options.sync_steps
 
     def slack(self, sizes: PipelineShape) -> int:
-        """Forward-backward pairs on rank 0 between the last backward of batch t and the first use
-        of W(t+1).
+        """Return the forward-backward pairs on rank 0 between the last backward of batch t and the
+        first use of W(t+1).
 
         Later ranks have more: they end a batch earlier, and start the next one later.
         """
@@ -179,20 +184,20 @@ class Schedule:
         return max(self.num_stale(sizes) * each - self.warmup(sizes, 0), 0)
 
     def _most_ahead(self, sizes: PipelineShape) -> int:
-        """Whole micro-batches that the first rank runs ahead."""
+        """Return how many complete micro-batches the first rank runs ahead."""
         return -(-self.warmup(sizes, 0) * sizes.num_microbatches // self.pairs(sizes))
 
     def norm_delay(
         self, sizes: PipelineShape, stage: int, *, gather: bool = False, host: float = 0.0
     ) -> int:
-        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if
-        that is earlier.
+        """Return the number of forwards and backwards between the last backward of batch t and
+        NORM(t), unless UPDATE(t) comes earlier.
 
-        On all stages at about one time. It waits for the reduction, which over a slow link takes
-        most of the slack: so the norm, a few bytes, has the last pair before UPDATE(t) on stage 0,
-        or half of the slack where that is less. In deep pipelines, whose stages are not quite where
-        `_lead` takes them to be, it has some more. Where the host has a share of the slack to make
-        the new weights, the reduction has the rest.
+        NORM is at about the same time on all stages. It waits for the reduction, which over a slow
+        link takes most of the slack; so the norm, a few bytes, gets the last pair before UPDATE(t)
+        on stage 0, or half of the slack if that is less. In deep pipelines, in which `_lead` is
+        less exact, it gets some more. With a host optimizer, which has a share of the slack, the
+        reduction gets the rest.
         """
         if host:
             return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
@@ -200,7 +205,7 @@ class Schedule:
         return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
 
     def host_delay(self, sizes: PipelineShape, stage: int, *, host: float) -> int:
-        """Return the delay of HOST(t): an action after NORM(t), whose sums then are there."""
+        """Return the delay of HOST(t): one action after NORM(t), when its result has arrived."""
         return self.norm_delay(sizes, stage, host=host) + 1
 
     def update_delay(self, sizes: PipelineShape, stage: int) -> int:
@@ -209,16 +214,18 @@ class Schedule:
         return self._lead(sizes, stage) + self._end(sizes, gather=True)
 
     def _end(self, sizes: PipelineShape, gather: bool) -> int:
-        """Forwards and backwards on stage 0 between the last backward of batch t and UPDATE(t)."""
+        """Return the forwards and backwards on stage 0 between the last backward of batch t and
+        UPDATE(t).
+        """
         return (4 * self.slack(sizes) + 1) // 3 if gather else 2 * self.slack(sizes)
 
     def _lead(self, sizes: PipelineShape, stage: int) -> int:
-        """Forwards and backwards that `stage` runs between its last backward of a batch and that of
-        stage 0.
+        """Return the forwards and backwards that `stage` runs between its last backward of a batch
+        and stage 0's last backward.
 
-        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer
-        warm-up, k(p-1-r), is for links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs
-        would delay all stages where there is no slack.)
+        It ends r backwards earlier: 2r/3 pairs if a backward takes two forwards. A longer warm-up,
+        k(p-1-r), is for links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay
+        all stages if there is no slack.)
         """
         if self.activations:
             ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
@@ -227,8 +234,9 @@ class Schedule:
         return ahead if ahead > stage else (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: PipelineShape, stage: int) -> int:
-        """Micro-batches that have run forward and not yet backward on this stage, at most; on all
-        stages of a rank."""
+        """Return an upper bound of the micro-batches that have run forward and not yet backward, on
+        all stages of a rank.
+        """
         if self.activations:
             return vee.most_of_rank(sizes, stage, self.activations, drains=self.flush)
         if self.order:
@@ -237,12 +245,17 @@ class Schedule:
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
     def weight_delay(self, sizes: PipelineShape, rank: int) -> int:
-        """Backwards to the input that may run before the W of an earlier one: as many as let the
-        rank hold no more micro-batches than rank 0 does."""
+        """Return how many I may run before the W of an earlier one: as many as let the rank hold no
+        more micro-batches than rank 0 does.
+        """
         return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.options.zero_bubble else 0
 
     def check_sizes(self, sizes: PipelineShape) -> None:
-        """Raises: ConfigError if this schedule cannot run on these sizes."""
+        """Check that this schedule can run on this shape.
+
+        Raises:
+            ConfigError: It cannot.
+        """
         if "order" in self.accepts:
             own_order.check_order(self.order, sizes)
         elif bool(self.activations) != sizes.is_v:
@@ -281,7 +294,7 @@ class Schedule:
         if self.options.early_switch is None:
             return
         # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of
-        # batch t+1 before that backward. Did one of them need W(t+1), each would wait for the
+        # batch t+1 before that backward. If one of them needed W(t+1), each would wait for the
         # other.
         lowest = warmup - (p - 1)
         highest = m - (p - 1)
@@ -298,12 +311,13 @@ class Schedule:
     def compute_actions(
         self, sizes: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
     ) -> Iterator[Action]:
-        """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch +
+        """Yield the compute actions of one rank, lazily, for batches [first_batch, first_batch +
         num_batches).
 
         The pipeline is drained before the first and after the last of them. None means without end.
 
-        Raises: ConfigError, at once, if this schedule cannot run on these sizes.
+        Raises:
+            ConfigError: At once, if this schedule cannot run on this shape.
         """
         self.check_sizes(sizes)
         assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"

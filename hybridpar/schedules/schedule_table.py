@@ -69,18 +69,18 @@ from hybridpar.schedules.sizes import PipelineShape as PipelineShape
 def _synchronous_version(
     schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
-    """Batch t uses W(t)."""
+    """Return the version if batch t uses W(t)."""
     return microbatch // sizes.num_microbatches
 
 
 def _double_buffered_version(
     schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
-    """Batch t uses W(t-1), batches up to sync_steps W(t): on every stage, whenever the pipeline was
-    drained.
+    """Return the version if batch t uses W(t-1), and batches up to sync_steps use W(t): on every
+    stage, whenever the pipeline was drained.
 
-    With early_switch L the first p-1+L micro-batches do, which is at least what is in flight at an
-    update; the others of batch t use W(t).
+    With early_switch L only the first p-1+L micro-batches use W(t-1), which is at least as many as
+    are in flight at an update; the others of batch t use W(t).
     """
     batch, index = divmod(microbatch, sizes.num_microbatches)
     early_switch = schedule.options.early_switch
@@ -91,18 +91,21 @@ def _double_buffered_version(
 def _latest_version(
     schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
-    """Each stage uses the latest weights it has: k - (p-1-r) backwards are behind it when it starts
-    micro-batch k."""
+    """Return the latest version that a stage has: k - (p-1-r) backwards are done when it starts
+    micro-batch k.
+    """
     return max((microbatch - _depth_below(sizes, stage)) // sizes.num_microbatches, first_batch)
 
 
 def _depth_below(sizes: PipelineShape, stage: int) -> int:
-    """p-1-r: how many stages follow this one, which is what 1F1B runs ahead."""
+    """Return p-1-r: the number of stages after this one, which is what 1F1B runs ahead."""
     return sizes.num_stages - 1 - stage
 
 
 def _stashed_versions(sizes: PipelineShape, stage: int) -> int:
-    """p-r micro-batches are in flight, and m in a row share a version."""
+    """Return how many versions are alive: p-r micro-batches are in flight, and m in a row share a
+    version.
+    """
     return -(-_depth_below(sizes, stage) // sizes.num_microbatches) + 1
 
 
@@ -176,16 +179,18 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "virtual_stages", "stage_layout")
-"""Ones of the user's, which an order makes (`make_schedule`)."""
+"""Custom schedules, which are defined by an order (`make_schedule`)."""
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
-"""Factors k by name, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time:
-no more is worth while."""
+"""Factors k by name: stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time, so a
+larger k gains nothing."""
 
 
 def make_schedule(options: ScheduleOptions) -> Schedule:
-    """Return the schedule with these options. (How many chunks a rank holds is one of the sizes.)
+    """Return the schedule with these options. (The number of virtual stages is part of the shape.)
 
-    Raises: ConfigError with every option that the schedule does not know or that has no such value.
+    Raises:
+        ConfigError: Lists every option that the schedule does not have, or that has an invalid
+            value.
     """
     schedule = find_schedule(options.schedule)
     options = replace(options, schedule=schedule.name)
@@ -209,23 +214,29 @@ def make_schedule(options: ScheduleOptions) -> Schedule:
         return _on_v(schedule)
     ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
     if options.zero_bubble and "virtual_stages" in schedule.accepts:
-        # where a backward to the input comes back in half of the time
+        # a gradient of the input comes back in half of the time
         ahead = interleaved.runs_ahead(1)
     return replace(
         schedule,
         warmup=ahead,
-        # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are
-        # posted early enough, with word of them on its way before (of latencies alone, up to two
-        # forwards). With the longer warm-up that cannot deadlock on any transport, if no stage
-        # waits for a drain; earlier ones could.
+        # Transfers that cost no time may last (k-1)/2 forwards and backwards: receives are posted
+        # early enough that the sender knows before (for latencies alone, up to two forwards). With
+        # the longer warm-up that cannot deadlock on any transport, if no stage waits for a drain;
+        # earlier ones could.
         receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
     )
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule about the value of one option: the value that changes nothing, whether this one is
-    allowed, the rule in words, and a value that works."""
+    """A rule about the value of one option.
+
+    Attributes:
+        default: The value that changes nothing.
+        allowed: The option's value is allowed.
+        text: The rule in words.
+        works: A value that works.
+    """
 
     default: Any
     allowed: bool
@@ -256,12 +267,12 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
     factor = WARMUPS.get(options.warmup, 0)
     is_v = options.stage_layout == "v"
     most = schedule.num_gradient_buffers
-    # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in
-    # flight cannot pass those that have stopped where the transfers of a rank on an axis queue:
-    # check finds deadlocks from 4 stages on. Nor can what the next batch has in flight where a rank
-    # holds several stages.
+    # With fewer buffers than the schedule can use, all stages stop at the same backward.
+    # Micro-batches in flight of a longer warm-up cannot pass the stopped ones if the transfers of a
+    # rank on an axis queue: check finds deadlocks from 4 stages on. The same holds for the next
+    # batch if a rank holds several stages.
     buffers = (0, most) if factor > 1 or options.virtual_stages > 1 else range(most + 1)
-    # nor can it pass a drain, or what goes round, where it is long
+    # a long warm-up cannot pass a drain either, or transfers around a ring
     drains_or_rings = schedule.flush or options.virtual_stages > 1
     warmups = [warmup for warmup, k in WARMUPS.items() if k < 3 or not drains_or_rings]
     return {
@@ -309,9 +320,10 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
 
 
 def _on_v(schedule: Schedule) -> Schedule:
-    """Return the schedule on a V.
+    """Return the schedule with stage_layout "v".
 
-    Raises: ConfigError with every option that has no meaning there.
+    Raises:
+        ConfigError: Lists every option that is not supported with it.
     """
     options = schedule.options
     rule = 'not supported with pipeline.stage_layout = "v", whose schedule fixes it'
@@ -364,10 +376,11 @@ def drained(schedule: Schedule) -> Schedule:
 
 
 def find_schedule(schedule: str | ScheduleOptions | Schedule) -> Schedule:
-    """Return the schedule of that name or with these options; a Schedule is returned unchanged, and
-    "auto" counts as 1f1b until it is found.
+    """Return the schedule of that name or with these options. A Schedule is returned unchanged, and
+    "auto" counts as 1f1b until it is decided.
 
-    Raises: ConfigError if there is none.
+    Raises:
+        ConfigError: There is no such schedule.
     """
     if isinstance(schedule, Schedule):
         return schedule

@@ -1,4 +1,4 @@
-"""PipelineShape of a pipeline, and which rank holds which stage."""
+"""The shape of a pipeline: how many ranks and stages it has, and which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
-    that a rank holds.
+    """Shape that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
+    of a rank.
 
-    With several `chunks` of the model on each rank their `stage_layout` says which. loop: stage c *
-    num_ranks + r is chunk c of rank r; the pipeline is a ring, and the last rank sends to the
-    first. v: stages r and 2 * num_ranks - 1 - r are the two of rank r; the last rank hands over to
-    itself, and the first has both ends. With more chunks, an even number, it goes on so: there and
-    back again.
+    With several virtual stages (`chunks`) on each rank, `stage_layout` decides which. loop: stage c
+    * num_ranks + r is virtual stage c of rank r; the pipeline is a ring, and the last rank sends to
+    the first. v: stages r and 2 * num_ranks - 1 - r are on rank r; the last rank hands over to
+    itself, and the first has both ends. More virtual stages, an even number, continue like this:
+    down and back again.
     """
 
     num_ranks: int
@@ -47,7 +47,7 @@ class PipelineShape:
 
     @staticmethod
     def of(config: Config) -> PipelineShape:
-        """The sizes that a configuration names."""
+        """Return the shape that a configuration asks for."""
         pipeline = config.pipeline
         return PipelineShape(
             config.parallel.pp,
@@ -58,8 +58,9 @@ class PipelineShape:
 
     @staticmethod
     def found(ranks: Mapping[int, int], num_ranks: int) -> PipelineShape:
-        """The sizes of a pipeline whose stages were seen on these ranks. (They do not tell the
-        micro-batches: 1.)"""
+        """Return the shape of a pipeline whose stages were seen on these ranks. (They do not tell
+        the number of micro-batches: 1.)
+        """
         chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
         loops = all(
             rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items()
@@ -78,7 +79,7 @@ class PipelineShape:
 
     @property
     def is_v(self) -> bool:
-        """Whether stages go there and back."""
+        """Whether stages go down the ranks and back."""
         return self.stage_layout == "v"
 
     @property
@@ -89,15 +90,15 @@ class PipelineShape:
 
     @property
     def rank_name(self) -> str:
-        """Word for a rank in messages: stage, where each holds one."""
+        """Word for a rank in messages: stage, if each rank holds one."""
         return "stage" if self.chunks == 1 else "rank"
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
+        """Return the rank that holds a stage."""
         return rank_of_stage(stage, self.num_ranks, self.stage_layout)
 
     def stages_of(self, rank: int) -> Sequence[int]:
-        """The stages that a rank holds, the first one first; it has the rank's number."""
+        """Return the stages that a rank holds, in order; the first one has the rank's number."""
         p = self.num_ranks
         return [
             turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank)
@@ -105,20 +106,24 @@ class PipelineShape:
         ]
 
     def turn(self, stage: int) -> int:
-        """The number of the turn in which a stage's transfers go their own way: 0 but on a V."""
+        """Return the number of the pass through the ranks that a stage belongs to; 0 except with
+        stage_layout "v".
+        """
         return stage // self.num_ranks if self.is_v else 0
 
     def peer(self, stage: int, side: int) -> int | None:
-        """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None
-        where there is no such stage, or it is on the same rank."""
+        """Return the rank to which a stage's neighbour on that side (1: the next stage) is linked;
+        None if there is no such stage, or it is on the same rank.
+        """
         if not 0 <= stage + side < self.num_stages:
             return None
         rank = self.rank_of(stage + side)
         return None if rank == self.rank_of(stage) else rank
 
     def link(self, stage: int, side: int) -> int | None:
-        """The number of the link between a stage and its neighbour on that side, as in plan.costs;
-        None as `peer`."""
+        """Return the number of the link between a stage and its neighbour on that side; None as
+        `peer`.
+        """
         if self.peer(stage, side) is None:
             return None
         lower = min(stage, stage + side)

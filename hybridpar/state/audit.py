@@ -1,4 +1,4 @@
-"""Compares replicas, to the bit."""
+"""Compare the state of replicas bit by bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ Read = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that replicas disagree on: its name, and the ranks of the axis that differ from the
-    majority (of equal groups, the one with the first rank); `first`: a rank of the majority."""
+    """A tensor on which replicas disagree.
+
+    Attributes:
+        name: Key of the tensor.
+        ranks: Ranks of the axis that differ from the majority. If two groups are of equal size, the
+            group with the lowest rank is the majority.
+        first: A rank of the majority.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -42,13 +48,18 @@ def find_divergence(
     grid: ProcessGrid,
     read: Read = lambda tensor: tensor,
 ) -> str:
-    """The first tensor that is not the same on all ranks that hold it, and which ranks differ;
-    empty if all agree.
+    """Return which tensor differs between ranks that hold copies of it, and on which ranks.
 
-    Hashes of the bits are compared along every axis on which the parameter is a copy. `tensors`:
-    all kinds of state, from RankState.placed; master copy and optimizer state only where replicas
-    do not share them out (ZeRO). `read`: gives a tensor's content. Collectives: on all ranks of the
-    grid, its pipeline drained.
+    Hashes of the bits are compared along every axis on which the parameter is replicated.
+
+    Args:
+        tensors: All kinds of state, from RankState.placed. The master copy and the optimizer state
+            are compared only if replicas do not shard them (ZeRO).
+        grid: The process grid. Collectives: on all ranks of the grid, with its pipeline drained.
+        read: Returns a tensor's content.
+
+    Returns:
+        A description of the first tensor that differs; empty if all agree.
     """
     mine = ""
     held = list(tensors)
@@ -71,13 +82,14 @@ def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
 def audit_replicas(
     tensors: Mapping[str, Tensor], axis: Axis, read: Read = lambda tensor: tensor
 ) -> Mismatch | None:
-    """The first tensor, by name, that is not the same on all ranks of the axis that pass one of
-    that name.
+    """Return the first tensor, by name, that differs between the ranks of the axis that pass that
+    name.
 
-    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a
-    difference in one element is always found, any other one is missed with odds of about 2**-64.
-    All ranks return the same.
-    Collectives: one gather_objects of some 100 bytes for each tensor; also with no tensors.
+    `tensors` is the result of `replicas_along` for that axis. Compares dtype, shape and a hash of
+    the bits: a difference in one element is always found, any other difference is missed with a
+    probability of about 2**-64. All ranks return the same.
+
+    Collectives: one gather_objects of some 100 bytes for each tensor, even if there are no tensors.
     """
     if axis.size == 1:
         return None
@@ -99,11 +111,14 @@ def audit_replicas(
 def replicas_along(
     axis: str, tensors: Iterable[tuple[str, Tensor, ParameterSlot]]
 ) -> dict[str, Tensor]:
-    """Tensors that must be equal on the ranks along an axis; rows that several ranks share as
-    'name[start:stop]'.
+    """Return the tensors that must be equal on the ranks along an axis.
 
-    `tensors`: names, with this rank's part of the parameter of each slot. Tied parameters have
-    different names, so along pp their common one is used.
+    Rows that several ranks share are named 'name[start:stop]'. Along pp, tied parameters are named
+    by their common name, because each stage has its own name for them.
+
+    Args:
+        axis: Name of the axis.
+        tensors: Key, tensor, and the slot that says which part of the parameter this rank has.
     """
     held: dict[str, Tensor] = {}
     for name, tensor, slot in tensors:
@@ -124,10 +139,10 @@ def replicas_along(
 
 @torch.no_grad()
 def bit_hash(x: Tensor) -> Tensor:
-    """A hash of the bits of `x` in order; int64 scalar on its device.
+    """Return a hash of the bits of `x` in order: an int64 scalar on its device.
 
-    The sum, modulo 2**64, of every element's bits times an odd weight of its position: changing one
-    element by d changes the sum by d times an odd number, which is 0 only if d is.
+    The hash is the sum, modulo 2**64, of every element's bits times an odd weight of its position:
+    changing one element by d changes the sum by d times an odd number, which is 0 only if d is.
     """
     bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)

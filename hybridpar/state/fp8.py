@@ -1,11 +1,11 @@
-"""Quantized forms of a stage's hidden matrices, once for each live version of the weights
+"""Quantized copies of a stage's hidden matrices, one for each live version of the weights
 (train.fp8).
 
     buffer of version t      [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     2 bytes a parameter
     buffer of version t+1    [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]
-    frozen parameters        [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     once in all
+    frozen parameters        [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     quantized once
 
-Whoever writes a buffer of weights marks its quantized forms as stale. The weight store refreshes
+Code that writes a buffer of weights marks its quantized copies as stale. The weight store refreshes
 them before the next micro-batch is bound to that version: after the update has arrived from other
 replicas, and outside of any CUDA graph, whose kernels read the quantized buffers in place.
 """
@@ -56,7 +56,7 @@ class Fp8Weights:
         self._stale.difference_update(buffers)
 
     def tensors(self) -> list[Tensor]:
-        """All quantized buffers and scales."""
+        """Return all quantized buffers and scales."""
         return [
             tensor for weights in self._weights for weight in weights for tensor in weight.tensors()
         ]

@@ -2,11 +2,11 @@
 
     weights/0   [ trained ]     version t
     weights/1   [ trained ]     version t+1
-    frozen/0    [ frozen  ]     of both: nothing updates it, so it has neither gradients, master copy nor moments
+    frozen/0    [ frozen  ]     both versions: nothing updates it, so it has no gradients, master copy or moments
 
-Micro-batches compute with it in the precision of the other weights. Where replicas share the
-weights (ZeRO-3), a rank keeps its share, and whole chunks are gathered and dropped together with
-the trained ones of their part.
+Micro-batches compute with frozen parameters in the precision of the other weights. If replicas
+shard the weights (ZeRO-3), a rank keeps its shard, and unsharded chunks are gathered and dropped
+together with the trained chunks of their segment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from hybridpar.state.residency.shares import FROZEN, Shares
 class FrozenWeights:
     """Holds a stage's frozen parameters and binds them to the modules once.
 
-    `partition`: of their layout; the part of it that this rank keeps where replicas share the
-    weights (`splits`). `uses`: of parameters, by name. `leaves`: by name, whole; they need no
-    gradient. `shares`: this rank's part of the buffer, or none. A stage without frozen parameters
-    has no buffer.
+    A stage without frozen parameters has no buffer.
+
+    Args:
+        parameters: The parameters of the stage.
+        partition: The shards of the frozen layout that this rank keeps.
+        memory: Allocates buffers.
+        uses: Returns how a parameter is used, by its name.
+        splits: Replicas shard the weights (ZeRO-3).
+
+    Attributes:
+        leaves: Unsharded parameters, by name; they require no gradient.
+        shares: This rank's shard of the buffer; empty unless `splits`.
     """
 
     def __init__(
@@ -60,20 +68,22 @@ class FrozenWeights:
                 table[key] = self.leaves[name]  # type: ignore[assignment]
 
     def is_kept(self, use: Use) -> bool:
-        """Whether chunks of a use are always whole."""
+        """Return whether chunks of a use are never sharded."""
         return use.stays or not self.shares
 
     def kept(self) -> dict[str, Tensor]:
-        """The parameters that are always whole, by name."""
+        """Return the parameters that are never sharded, by name."""
         return {name: leaf for name, leaf in self.leaves.items() if self.is_kept(self._uses(name))}
 
     def shared(self) -> dict[str, Tensor]:
-        """This rank's shares of the parameters that come and go, by name."""
+        """Return this rank's shards of the parameters that are gathered and released, by name."""
         return {name: view for shares in self.shares for name, view in shares.views.items()}
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets all of them: `write` fills tensors by name, in fp32 (fp64 in an fp64 run)."""
+        """Set all frozen parameters: `write` fills tensors by name, in fp32 (fp64 in an fp64
+        run).
+        """
         shared = self.shared()
         for name, leaf in self.leaves.items():
             with self.memory.writing(leaf, *([shared[name]] if name in shared else [])):
@@ -85,12 +95,16 @@ class FrozenWeights:
 
     @torch.no_grad()
     def full(self) -> dict[str, Tensor]:
-        """All of them, by name; read only. Collectives: an all-gather where replicas share them."""
+        """Return all frozen parameters unsharded, by name; read only. Collectives: an all-gather if
+        replicas shard them.
+        """
         if not self.shares or not self.partition.is_sharded:
             return {name: self.memory.read(leaf) for name, leaf in self.leaves.items()}
         owned = map(self.memory.read, self.shares[0].owned())
         return self.partition.whole(owned, self.memory.device)
 
     def gather(self, use: Use) -> Works:
-        """Starts to fill a whole chunk, which has memory. Collectives: as Shares.gather."""
+        """Start to gather an unsharded chunk, whose memory is allocated. Collectives: as
+        Shares.gather.
+        """
         return self.shares[0].gather(use)

@@ -1,4 +1,4 @@
-"""Collects the gradients of all micro-batches of a batch in one flat buffer."""
+"""Accumulates the gradients of all micro-batches of a batch in one flat buffer."""
 
 from __future__ import annotations
 
@@ -21,26 +21,34 @@ class GradientAccumulator:
     accumulating or reducing.
 
     Leaves of the buffers' dtype (`layout.dtype`) get a view as their `.grad`, and autograd adds
-    into it in place. Leaves of a lower precision have their gradient added to the view by a hook,
-    and freed, in every backward. Several sets of leaves (weight versions) may be bound to one
-    buffer in turn.
+    into it in place. For leaves of lower precision, a hook adds the gradient to the view and frees
+    it, in every backward. Several sets of leaves (weight versions) may be bound to one buffer in
+    turn.
 
-    For each batch: `begin(i)`, `bind(leaves, i)` before its first backward, `arm(callback)` before
-    its last and `finish(i)` after it. A parameter's first gradient of a batch overwrites the old
-    one, which saves a pass to empty the buffer. A parameter used several times in a graph is
-    reported once in each backward, when its gradient is complete; one that gets no gradient is not
-    reported. Backward must not build a graph itself (create_graph), and gradients must come from
-    `backward`, not from torch.autograd.grad.
+    For each batch call `begin(i)`, `bind(leaves, i)` before its first backward, `arm(callback)`
+    before its last, and `finish(i)` after it. A parameter's first gradient of a batch overwrites
+    the old one, which saves a pass to zero the buffer. A parameter used several times in a graph is
+    reported once in each backward, when its gradient is complete; a parameter that gets no gradient
+    is not reported. Backward must not build a graph itself (create_graph), and gradients must come
+    from `backward`, not from torch.autograd.grad.
 
-    With `defers`, `bind` comes before every backward. Parts that are given to a `consumer` may
-    wait: those of the backward that follows `collect(key)` are added by `apply(key)`, in the same
-    order, to the same bits. Some parts are still added at once, but none
+    With `defers`, `bind` comes before every backward, and gradient parts that layers hand to a
+    `consumer` may be deferred: the parts of the backward that follows `collect(key)` are added by
+    `apply(key)`, in the same order, to the same bits. Some parts are still added at once, but none
     of the parameters in `tied`, which are used in several places.
 
-
-    Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order
-    of the backwards, and whoever takes them writes the view. Those in `absent` have none, and no
-    memory in `chunks`. `method` (compression.gradients) is named where one of them comes whole.
+    Args:
+        layout: Places of the trained parameters in the flat buffers.
+        memory: Allocates the buffers.
+        num_buffers: Batches that may accumulate or reduce at the same time.
+        chunks: The buffers' chunks.
+        defers: Parts of weight gradients may be added after the backward.
+        factored: Parameters whose parts are never added up: `parts(index)` has them, in the order
+            of the backwards, and the caller who takes them writes the view.
+        absent: Parameters without a view and without memory in `chunks`.
+        tied: Parameters that are used in several places.
+        method: The value of compression.gradients, for the error that is raised if a `factored`
+            parameter gets a dense gradient.
     """
 
     def __init__(
@@ -68,20 +76,18 @@ class GradientAccumulator:
             for i in range(num_buffers)
         )
         self.collecting: dict[str, list[GradientPart]] | None = None
-        """Parts that wait of the backward that runs, by parameter; None: none wait."""
-        self._waiting: dict[
-            Hashable, tuple[int, dict[str, list[GradientPart]]]
-        ] = {}  # by key: buffer, and parts
+        """Parts deferred by the backward that runs, by parameter; None: nothing is deferred."""
+        self._waiting: dict[Hashable, tuple[int, dict[str, list[GradientPart]]]] = {}
+        """Deferred parts: buffer number, and the parts by parameter."""
         self.on_final: Callable[[str], None] | None = None
+        """Called with the name of each parameter that becomes final in the armed backward."""
         self._apply_with: (
             Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None] | None
         ) = None
-        # of the armed backward, by parameter
         self._parts: tuple[dict[str, list[GradientPart]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
-        self._void: tuple[set[str], ...] = tuple(
-            set() for _ in self.buffers
-        )  # parameters without a gradient so far
+        self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)
+        """Parameters without a gradient so far, by buffer."""
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
         self._hooks: dict[int, tuple[Tensor, _Report]] = {}  # by the id of a leaf, which they keep
@@ -91,30 +97,31 @@ class GradientAccumulator:
         return LayerGradients(self, name)
 
     def buffer_index(self, batch: int) -> int:
-        """The buffer that batch number `batch` accumulates in."""
+        """Return the number of the buffer that a batch accumulates in."""
         return batch % len(self.buffers)
 
     def views(self, index: int) -> dict[str, Tensor]:
-        """Every parameter's gradient in buffer `index`, in the order of the layout, but for those
-        `absent`."""
+        """Return every parameter's gradient in buffer `index`, in the order of the layout, without
+        the `absent` parameters.
+        """
         return self._views[index]
 
     def missing(self, index: int) -> set[str]:
-        """The parameters that have no gradient of the batch in buffer `index` yet; live."""
+        """Return the parameters that have no gradient of the batch in buffer `index` yet; live."""
         return self._void[index]
 
     def begin(self, index: int) -> None:
-        """Begins a batch: the content of buffer `index` is void."""
+        """Begin a batch: the content of buffer `index` is void."""
         self._parts[index].clear()
         self._void[index].update(self.layout.names)
         self._bound_leaves = None
 
     def bind(self, leaves: Mapping[str, Tensor], index: int) -> None:
-        """From now on, backward through these leaves adds to buffer `index`.
+        """Make backward through these leaves add to buffer `index` from now on.
 
-        Binding again costs nothing, so it may be done before every micro-batch.
-        No part waits, unless `collect` is called again.
-        Shapes: one leaf for each parameter of the layout, of its shape.
+        Binding again costs nothing, so it may be done before every micro-batch. No part is deferred
+        unless `collect` is called again. Shapes: one leaf for each parameter of the layout, of its
+        shape.
         """
         self.collecting = None
         if leaves is self._bound_leaves and index == self._bound_index:
@@ -139,12 +146,13 @@ class GradientAccumulator:
         return self._hooks[id(leaf)][1]
 
     def waits(self, name: str) -> bool:
-        """Whether parts of a parameter wait, or may come from elsewhere, too."""
+        """Return whether parts of a parameter are deferred, or may come from other uses of it."""
         return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
-        """Makes the parts that consumers take in the next backward through the bound leaves wait
-        for `apply`."""
+        """Defer the parts that consumers take in the next backward through the bound leaves, until
+        `apply`.
+        """
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}
@@ -152,8 +160,9 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def apply(self, key: Hashable) -> None:
-        """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now,
-        after its last."""
+        """Add the parts that were deferred since `collect(key)`, and report each parameter after
+        its last part.
+        """
         index, waiting = self._waiting.pop(key)
 
         def add() -> None:
@@ -171,13 +180,15 @@ class GradientAccumulator:
     def apply_with(
         self, add: Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None]
     ) -> None:
-        """Call `add` with waiting parts, their buffer, and a function that adds them, instead of
-        that function."""
+        """Call `add` instead of adding deferred parts directly. It gets the parts, the number of
+        their buffer, and a function that adds them.
+        """
         self._apply_with = add
 
     def take(self, name: str, part: GradientPart, index: int | None = None) -> None:
-        """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is
-        `factored`."""
+        """Add a part to buffer `index` (None: the bound one), or keep it if the parameter is
+        `factored`.
+        """
         index = self._bound_index if index is None else index
         void = self._void[index]
         if name in self.factored:
@@ -187,13 +198,15 @@ class GradientAccumulator:
         void.discard(name)
 
     def parts(self, index: int) -> dict[str, list[GradientPart]]:
-        """The parts of the batch in buffer `index` that are not added up, by parameter; to be taken
-        away."""
+        """Return the parts that are not added up, by parameter, of the batch in buffer `index`. The
+        caller removes them.
+        """
         return self._parts[index]
 
     def arm(self, on_final: Callable[[str], None] | None) -> None:
-        """The next backward is the last of its batch: `on_final(name)` is called as gradients
-        become final in it. None: it is not the last."""
+        """Announce the last backward of a batch: `on_final(name)` is called as gradients become
+        final in it. None: the next backward is not the last.
+        """
         self.on_final = on_final
 
     def report(self, name: str) -> None:
@@ -202,8 +215,9 @@ class GradientAccumulator:
             self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
-        """Makes the gradients of these parameters in buffer `index` void, in the middle of a
-        batch."""
+        """Mark the gradients of these parameters in buffer `index` as void, in the middle of a
+        batch.
+        """
         names = list(names)
         self._void[index].update(names)
         if self._bound_leaves is not None and self._bound_index == index:
@@ -211,8 +225,9 @@ class GradientAccumulator:
                 self._bound_leaves[name].grad = None
 
     def finish(self, index: int, names: Iterable[str] | None = None) -> None:
-        """Ends the batch: parameters (or these) without a gradient get zero; no backward reports
-        until armed."""
+        """End the batch: zero the gradient of each parameter that got none (all parameters, or
+        `names`). No backward reports until `arm` is called again.
+        """
         assert all(buffer != index for buffer, _ in self._waiting.values()), (
             "parts of this batch still wait"
         )
@@ -220,7 +235,9 @@ class GradientAccumulator:
         self.settle(index, self.layout.names if names is None else names)
 
     def settle(self, index: int, names: Iterable[str]) -> None:
-        """Makes the gradients of these parameters final: those without one get zero."""
+        """Make the gradients of these parameters final: zero the gradient of each one that got
+        none.
+        """
         void = self._void[index]
         for name in void.intersection(names) - self.absent:
             self._views[index][name].zero_()
@@ -237,7 +254,9 @@ class LayerGradients:
         """Parts of a tied parameter are added in the order of its uses, in one backward or more."""
 
     def add(self, part: GradientPart, now: bool = False) -> None:
-        """Add a part into the buffer, at once or later. now: at once, unless earlier ones wait."""
+        """Add a part to the buffer, at once or deferred. now: at once, unless earlier parts are
+        deferred.
+        """
         owner = self._owner
         waiting = owner.collecting
         if waiting is not None and (not now or owner.waits(self._name)):
@@ -247,8 +266,9 @@ class LayerGradients:
 
 
 class _Report:
-    """Runs after autograd has accumulated into a leaf's `.grad`: 0.7 us for each parameter in each
-    backward."""
+    """Hook that runs after autograd has accumulated into a leaf's `.grad`. Cost: 0.7 us for each
+    parameter in each backward.
+    """
 
     __slots__ = ("name", "owner", "view", "void")
 
@@ -266,9 +286,9 @@ class _Report:
     def __call__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         assert gradient is not None
-        if (
-            gradient is not self.view
-        ):  # the batch's first backward; what a consumer takes is in the view already
+        # In the batch's first backward the gradient is not the view. A consumer's part is in the
+        # view already.
+        if gradient is not self.view:
             self._store(gradient)
             leaf.grad = self.view
         self.owner.report(self.name)
@@ -291,12 +311,14 @@ class _Report:
 
 
 def _detached(part: Any) -> GradientPart:
-    """The part without its tensors' graph, which they would keep alive."""
+    """Return the part with tensors detached from the graph, which they would keep alive."""
     return type(part)._make(x.detach() if isinstance(x, Tensor) else x for x in part)
 
 
 class _Dense(NamedTuple):
-    """A part from autograd, of a parameter whose other parts wait: their order stays."""
+    """A part from autograd, deferred because the parameter's other parts are: this keeps their
+    order.
+    """
 
     gradient: Tensor
 
@@ -305,8 +327,9 @@ class _Dense(NamedTuple):
 
 
 class _AddAndReport(_Report):
-    """The same for leaves of lower precision than the buffer, and for those whose parts may
-    wait."""
+    """Hook for leaves of lower precision than the buffer, and for leaves whose parts may be
+    deferred.
+    """
 
     __slots__ = ()
 

@@ -1,18 +1,18 @@
-"""Updates weights on the host, beside training: gradients go there group by group, and new weights
-come back.
+"""Optimizer step on the host, while training continues: gradients are copied to the host group by
+group, and new weights are copied back.
 
     launch thread   NORM t: send      HOST t: begin                                UPDATE t, group 0: wait   group 1 ..
     to host              |-- 0 --||-- 1 --|
     host                              |---- 0 ----||---- 1 ----|      as many threads as the launch thread has
     from host                                      |- 0 -|      |- 1 -|
 
-For the parameters that the host updates, its memory has the master copy, the optimizer's state and
-room for one batch's gradients, taken once. Each of the three rows is a thread. A batch begins there
-after the launch thread has waited for the one before. Errors of a thread are raised where the
-launch thread waits.
+For the parameters that the host updates, host memory has the master copy, the optimizer state and
+space for one batch's gradients, allocated once. Each of the three lower rows is a thread. A batch
+starts there after the launch thread has waited for the previous one. An exception in a thread is
+raised where the launch thread waits.
 
-Beside a GPU both rows of copies are also streams: a copy begins after the work that the launch
-thread had started before it, and ends before its thread goes on. Host memory is then pinned.
+With a GPU both rows of copies are also streams: a copy starts after the work that the launch thread
+had queued before it, and ends before its thread continues. Host memory is then pinned.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from hybridpar.state.weights import WeightStore
 
 
 class HostMemory(Memory):
-    """Host memory that a device copies to and from. For a GPU it is pinned, near it, in tensors of
-    exact size.
+    """Host memory that a device copies to and from.
 
-    torch's own pinned memory comes in powers of two.
-    Raises: RuntimeError of CUDA, if the system pins no more.
+    For a GPU it is pinned, on the NUMA node of the GPU, in tensors of exact size; torch's own
+    pinned memory is rounded up to powers of two.
+
+    Raises:
+        RuntimeError: CUDA cannot pin more memory.
     """
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self._pins, self._pinned, self._node = (
-            device.type == "cuda",
-            list[Tensor](),
-            numa_node(device),
-        )
+        self._pins = device.type == "cuda"
+        self._pinned = list[Tensor]()
+        self._node = numa_node(device)
         weakref.finalize(self, _unpin, self._pinned)
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
@@ -62,8 +62,9 @@ class HostMemory(Memory):
 
 
 class UpdatedMemory(Memory):
-    """Memory of what is updated, on a rank whose host updates: host memory, except for chunks that
-    it leaves out."""
+    """Memory of the updated state on a rank with a host optimizer: host memory, except for chunks
+    that the host does not update.
+    """
 
     def __init__(self, memory: Memory):
         super().__init__()
@@ -81,28 +82,30 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
 
 @dataclass(slots=True)
 class CopyTime:
-    """Duration of the copies in one `HostWork.reach` context; known once the context has ended.
-    Units: seconds."""
+    """Duration of the copies in one `HostWork.reach` context, in seconds; known once the context
+    has ended.
+    """
 
     seconds: float = 0.0
 
 
 class HostWork:
-    """The work on the host and on the way there: copies of flat tensors, and the optimizer's step
-    of a group."""
+    """Runs the host's work and the copies to and from it: copies of flat tensors, and the optimizer
+    step of a group.
+    """
 
     def mark(self) -> Any:
-        """The point that the launch thread's work has reached, for copies to wait for. Call it in
-        that thread."""
+        """Return a marker of the work that the launch thread has queued so far, for copies to wait
+        for. Call it in that thread.
+        """
         return None
 
     @contextmanager
     def reach(self, mark: Any, way: str) -> Iterator[CopyTime]:
-        """Open a context for the thread that copies one way. Its copies start after `mark`, and are
-        over at its end.
+        """Open a context for the thread that copies in direction `way`: its copies start after
+        `mark` and are complete at the end of the context.
 
-        The duration that it yields is that of the copies alone. Waiting for `mark` is not part of
-        it.
+        Yields the duration of the copies alone, without the wait for `mark`.
         """
         took = CopyTime()
         start = time.perf_counter()
@@ -110,17 +113,17 @@ class HostWork:
         took.seconds = time.perf_counter() - start
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copies the second of each pair to the first."""
+        """Copy the second tensor of each pair to the first."""
         for target, source in pairs:
             target.copy_(source)
 
     def step(self, step: Callable[[], None], numel: int) -> None:
-        """Makes a step of so many parameters."""
+        """Run the optimizer step of a group with `numel` parameters."""
         step()
 
 
 class StreamWork(HostWork):
-    """The same beside a GPU: a stream for each way."""
+    """Work of a host with a GPU: a stream for each copy direction."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -141,9 +144,8 @@ class StreamWork(HostWork):
         if mark is not None:
             stream.wait_event(mark)
         with torch.cuda.stream(stream):
-            begun.record(
-                stream
-            )  # behind the mark, so the device reaches it when the copies may start
+            # recorded after the wait for the mark, so the device reaches it when copies may start
+            begun.record(stream)
             yield took
             ended.record(stream)
         stream.synchronize()
@@ -159,7 +161,7 @@ class StreamWork(HostWork):
 
 
 def host_work(device: torch.device) -> HostWork:
-    """The work of the host beside this device."""
+    """Create the host's work for a device."""
     return StreamWork(device) if device.type == "cuda" else HostWork()
 
 
@@ -167,8 +169,15 @@ class HostUpdates:
     """Updates a rank's weights on the host.
 
     For each batch: `send` once its gradients are final and reduced, `begin` once their factor is
-    known, and `wait` for each group. optimizer: its first groups are the hosted weights'; they are
-    stepped in order. gradients: flat buffers that batches use in turn.
+    known, and `wait` for each group.
+
+    Args:
+        weights: The rank's weights.
+        optimizer: Its first `num_groups` groups are the weights that the host updates, stepped in
+            order.
+        num_groups: Number of groups that the host updates.
+        gradients: Flat buffers that batches use in turn.
+        work: Runs copies and steps.
     """
 
     def __init__(
@@ -179,11 +188,9 @@ class HostUpdates:
         gradients: Sequence[Buffer],
         work: HostWork | None = None,
     ):
-        self._weights, self._optimizer, self._work = (
-            weights,
-            optimizer,
-            work or host_work(weights.memory.device),
-        )
+        self._weights = weights
+        self._optimizer = optimizer
+        self._work = work or host_work(weights.memory.device)
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
         self._names = [
@@ -202,8 +209,9 @@ class HostUpdates:
         """Bytes copied each way so far."""
 
     def held(self) -> tuple[int, int]:
-        """Host memory of the master copy, and of the optimizer's state and copies under way. Units:
-        bytes."""
+        """Return the bytes of host memory of the master copy, and of the optimizer state with its
+        copy buffers.
+        """
         master = self._weights.master
         made = self._weights.made
         assert master is not None
@@ -219,12 +227,14 @@ class HostUpdates:
         return sum(t.nbytes for t in hosted), sum(t.nbytes for t in state) + rooms
 
     def work_here(self, here: bool) -> None:
-        """here: the thread that asks does all work itself, at once, so that it can be recorded."""
+        """Run all work at once in the calling thread (`here`), so that it can be recorded, or in
+        the three threads.
+        """
         for thread in (self._to_host, self._host, self._from_host):
             thread.is_here = here
 
     def send(self, index: int) -> None:
-        """Sends the gradients in a buffer, as soon as the batch before is over."""
+        """Send the gradients in a buffer, as soon as the previous batch is complete."""
         if self._sent:
             assert self._later is None, "two batches wait for the one before"
             self._later = index
@@ -239,8 +249,8 @@ class HostUpdates:
             self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)
 
     def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Starts to make a version of the weights, from the gradients sent times `factor`; None:
-        makes none.
+        """Start to make a version of the weights, from the gradients sent times `factor`; None:
+        make none.
 
         predict: as in WeightStore.advance.
         """
@@ -270,12 +280,15 @@ class HostUpdates:
         )
 
     def is_done(self) -> bool:
-        """Whether all groups that the host makes have arrived."""
+        """Return whether all groups that the host updates have arrived."""
         return all(made.done() for made in self._made.values())
 
     def wait(self, group: int) -> None:
-        """Returns once a group that the host makes has arrived, or will not be made. Raises: what
-        failed."""
+        """Return once a group has arrived from the host, or is known to be skipped.
+
+        Raises:
+            Exception: The error of the thread that failed.
+        """
         self._made.pop(group).result()
         del self._sent[group]
         if not self._sent and self._later is not None:
@@ -285,9 +298,10 @@ class HostUpdates:
 
 
 class _Thread:
-    """A thread that does one call after the other, with as many torch threads as its maker has.
+    """A thread that runs one call after the other, with as many torch threads as its creator has.
 
-    is_here: calls are made at once, by the thread that asks.
+    Attributes:
+        is_here: Calls run at once, in the calling thread.
     """
 
     def __init__(self, name: str):
@@ -297,8 +311,9 @@ class _Thread:
     def submit(
         self, call: Callable[..., None], *args: object, after: Future[None] | None = None
     ) -> Future[None]:
-        """Makes a call in the thread, once those before it and `after` are over; if `after` fails,
-        so does this."""
+        """Run a call in the thread, after the earlier calls and `after`; if `after` fails, this
+        call fails too.
+        """
 
         def task() -> None:
             if after is not None:

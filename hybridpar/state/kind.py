@@ -1,4 +1,4 @@
-"""Defines a kind of state, and who holds it; kinds.py lists them all."""
+"""Defines a kind of state and its interface to checkpoints; kinds.py lists all kinds."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ from hybridpar.state.weights import WeightStore, copy_all
 
 
 class Stored(Protocol):
-    """A checkpoint as a load sees it: any part of any tensor, whatever grid has saved it.
+    """A checkpoint as seen by a load: any part of any tensor, whichever grid has saved it.
 
-    Shapes: slot.shape. Raises: CheckpointError for what is missing or damaged.
+    Shapes: slot.shape. Raises: CheckpointError if a tensor is missing or damaged.
     """
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Whether such a tensor was kept for this parameter, or for any other one beside it."""
+        """Return whether a tensor `what` was saved for this parameter, or for any other parameter
+        in the same file.
+        """
 
     def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """The sum of this rank's share of the tensors kept by the ranks that sum a parameter's
-        gradient."""
+        """Return this rank's share of the sum of the tensors saved by the ranks that reduce a
+        parameter's gradient.
+        """
 
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """The tensor kept by the rank at the same place in a grid of the same size; None: there was
-        none."""
+        """Return the tensor saved by the rank at the same place in a grid of the same size; None if
+        no rank saved one.
+        """
 
     def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """The tensor kept by all ranks with the same part of the parameter; None: no rank had that
-        part."""
+        """Return the tensor saved by all ranks with the same part of the parameter; None if no rank
+        had that part.
+        """
 
     def newest(self, slot: ParameterSlot) -> Tensor:
-        """The newest weights, neither rounded nor predicted."""
+        """Return the newest weights, neither rounded nor predicted."""
 
     def common(self, slot: ParameterSlot) -> Tensor:
-        """The weights that all sites had in common last: the anchor, or of one site the newest
-        weights."""
+        """Return the weights that all sites last had in common: the anchor, or the newest weights
+        if there is one site.
+        """
 
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights that the new run takes for that version."""
+        """Return the weights that the new run uses for that version."""
 
 
 class Holder(Protocol):
@@ -70,11 +76,17 @@ class Holder(Protocol):
 class StateKind(ABC):
     """One kind of state, of one rank.
 
-    name: first part of its tensors' keys. form: the rest. what: pattern of the part of a key that
-    tells a parameter's tensors apart. whole: its tensors are whole local parameters, on all
-    replicas; else this rank has only the parts that it owns. differs: every replica has tensors of
-    its own. joint: all sites have the same. shaped: tensors have the parameters' shapes. saved:
-    checkpoints have it. column: where the memory report shows it.
+    Attributes:
+        name: First part of its tensors' keys.
+        form: The rest of the keys.
+        what: Pattern of the part of a key that distinguishes a parameter's tensors.
+        whole: Its tensors are complete local parameters, on all replicas; else this rank has only
+            the shards that it owns.
+        differs: Every replica has different tensors.
+        joint: All sites have equal tensors.
+        shaped: Tensors have the parameters' shapes.
+        saved: Checkpoints include this kind.
+        column: Column of the memory report.
     """
 
     name: ClassVar[str]
@@ -92,13 +104,18 @@ class StateKind(ABC):
 
     @classmethod
     def key(cls, parameter: str, what: str = "") -> str:
-        """The key of a parameter's tensor. `what`: which, where a parameter has several."""
+        """Return the key of a parameter's tensor. `what`: which tensor, if a parameter has
+        several.
+        """
         return f"{cls.name}/{cls.form.format(parameter=parameter, what=what)}"
 
     @classmethod
     def parse(cls, rest: str) -> tuple[str, str]:
-        """The parameter and `what` of a key without the kind's name. Raises: ValueError if it is no
-        key."""
+        """Return the parameter and `what` of a key without the kind's name.
+
+        Raises:
+            ValueError: It is not such a key.
+        """
         pattern = cls.form.replace(".", r"\.").format(
             parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})"
         )
@@ -108,40 +125,40 @@ class StateKind(ABC):
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
-        """The tensor with which a run continues from a checkpoint; None: zero."""
+        """Return the tensor with which a run resumes from a checkpoint; None: zeros."""
         return stored.read(slot, cls.name, what) if stored.keeps(slot, cls.name, what) else None
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, by key; live."""
+        """Return the tensors, by key; live."""
 
     def memory(self) -> list[Tensor]:
-        """The tensors that take its memory, at least as much as `tensors` ever needs."""
+        """Return the tensors that use memory, at least as much as `tensors` ever needs."""
         return list(self.tensors().values())
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
-        """Loads tensors by key, without the kind's name. `versions`: of the weights, oldest first.
+        """Load tensors by key, without the kind's name. `versions`: versions of the weights, oldest
+        first.
 
-        Raises: CheckpointError.
+        Raises:
+            CheckpointError: A tensor is missing or of another shape.
         """
         own = {key.partition("/")[2]: tensor for key, tensor in self.tensors().items()}
         copy_all(own, tensors, self.name, self.holder.memory)
 
 
 class BufferKind(StateKind):
-    """Kind of state that is a flat buffer of this rank's parts, or None."""
+    """Kind of state in one flat buffer of this rank's shards."""
 
     @abstractmethod
     def buffer(self) -> Buffer | None:
-        """The buffer."""
+        """Return the buffer; None if the run has no such state."""
 
     def tensors(self) -> dict[str, Tensor]:
         buffer = self.buffer()
-        return (
-            {}
-            if buffer is None
-            else {self.key(name): view for name, view in buffer.views().items()}
-        )
+        if buffer is None:
+            return {}
+        return {self.key(name): view for name, view in buffer.views().items()}
 
     def memory(self) -> list[Tensor]:
         buffer = self.buffer()
@@ -149,7 +166,7 @@ class BufferKind(StateKind):
 
 
 class RoomKind(StateKind):
-    """Kind of state that is room for transfers. Void between updates, and never saved."""
+    """Kind of state that is a buffer for transfers: void between updates, and never saved."""
 
     saved = False
 
@@ -161,8 +178,9 @@ class RoomKind(StateKind):
 
 
 class Under(Mapping[str, Tensor]):
-    """The tensors whose names begin with `prefix`, by the rest of their names; each is fetched when
-    it is read."""
+    """The tensors whose names start with `prefix`, by the rest of their names. Each tensor is
+    fetched when it is read.
+    """
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
         self._prefix = prefix

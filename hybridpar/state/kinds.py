@@ -1,26 +1,30 @@
-"""The kinds of state that a rank keeps: name, place, and how a load restates each.
+"""The kinds of state that a rank keeps: name, content, and what a load does if a checkpoint has
+none.
 
     key                            tensors                                    if a load finds none
-    weights/<version>/<parameter>  whole local parameters, on all replicas;   (there always are)
-                                   frozen ones once, as the newest version
-    shares/<version>/<parameter>   parts that this rank owns, of weights that  the weights
-                                   replicas share (ZeRO-3)
-    master/<parameter>             parts that this rank owns                  the weights
-    optimizer/<parameter>.<state>  parts that this rank owns                  zero
-    anchor/<parameter>             the same, of several sites: the weights    the weights
-                                   they had in common last
-    outer/<parameter>              the same: the outer step's momentum        zero
-    sent/<parameter>               the same: differences that were sent to    (there are none)
-                                   other sites, and not taken yet
-    remainder/<parameter>          the same: what was left out of messages    zero
-    feedback/<parameter>           whole local parameters, other ones on      zero; replicas' sum stays where their
-                                   every replica                              number changes
-    learned/<parameter>.<what>     what compression has learned of one, on    zero: it begins anew
-                                   every replica
-    basis/<parameter>.<what>       the same, equal on all replicas            zero: it begins anew
-    gradients                      whole local parameters; never saved
-    messages                       room for compressed gradients; never saved
-    host                           room for copies to and from the host; never saved
+    weights/<version>/<parameter>  complete local parameters, on all          (always present)
+                                   replicas; frozen ones once, with the
+                                   newest version
+    shares/<version>/<parameter>   this rank's shards of weights that         the weights
+                                   replicas shard (ZeRO-3)
+    master/<parameter>             this rank's shards                         the weights
+    optimizer/<parameter>.<state>  this rank's shards                         zero
+    anchor/<parameter>             this rank's shards of the weights that     the weights
+                                   all sites last had in common
+    outer/<parameter>              this rank's shards of the outer momentum   zero
+    sent/<parameter>               this rank's shards of differences that     (there are none)
+                                   were sent to other sites, not yet applied
+    remainder/<parameter>          this rank's shards of the quantization     zero
+                                   error of messages to other sites
+    feedback/<parameter>           complete local parameters, different on    zero; if the number of replicas
+                                   every replica                              changes, their sum is preserved
+    learned/<parameter>.<what>     what compression has learned, different    zero: it restarts
+                                   on every replica
+    basis/<parameter>.<what>       what compression has learned, equal on     zero: it restarts
+                                   all replicas
+    gradients                      complete local parameters; never saved
+    messages                       buffers of compressed gradients; never saved
+    host                           buffers of copies to and from the host; never saved
     fp8                            quantized hidden matrices of every live version; never saved
 
 Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
@@ -40,7 +44,8 @@ from hybridpar.state.weights import copy_all
 
 class WeightVersions(StateKind):
     """Every live version of the weights, in the working precision; frozen parameters once, with the
-    newest."""
+    newest version.
+    """
 
     name = "weights"
     column = "weights"
@@ -73,8 +78,9 @@ class WeightVersions(StateKind):
 
 
 class WeightShares(WeightVersions):
-    """This rank's parts of every live version of the weights, in the working precision, where
-    replicas share them."""
+    """This rank's shards of every live version of the weights, in the working precision
+    (ZeRO-3).
+    """
 
     name = "shares"
     whole = False
@@ -116,7 +122,7 @@ class WeightShares(WeightVersions):
 
 
 class Gradients(StateKind):
-    """The gradients of the batches that are being accumulated or reduced, by buffer."""
+    """Gradients of the batches that are being accumulated or reduced, by buffer."""
 
     name = "gradients"
     column = "gradients"
@@ -145,7 +151,7 @@ class Gradients(StateKind):
 
 
 def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Tensor]:
-    """Memory of the chunks that are always whole."""
+    """Return the memory of the chunks that are never sharded."""
     return [
         tensor
         for buffer in buffers
@@ -155,7 +161,7 @@ def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Ten
 
 
 class Master(StateKind):
-    """The newest weights in full precision, if the working ones are rounded or predicted."""
+    """The newest weights in full precision, if the working weights are rounded or predicted."""
 
     name = "master"
     column = "master"
@@ -179,7 +185,7 @@ class Master(StateKind):
 
 
 class OptimizerState(StateKind):
-    """Tensors that the optimizer keeps for each parameter, say 'exp_avg'."""
+    """Tensors that the optimizer keeps for each parameter, such as 'exp_avg'."""
 
     name = "optimizer"
     form = "{parameter}.{what}"
@@ -195,8 +201,9 @@ class OptimizerState(StateKind):
 
 
 class Anchor(BufferKind):
-    """The weights that sites had in common last, fragment by fragment, in the precision of the
-    master copy."""
+    """The weights that sites last had in common, fragment by fragment, in the precision of the
+    master copy.
+    """
 
     name = "anchor"
     joint = True
@@ -220,7 +227,7 @@ class OuterMomentum(BufferKind):
 
 
 class Sent(StateKind):
-    """Differences that this rank has sent to other sites, but no version has taken yet."""
+    """Differences that this rank has sent to other sites, and that no version has applied yet."""
 
     name = "sent"
 
@@ -235,8 +242,9 @@ class Sent(StateKind):
 
 
 class OuterRemainder(BufferKind):
-    """What lossy messages to other sites have left out so far; for one under way, what it was made
-    of."""
+    """Quantization error of messages to other sites so far. For a message under way: the numbers
+    that it was made from.
+    """
 
     name = "remainder"
 
@@ -245,7 +253,9 @@ class OuterRemainder(BufferKind):
 
 
 class Unsent(StateKind):
-    """The gradients that this rank has not sent, in the units of their sum over replicas."""
+    """The rest of the gradients that this rank has not sent, in the units of their sum over
+    replicas.
+    """
 
     name = "feedback"
     whole = True
@@ -257,11 +267,9 @@ class Unsent(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        return (
-            {}
-            if compression is None
-            else {self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
-        )
+        if compression is None:
+            return {}
+        return {self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
 
     def memory(self) -> list[Tensor]:
         compression = self.holder.compression
@@ -269,8 +277,9 @@ class Unsent(StateKind):
 
 
 class Learned(StateKind):
-    """What the compression of gradients has learned of each parameter; its memory is counted with
-    `Unsent`."""
+    """Tensors that gradient compression has learned for each parameter. Their memory is counted
+    with `Unsent`.
+    """
 
     name = "learned"
     form = "{parameter}.{what}"
@@ -284,14 +293,11 @@ class Learned(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        return (
-            {}
-            if compression is None or compression.takes_factors == self.differs
-            else {
-                f"{self.name}/{name}": tensor
-                for name, tensor in compression.feedback.learned.items()
-            }
-        )
+        if compression is None or compression.takes_factors == self.differs:
+            return {}
+        return {
+            f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()
+        }
 
     def memory(self) -> list[Tensor]:
         return []
@@ -303,7 +309,7 @@ class Learned(StateKind):
 
 
 class Bases(Learned):
-    """The same, for methods that learn from what all replicas have in common."""
+    """Learned tensors of methods that learn from the sum over all replicas."""
 
     name = "basis"
     differs = False
@@ -314,7 +320,7 @@ class Bases(Learned):
 
 
 class Messages(RoomKind):
-    """Room for compressed gradients of all replicas, and for their remainders."""
+    """Buffers of the compressed gradients of all replicas, and of their remainders."""
 
     name = "messages"
     column = "gradients"
@@ -325,7 +331,9 @@ class Messages(RoomKind):
 
 
 class HostRoom(RoomKind):
-    """Room on the host, where it updates, for gradients that arrive and weights that leave."""
+    """Buffers on the host, with a host optimizer, for gradients that arrive and weights that
+    leave.
+    """
 
     name = "host"
 
@@ -341,9 +349,9 @@ class HostRoom(RoomKind):
 
 
 class QuantizedWeights(RoomKind):
-    """Quantized forms of hidden matrices, which are made from the weights again (train.fp8)."""
+    """Quantized copies of hidden matrices (train.fp8). They are recomputed from the weights."""
 
-    # not the column of weights, of which checkpoints have a copy
+    # Checkpoints do not include these copies, so they do not belong in the column of weights.
     name = "fp8"
     column = "gradients"
 
@@ -373,7 +381,11 @@ KINDS: tuple[type[StateKind], ...] = (
 
 
 def saved_kind(name: str) -> type[StateKind]:
-    """The saved kind of that name. Raises: ValueError."""
+    """Return the saved kind of that name.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
     for kind in KINDS:
         if kind.saved and kind.name == name:
             return kind
@@ -381,8 +393,11 @@ def saved_kind(name: str) -> type[StateKind]:
 
 
 def parse_key(key: str) -> tuple[type[StateKind], str, str]:
-    """The kind, the parameter and `what` of a checkpoint's key. Raises: ValueError if it is
-    none."""
+    """Return the kind, the parameter and `what` of a checkpoint's key.
+
+    Raises:
+        ValueError: It is not such a key.
+    """
     name, _, rest = key.partition("/")
     try:
         kind = saved_kind(name)

@@ -1,5 +1,4 @@
-"""Places of parameters in a flat buffer, and the buffer cut into ranges that are reduced
-together."""
+"""Places of parameters in a flat buffer, and the buckets in which the buffer is reduced."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements [start, stop) of a flat buffer, and the parameters that lie in it, in the order of
-    the layout."""
+    """Elements [start, stop) of a flat buffer, and the names of its parameters in the order of the
+    layout.
+    """
 
     start: int
     stop: int
@@ -27,10 +27,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The part of a parameter that this rank updates: elements [start, stop) of the flat buffer.
+    """The shard of a parameter that this rank updates: elements [start, stop) of the flat buffer.
 
-    `part` is that range in the parameter itself (None: all of it). `shared`: other ranks update it
-    as well.
+    Attributes:
+        name: The parameter.
+        start: First element in the flat buffer.
+        stop: Element after the last one.
+        part: The same range, counted in the parameter itself; None: the complete parameter.
+        shared: Other ranks update this shard as well.
     """
 
     name: str
@@ -41,13 +45,22 @@ class Owned:
 
 
 class FlatLayout:
-    """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
+    """Parameters one after the other in one flat buffer, each aligned to 64 bytes.
 
-    Offsets, `ends` (with the padding) and `numel` count elements. `offset_dtype`: the narrowest
-    dtype of the buffers that share these offsets, say a master copy and its working copies; each
-    parameter is aligned in all of them. Padding is part of every buffer: allocated as zeros, it
-    stays zero. A parameter without elements has 64 bytes of padding, so that no two parameters
-    begin at one offset.
+    Padding is part of every buffer: it is allocated as zeros and stays zero. A parameter without
+    elements has 64 bytes of padding, so that no two parameters start at one offset.
+
+    Args:
+        names: The parameters.
+        shapes: Their shapes.
+        dtype: Type of the elements.
+        offset_dtype: Narrowest dtype of the buffers that use these offsets, such as a master copy
+            and its working copies; each parameter is aligned in all of them.
+
+    Attributes:
+        offsets: First element of each parameter.
+        ends: Element after the last one of each parameter, with the padding.
+        numel: Number of elements of the buffer.
     """
 
     def __init__(
@@ -75,15 +88,15 @@ class FlatLayout:
     def of(
         tensors: Mapping[str, Tensor], dtype: torch.dtype, offset_dtype: torch.dtype | None = None
     ) -> FlatLayout:
-        """The layout of tensors by name, in their order."""
+        """Create the layout of tensors by name, in their order."""
         return FlatLayout(list(tensors), [t.shape for t in tensors.values()], dtype, offset_dtype)
 
     def zeros(self, device: torch.device | str | None = None) -> Tensor:
-        """A new flat buffer."""
+        """Allocate a flat buffer of zeros."""
         return zeros(self.numel, self.dtype, device)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every parameter's view into `flat`, in the order of the layout."""
+        """Return every parameter's view into `flat`, in the order of the layout."""
         assert flat.shape == (self.numel,), (
             f"expected {self.numel} elements, got {tuple(flat.shape)}"
         )
@@ -93,9 +106,13 @@ class FlatLayout:
         }
 
     def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
-        """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined,
-        with the padding between them. base: element of the buffer at which the parts' memory
-        begins."""
+        """Join neighbouring parts of a flat buffer, with the padding between them, into fewer
+        tensors.
+
+        Args:
+            parts: Contiguous parts, ascending.
+            base: Element of the buffer at which the parts' storage starts.
+        """
         padded: dict[int, int] = {
             offset + prod(shape): end
             for offset, shape, end in zip(self.offsets, self.shapes, self.ends, strict=True)
@@ -117,8 +134,8 @@ class FlatLayout:
     def buckets(
         self, bucket_bytes: int, group: Callable[[str], object] = lambda name: None
     ) -> tuple[Bucket, ...]:
-        """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward
-        fills them.
+        """Return the buffer cut into contiguous buckets of at least `bucket_bytes`, in the order a
+        backward fills them.
 
         The first bucket is the end of the buffer, since gradients become ready in reverse order of
         registration. A bucket closes once it has reached the size, and before a parameter of

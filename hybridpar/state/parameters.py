@@ -1,5 +1,6 @@
-"""The parameters of a stage: their place in the whole model, the modules that hold them, and the
-flat buffer."""
+"""The parameters of a stage: their placement, the modules that hold them, and their layout in a
+flat buffer.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def move_buffers(stage: nn.Module, device: torch.device) -> None:
-    """Move the registered buffers of all modules, which custom blocks may have, to the device of
-    the stage."""
+    """Move the registered buffers of all modules, which custom blocks may have, to the stage's
+    device.
+    """
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -24,18 +26,24 @@ def move_buffers(stage: nn.Module, device: torch.device) -> None:
 
 
 def _layout_order(parameter: tuple[str, nn.Parameter, Placement]) -> tuple[int, str]:
-    """The first and the last stage have tied parameters in one order, as they all-reduce their
-    gradients together."""
+    """Return the sort key of a parameter. It gives the first and last stage their tied parameters
+    in one order, because they all-reduce these gradients together.
+    """
     placement = parameter[2]
     return layout_run(placement), placement.tied
 
 
 class StageParameters:
-    """The parameters of a stage built on the meta device: placements by name, and where they lie in
-    flat buffers.
+    """The parameters of a stage that was built on the meta device: placements by name, and flat
+    layouts.
 
-    dtype: what micro-batches compute in. `layout`: of the trained parameters, in the dtype of
-    gradients and of the master copy. `frozen`: of the frozen ones, in `dtype`.
+    Args:
+        stage: The stage.
+        dtype: Type that micro-batches compute in.
+
+    Attributes:
+        layout: Layout of the trained parameters, in the dtype of gradients and of the master copy.
+        frozen: Layout of the frozen parameters, in `dtype`.
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype):
@@ -45,11 +53,9 @@ class StageParameters:
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}
         for name, parameter, placement in sorted(named_placements(stage), key=_layout_order):
-            self.placements[name], by_id[id(parameter)], parameters[name] = (
-                placement,
-                name,
-                parameter,
-            )
+            self.placements[name] = placement
+            by_id[id(parameter)] = name
+            parameters[name] = parameter
         trained = {
             name: parameter
             for name, parameter in parameters.items()
@@ -66,7 +72,7 @@ class StageParameters:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.blocks[by_id[id(parameter)]].append(block_of(f"{path}."))
-        # every module that holds a parameter, and under which key; a tied one has several
+        # Every module that holds a parameter, and under which key; a tied parameter has several.
         self.holders = [
             (module, key, by_id[id(parameter)])
             for module in stage.modules()

@@ -1,4 +1,4 @@
-"""The values of a configuration that decide what state a rank keeps."""
+"""The configuration values that decide what state a rank keeps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,20 @@ from hybridpar.nn.placement import split_ranges
 class StatePolicy:
     """How much state a rank keeps, and of which kinds.
 
-    dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the
-    schedule needs. optim: settings of the optimizer. parallel: whether replicas share the update.
-    backend: of the optimizer's passes. defers: whether weights' gradients may be computed later
-    than those of inputs. on_host: whether the host updates. ends_apart: whether embedding and head
-    are on different ranks of a pipeline. outer: how sites meet, if there are several.
-    compression: of gradients; kernels: backends of its passes. fp8: whether products of hidden
-    matrices have float8 factors.
+    Attributes:
+        dtype: Type that micro-batches compute in.
+        num_versions: Weight versions that the schedule needs.
+        num_gradient_buffers: Gradient buffers that the schedule needs.
+        optim: Settings of the optimizer.
+        parallel: Sizes of the grid, and the ZeRO stage.
+        backend: Backend of the optimizer's kernels.
+        defers: Weight gradients may be computed later than input gradients.
+        ends_apart: Embedding and head are on different ranks of a pipeline.
+        on_host: The host updates the weights.
+        outer: How sites synchronize, if there are several.
+        compression: Compression of gradients.
+        kernels: Backends of its kernels.
+        fp8: Products of hidden matrices have float8 factors.
     """
 
     dtype: torch.dtype
@@ -49,8 +56,9 @@ class StatePolicy:
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
-        """The policy of a configuration, for a schedule that needs so many weight versions and
-        gradient buffers."""
+        """Create the policy of a configuration, for a schedule that needs so many weight versions
+        and gradient buffers.
+        """
         return StatePolicy(
             DTYPES[config.train.dtype],
             num_versions,
@@ -69,23 +77,24 @@ class StatePolicy:
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether replicas share the sums of gradients (ZeRO-2)."""
+        """Whether replicas shard the reduced gradients (ZeRO-2)."""
         return self.parallel.zero > 1 and self.parallel.dp > 1
 
     @property
     def moves_gradients(self) -> bool:
-        """Whether only one part's gradients are whole at a time. Not if they are compressed: each
-        replica keeps the unsent rest of all."""
+        """Whether only one segment's gradients are unsharded at a time. Compressed gradients are
+        not: each replica keeps the unsent rest of all.
+        """
         return self.splits_gradients and self.compression.gradients == "none"
 
     @property
     def moves(self) -> bool:
-        """Whether any state is whole only for one part at a time."""
+        """Whether any state is unsharded for only one segment at a time."""
         return self.moves_gradients or self.splits_weights
 
     @property
     def splits_weights(self) -> bool:
-        """Whether replicas share the weights, too (ZeRO-3)."""
+        """Whether replicas shard the weights, too (ZeRO-3)."""
         return self.parallel.zero > 2 and self.splits_gradients
 
     @property
@@ -95,8 +104,9 @@ class StatePolicy:
 
 
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
-    """Blocks of a stage in consecutive parts, of which one at a time computes; none if it is
-    whole."""
+    """Return the segments that a stage's blocks are cut into, which compute one at a time; empty if
+    the stage is not cut.
+    """
     memory = config.memory
     by_block = memory.budget > 0 or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):

@@ -1,10 +1,12 @@
-"""The whole training state of a rank, built in one place: to train, to predict its memory, or to
+"""The complete training state of a rank, built in one place: to train, to predict its memory, or to
 measure it.
 
-batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm ..
-          update
-on the host:                                                          square_norm, send ..
-                                                                      begin_update .. update
+Order of calls for one batch:
+
+    first micro-batches     begin, bind, (backward), bind, (backward), ..
+    last micro-batch        close, bind, (backward), reduce
+    update on the device    square_norm, update
+    update on the host      square_norm, send, begin_update, update
 """
 
 from __future__ import annotations
@@ -42,15 +44,27 @@ from hybridpar.state.weights import WeightStore
 
 
 class RankState:
-    """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
+    """Weights, gradients, their reduction, and the optimizer, for the parameters of a rank's
+    stages.
 
-    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the
-    parts of its trained parameters that this rank updates, `slots`. `kinds`: its state, by kind.
-    `parts`: blocks that compute at a time (none: all); an update then has `num_groups` parts.
-    `memory`: holds the state (None: `device` does). `shares`: of each gradient buffer, if replicas
-    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`:
-    does the host's work, if it updates. `outer`: the outer step, if there are several sites. Until
-    `initialize`, `fill` or `load` all weights are zero.
+    All weights are zero until `initialize`, `fill` or `load`.
+
+    Args:
+        stage: All blocks of the rank, built on the meta device, with global names.
+        grid: The process grid.
+        policy: How much state to keep.
+        device: The rank's device.
+        parts: Blocks that compute at a time; empty: all. An update then has `num_groups` parts.
+        memory: Holds the state; None: the device's memory.
+        host_work: Runs the host's work, with a host optimizer.
+
+    Attributes:
+        partition: The shards of the trained parameters that this rank updates.
+        slots: Placement of each of these shards.
+        kinds: The state, by kind.
+        shares: Shards of each gradient buffer, if replicas shard gradients.
+        compression: Compression of gradients; None: they are sent uncompressed.
+        outer: The outer step, if there are several sites.
     """
 
     def __init__(
@@ -64,12 +78,14 @@ class RankState:
         memory: Memory | None = None,
         host_work: HostWork | None = None,
     ):
-        self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
+        self.grid = grid
+        self._backend = policy.backend
+        self.memory = memory or Memory(device)
         move_buffers(stage, device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
-        # shares that are here all the time are updated at once: it has no price
+        # Shards that stay resident can be updated in one group at no cost, so they are not divided.
         elementwise = (self.memory.is_limited or not policy.moves) and all(
             divisible(policy.optim, self.whole_slots[name]) for name in trained
         )
@@ -112,11 +128,11 @@ class RankState:
             fp8=fp8_parameters(stage) if policy.fp8 else (),
         )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        factored, absent = (
-            (frozenset(),) * 2
-            if self.compression is None
-            else (self.compression.factored, self.compression.absent)
-        )
+        factored = frozenset[str]()
+        absent = frozenset[str]()
+        if self.compression is not None:
+            factored = self.compression.factored
+            absent = self.compression.absent
         self.gradients = GradientAccumulator(
             parameters.layout,
             self.memory,
@@ -150,7 +166,8 @@ class RankState:
             ]
             for group in range(self.num_groups)
         ]
-        if policy.on_host and not elementwise:  # what stays, of the only group
+        # a second group for the weights that the device updates
+        if policy.on_host and not elementwise:
             self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
         self.optimizer = GroupedOptimizer(
             [
@@ -161,20 +178,16 @@ class RankState:
             ],
             self.memory.for_optimizer(self.uses),
         )
-        self.host = (
-            None
-            if not policy.on_host
-            else HostUpdates(
+        self.host: HostUpdates | None = None
+        if policy.on_host:
+            self.host = HostUpdates(
                 self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work
             )
-        )
-        self.outer = (
-            None
-            if grid.site.size == 1
-            else OuterStep(
+        self.outer: OuterStep | None = None
+        if grid.site.size > 1:
+            self.outer = OuterStep(
                 policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory
             )
-        )
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
             list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers
@@ -205,7 +218,7 @@ class RankState:
         }
 
     def initialize(self, seed: int) -> None:
-        """Gives the weights their starting values, which are the same on every grid."""
+        """Set the weights to their initial values, which are the same on every grid."""
         self.fill(
             lambda tensors: initialize(
                 [(name, tensor, self.placements[name]) for name, tensor in tensors.items()],
@@ -215,14 +228,15 @@ class RankState:
         )
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights, as WeightStore.fill; sites then begin with it in
-        common."""
+        """Set the newest version of the weights, as WeightStore.fill. All sites then start from
+        these weights.
+        """
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
 
     def allocate(self) -> None:
-        """Takes the memory of the optimizer's state now, not at its first step."""
+        """Allocate the optimizer's state now, instead of at its first step."""
         hosts = self.num_groups if self.host is not None else 0
         for number, optimizer in enumerate(self.optimizer.groups):
             device = torch.device("cpu") if number < hosts else self.memory.device
@@ -231,12 +245,13 @@ class RankState:
     # -- a batch
 
     def begin(self, batch: int) -> None:
-        """Begins a batch, before its first backward: the content of its gradient buffer is void."""
+        """Begin a batch, before its first backward: the content of its gradient buffer is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
 
     def close(self, batch: int, scale: float = 1.0) -> None:
-        """Call before the last backward of a batch: gradients may be reduced once final. scale: of
-        its loss."""
+        """Call before the last backward of a batch: gradients may be reduced once final. scale: the
+        loss scale.
+        """
         index = self.gradients.buffer_index(batch)
         if self.compression is not None:
             self.compression.begin(
@@ -251,50 +266,55 @@ class RankState:
     def bind(
         self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0
     ) -> None:
-        """Makes the next backward, of a part at these versions, add to a batch's gradients. `last`:
-        it is the last."""
+        """Make the next backward, of a segment at these versions, add to a batch's gradients.
+        `last`: it is the last backward of the segment in this batch.
+        """
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
-        # a tied weight may be of two versions, and is final only with both of them
+        # The gradient of a tied weight of two versions is final only after both.
         self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
 
     def collect(self, key: Hashable) -> None:
-        """Call before a backward to inputs only: the parts of weights' gradients wait for
-        `apply(key)`."""
+        """Call before a backward to inputs only: the weight gradients are deferred until
+        `apply(key)`.
+        """
         self.gradients.collect(key)
 
     def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
-        """Adds the weights' gradients that wait since `collect(key)`. `last`: they are then
-        final."""
+        """Add the weight gradients that were deferred since `collect(key)`. `last`: they are then
+        final.
+        """
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
     def is_kept(self, use: Use) -> bool:
-        """Whether gradients of a use are always whole, and reduced once a batch."""
+        """Return whether gradients of a use are never sharded, and reduced once a batch."""
         return use.stays or not self._moves_gradients
 
     def _is_final(self, name: str, part: int) -> bool:
-        """Whether the last backward of a part makes a gradient final that is reduced once a
-        batch."""
+        """Return whether the last backward of a segment makes a gradient final that is reduced once
+        a batch.
+        """
         use = self.uses(name)
         return use.parts[0] == part and self.is_kept(use)
 
     def _reporter(self, part: int) -> Callable[[str], None]:
-        """Takes the names of gradients that the last backward of a part has finished."""
-        if self.num_parts == 1 and not self._moves_gradients:
-            # a rank's first stage has its backward last: what the last stage shares with it is not
-            # final
-            return (
-                self.reducer.ready
-                if not part or not self._in_both_ends
-                else (lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
-            )
-        return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
+        """Return a function that takes the names of gradients that the last backward of a segment
+        has finished.
+        """
+        if self.num_parts > 1 or self._moves_gradients:
+            return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
+        if not part or not self._in_both_ends:
+            return self.reducer.ready
+        # The rank's first stage has its backward last, so the tied weights that its last stage
+        # shares with it are not final yet.
+        return lambda name: None if name in self._in_both_ends else self.reducer.ready(name)
 
     def finish(self, batch: int, part: int) -> None:
-        """Ends a part of a batch, after its last backward, if there are several: missing gradients
-        are zero."""
+        """End a segment of a batch after its last backward, if there are several segments: missing
+        gradients become zero.
+        """
         index = self.gradients.buffer_index(batch)
         final = [name for name in self.gradients.layout.names if self._is_final(name, part)]
         self.gradients.settle(index, final)
@@ -303,17 +323,19 @@ class RankState:
             self._squares[index].add(part)
 
     def is_alone(self, part: int) -> bool:
-        """Whether gradients that a part's last backward makes final need no other rank's."""
+        """Return whether the gradients that a segment's last backward makes final need no other
+        rank.
+        """
         return self.partition.is_alone(part) and (part > 0 or self.grid.tp.size == 1)
 
     def reduce(self, batch: int) -> None:
-        """Starts the reductions that are not started, after the last backward of a batch."""
+        """Start the reductions that have not started, after the last backward of a batch."""
         kept = [name for name in self.gradients.layout.names if self.is_kept(self.uses(name))]
         self.gradients.finish(self.gradients.buffer_index(batch), kept)
         self.reducer.flush()
 
     def await_sums(self, batch: int) -> None:
-        """Waits for the reductions of a batch, the oldest under way."""
+        """Wait for the reductions of a batch, the oldest under way."""
         self.reducer.wait()
         if self.compression is not None and self.shares:
             index = self.gradients.buffer_index(batch)
@@ -321,24 +343,26 @@ class RankState:
                 self.shares[index].put(name, self.gradients.views(index)[name])
 
     def square(self, batch: int, part: int) -> None:
-        """Notes the squares of a part's reduced gradients, ahead of `square_norm`."""
+        """Compute the squared norm of a segment's reduced gradients, ahead of `square_norm`."""
         self._squares[self.gradients.buffer_index(batch)].add(part)
 
     def square_norm(self, batch: int) -> Tensor:
-        """This rank's share of the squared norm of the reduced gradients of a batch; a float64
+        """Return this rank's share of the squared norm of a batch's reduced gradients: a float64
         scalar.
 
-        Collectives: one all-reduce over tp where its ranks share rows.
+        Collectives: one all-reduce over tp if its ranks share rows.
         """
         return self._squares[self.gradients.buffer_index(batch)].total()
 
     def send(self, batch: int) -> None:
-        """Sends a batch's gradients to the host, if it updates; call it after `square_norm`."""
+        """Send a batch's gradients to the host, with a host optimizer. Call it after
+        `square_norm`.
+        """
         if self.host is not None:
             self.host.send(self.gradients.buffer_index(batch))
 
     def begin_update(self, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Starts the host on the next version of the weights, as `update` would make it."""
+        """Start the host on the next version of the weights, as `update` would make it."""
         assert self.host is not None
         self.await_copy()
         self._settle(made=factor is not None)
@@ -354,13 +378,21 @@ class RankState:
         group: int = 0,
         wait: Wait = wait_here,
     ) -> None:
-        """Makes the next version of the weights, from the gradients of a batch times `factor`;
-        None: an equal one.
+        """Make the next version of the weights, from the gradients of a batch times `factor`.
 
-        `predict`: whether to predict this version, if weights are predicted. `group`: part of the
-        update. `wait`: called with a function that waits for other sites. If the host updates,
-        `begin_update` and `host.wait` come before, and `factor` only says whether there is a step.
-        Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
+        With a host optimizer, `begin_update` and `host.wait` come first, and `factor` only says
+        whether there is a step.
+
+        Args:
+            batch: Number of the batch.
+            lr: Learning rate.
+            factor: Multiplies the gradients; None: the next version equals the current one.
+            predict: Predict this version, if weights are predicted.
+            group: Which part of the update to make.
+            wait: Called with a function that waits for other sites.
+
+        Collectives: as Optimizer.step and WeightStore.advance; with several sites, as
+        OuterStep.step.
         """
         self.await_copy()
         if self.host is None:
@@ -371,9 +403,9 @@ class RankState:
             self.weights.advance(None, group=group)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
-        number = (
-            group if self.host is None else group + self.num_groups
-        )  # behind those of the host: what stays here
+        number = group
+        if self.host is not None:
+            number += self.num_groups  # the device's groups follow the host's
 
         def step(weights: Weights) -> None:
             if factor is None:
@@ -388,15 +420,16 @@ class RankState:
         self.weights.advance(step, predict=predict, group=group)
 
     def _settle(self, *, made: bool) -> None:
-        """Tells the compression whether the oldest batch's step is made: only then its unsent rest
-        goes on."""
+        """Tell the compression whether the oldest batch's step is made: only then its unsent rest
+        is carried over.
+        """
         if self.compression is not None:
             self.compression.feedback.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
-        """The reduced gradients of a batch, for all trained parameters; read only.
+        """Return the reduced gradients of a batch, for all trained parameters; read only.
 
-        Collectives: an all-gather where replicas share the update.
+        Collectives: an all-gather if replicas shard the update.
         """
         index = self.gradients.buffer_index(batch)
         if not self.partition.is_sharded:
@@ -405,20 +438,21 @@ class RankState:
             }
         return self.partition.whole(map(self.memory.read, self._owned[index]), self.memory.device)
 
-    # -- copies of it
+    # -- copies of the state
 
     def hold(self, until: Callable[[], object]) -> None:
-        """Lets nothing change `tensors`, which are being copied, before `until` has returned."""
+        """Keep `tensors`, which are being copied, unchanged until `until` has returned."""
         self._await_copy = until
 
     def await_copy(self) -> None:
-        """Returns once `tensors` may be changed."""
+        """Return once `tensors` may be changed."""
         self._await_copy()
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
         """Elements (start, stop) of the local tensor that this rank owns, for parameters that it
-        owns in part."""
+        owns in part.
+        """
         return {
             slot.name: slot.part
             for slot in (*self.slots, *self.frozen_slots)
@@ -431,8 +465,11 @@ class RankState:
         return {slot.name: slot for slot in (*self.slots, *self.frozen_slots)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that checkpoints have, by key (see kinds); live, so copy or write it before
-        going on. `memory.read` gives the content."""
+        """Return the state that checkpoints have, by key (see kinds).
+
+        The tensors are live: copy or write them before training continues. `memory.read` returns
+        their content.
+        """
         return {
             key: tensor
             for kind in self.kinds
@@ -441,8 +478,9 @@ class RankState:
         }
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:
-        """The state that checkpoints have: each tensor with its key, and the slot of what it is
-        part of."""
+        """Yield the state that checkpoints have: each tensor with its key and the slot of its
+        parameter.
+        """
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
             slot = (self.whole_slots if kind.whole else self.owned_slots)[parameter]
@@ -450,7 +488,7 @@ class RankState:
             yield key, tensor, replace(slot, shared=False) if kind.differs else slot
 
     def num_bytes(self) -> dict[str, int]:
-        """Memory of the state, by column of the memory report. Units: bytes."""
+        """Return the bytes of the state, by column of the memory report."""
         sizes = {kind.column: 0 for kind in self.kinds}
         for kind in self.kinds:
             sizes[kind.column] += sum(
@@ -459,8 +497,9 @@ class RankState:
         return sizes
 
     def whole_bytes(self) -> tuple[int, int]:
-        """Most memory of whole chunks that replicas share: weights of two consecutive parts, and
-        gradients of one part and of the one being summed. Units: bytes."""
+        """Return an upper bound of the bytes of unsharded chunks: weights of two consecutive
+        segments, and gradients of one segment and of the one being reduced.
+        """
 
         def of(buffers: Sequence[Buffer]) -> int:
             return room(
@@ -482,11 +521,16 @@ class RankState:
     def load(
         self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0
     ) -> None:
-        """Loads tensors by key. Each is read once; an optimizer's are kept as they are.
+        """Load tensors by key. Each tensor is read once; optimizer tensors are kept without a copy.
 
-        `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken.
-        `since`: the version from which on sites have trained apart.
-        Raises: CheckpointError naming the first tensor that is missing or of another shape.
+        Args:
+            tensors: The tensors, by key.
+            versions: Versions of the weights, oldest first.
+            num_updates: Steps that the optimizer has taken.
+            since: The version since which sites have trained apart.
+
+        Raises:
+            CheckpointError: Names the first tensor that is missing or of another shape.
         """
         self.await_copy()
         if self.outer is not None:
@@ -497,8 +541,9 @@ class RankState:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """While in it, the newest weights are not predicted. Collectives: as
-        WeightStore.unpredicted."""
+        """Replace the newest weights by unpredicted ones while in this context. Collectives: as
+        WeightStore.unpredicted.
+        """
         self.await_copy()
         with self.weights.unpredicted():
             yield

@@ -1,21 +1,21 @@
 """The live versions of one stage's weights: flat buffers, bound to the modules by pointer.
 
                  version t        version t+1
-    master  ........................[=======]      the newest, fp32: in mixed precision or where weights are predicted;
-                                                   in any precision where the host updates
+    master  ........................[=======]      the newest, fp32: in mixed precision or with weight prediction;
+                                                   with a host optimizer in any precision
     working [=======]...............[=======]      micro-batches run on it; version v lives in
                                                    buffer v % n
     leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through
              its autograd graph
 
 A switch of version rebinds pointers. Making version t+1 writes the buffer of version t+1-n, whose
-last backward is over (the plan's check proves it; autograd's own version counters would raise if it
-were not).
+last backward is complete (the plan's check proves it; otherwise autograd's own version counters
+would raise).
 
-Where replicas share the update (ZeRO-1), a rank keeps only its own parts of the master and writes
-those; an all-gather brings the others while training goes on, and the first micro-batch on the new
-version waits for it. Where they share the weights (ZeRO-3), a rank keeps shares of working buffers,
-and whole chunks come and go (shares.py).
+If replicas shard the update (ZeRO-1), a rank keeps only its own shards of the master and writes
+them; an all-gather brings the others while training continues, and the first micro-batch on the new
+version waits for it. If replicas shard the weights (ZeRO-3), a rank keeps shards of working
+buffers, and unsharded chunks are gathered and released (shares.py).
 """
 
 from __future__ import annotations
@@ -42,18 +42,29 @@ Update = Callable[[Weights], None]
 
 
 class WeightStore:
-    """Owns every version of a stage's trained parameters; `frozen` has those that are not trained.
+    """Owns every version of a stage's trained parameters, and its frozen parameters (`frozen`).
 
     bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any
-    precision: micro- batches then run on W + (W - W before the last update), a guess at the weights
-    their gradient will be applied to. Source of prediction: PipeOptim, arXiv 2312.00839.
-    `partition`: which parts this rank updates, and how it gets the others. `places`: modules that
-    hold each parameter. `uses`: of parameters, by name; they cut the buffers into chunks. An update
-    is made group by group. `splits`: replicas share the weights; `shares` then has this rank's part
-    of each buffer. `host`: memory of the `hosted` parameters, which the host updates (host.py);
-    None: all are updated where the weights are. `frozen`: the partition of the frozen parameters;
-    None: there are none. `fp8`: hidden matrices, trained or frozen, of which each live version is
-    quantized once.
+    precision: micro-batches then run on W + (W - W before the last update), a prediction of the
+    weights their gradient will be applied to. Source of prediction: PipeOptim, arXiv 2312.00839. An
+    update is made group by group.
+
+    Args:
+        parameters: The parameters of the stage.
+        partition: Which shards this rank updates, and how it gets the others.
+        num_versions: Number of live versions.
+        memory: Holds the buffers.
+        predict: Run micro-batches on predicted weights.
+        uses: Returns a parameter's use by its name; uses cut the buffers into chunks.
+        splits: Replicas shard the weights; `shares` then has this rank's shard of each buffer.
+        host: Memory of the parameters that the host updates (host.py); None: all are updated on the
+            device.
+        hosted: Names of these parameters.
+        frozen: The partition of the frozen parameters; None: there are none.
+        fp8: Hidden matrices, trained or frozen, of which each live version is quantized once.
+
+    Attributes:
+        places: The modules that hold each parameter.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class WeightStore:
             parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits
         )
         self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], fp8) if fp8 else None
-        """Quantized forms, by slot; those of frozen parameters come last."""
+        """Quantized copies, by slot; those of frozen parameters come last."""
         self._own_layout = own_layout = partition.layout_of_owned(
             self.master_dtype, offset_dtype=self.dtype
         )
@@ -106,19 +117,19 @@ class WeightStore:
             self.master = Buffer(
                 own_layout, self.master_dtype, host or memory, own_chunks, "master"
             )
-        self.made = (
-            self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
-        )
+        self.made: Buffer | None = None
+        if self.keeps_master and host is not None:
+            self.made = self.on_host("weights", self.dtype)
         """New weights on the host, in the versions' dtype, if the master copy has another."""
         self._host_spans = list(self._merged_spans(hosted))
-        # of owned parameters, by group and whether they are hosted
+        # numbers of owned parameters, by group and whether the host updates them
         self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(own_layout.names):
             self._indices[self.group_of(name), name in hosted].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
             list(partition.owned_views(buffer)) for buffer in self.buffers
         ]
-        """This rank's own parts of the working buffers, in order."""
+        """This rank's shards of the working buffers, in order."""
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
@@ -134,8 +145,9 @@ class WeightStore:
         self.bind(0)
 
     def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, start in the master, group) of this rank's parts of these; neighbours in a
-        chunk are one."""
+        """Yield (start, stop, start in the master, group) of this rank's shards of these
+        parameters; neighbours in a chunk are joined.
+        """
         start = 0
         stop = 0
         at = 0
@@ -158,15 +170,15 @@ class WeightStore:
             yield start, stop, at, group
 
     def group_of(self, name: str) -> int:
-        """The part of an update that a parameter belongs to."""
+        """Return the part of an update that a parameter belongs to."""
         return self._uses(name).group
 
     def is_kept(self, use: Use) -> bool:
-        """Whether chunks of a use are always whole."""
+        """Return whether chunks of a use are never sharded."""
         return use.stays or not self.shares
 
     def kept(self, version: int) -> dict[str, Tensor]:
-        """The parameters of a live version that are always whole, by name."""
+        """Return the parameters of a live version that are never sharded, by name."""
         return {
             name: leaf
             for name, leaf in self.leaves_of(version).items()
@@ -174,8 +186,9 @@ class WeightStore:
         }
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer in host memory for this rank's hosted parts. dtype: None: the master
-        copy's."""
+        """Allocate a buffer in host memory for this rank's shards that the host updates. dtype:
+        None: as the master copy.
+        """
         assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [EMPTY]
@@ -184,20 +197,24 @@ class WeightStore:
         )
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
-        """(start, stop, start in the master) of this rank's hosted parts in a group."""
+        """Return (start, stop, start in the master) of this rank's shards in a group that the host
+        updates.
+        """
         return [
             (start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group
         ]
 
     def update_on_host(self, group: int, *, predict: bool) -> Weights:
-        """The tensors that the host's update of a group reads and writes."""
+        """Return the tensors that the host's update of a group reads and writes."""
         numbers = self._indices[group, True]
         master = [self._lists[0][i] for i in numbers]
         made = [self._made[self._own_layout.names[i]] for i in numbers] if self._made else ()
         return Weights(master, master, made, self.predicts and predict)
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of places of a group: in a version, and on the host, where it is made."""
+        """Return pairs of tensors of a group: its place in a version, and its place on the host,
+        where it is computed.
+        """
         source = self.made or self.master
         target = self.buffers[self.slot(version)]
         assert source is not None
@@ -214,7 +231,7 @@ class WeightStore:
         return version % self.num_versions
 
     def leaves_of(self, version: int) -> dict[str, Tensor]:
-        """The trained parameters of a live version, by name, once they are all here."""
+        """Return the trained parameters of a live version, by name, once all have arrived."""
         assert self.newest - self.num_versions < version <= self.newest, (
             f"version {version} is not live"
         )
@@ -222,7 +239,7 @@ class WeightStore:
         return self.leaves[self.slot(version)]
 
     def bind(self, version: int) -> None:
-        """Points the modules at `version`; copies nothing."""
+        """Point the modules at `version`; copy nothing."""
         self.await_version(version)
         if (slot := self.slot(version)) == self._bound:
             return
@@ -232,36 +249,37 @@ class WeightStore:
         self._bound = slot
 
     def arriving_parts(self, version: int) -> Works:
-        """The parts of `version` that are on their way from other replicas."""
+        """Return the communication that brings `version` from other replicas."""
         return self._arriving.get(version, Works())
 
     def is_arriving(self, version: int) -> bool:
-        """Whether any of these have not arrived."""
+        """Return whether some of `version` has not arrived."""
         return not self.arriving_parts(version).is_done()
 
     def await_version(self, version: int) -> None:
-        """Returns once all of `version` is here, and quantized where products are in fp8."""
+        """Return once all of `version` has arrived, and is quantized if products are in fp8."""
         if (arriving := self._arriving.pop(version, None)) is not None:
             arriving.wait()
         if self.fp8 is not None:
             self.fp8.refresh(self.slot(version), self.num_versions)
 
     def _mark_stale(self, *slots: int) -> None:
-        """Call this where a working buffer changes; `num_versions` stands for the frozen
-        parameters."""
+        """Note that a working buffer changes; `num_versions` stands for the frozen parameters."""
         if self.fp8 is not None:
             self.fp8.mark_stale(*slots)
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
-        """Tensors that the optimizer works on, by name: this rank's parts of the master, else of
-        the newest version (no autograd history)."""
+        """Return the tensors that the optimizer works on, by name: this rank's shards of the
+        master, or of the newest version if there is no master. They have no autograd history.
+        """
         return self._views[self.slot(self.newest)]
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an
-        fp64 run), by name, in as many calls as there are."""
-        for arriving in list(self._arriving):  # a late part would overwrite what is written here
+        """Set the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an
+        fp64 run), by name, in as many calls as there are parameters.
+        """
+        for arriving in list(self._arriving):  # a late arrival would overwrite these weights
             self.await_version(arriving)
         masters = {} if self.master is None else self.master.views()
         owned = {o.name: o for o in self.partition.owned}
@@ -286,13 +304,18 @@ class WeightStore:
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
-        """Makes version newest + 1: `update` writes it, from this rank's parts of the newest; None:
-        an equal one, without prediction. `predict`: whether to predict this version, if weights are
-        predicted. `group`: which part of it; part 0 comes first. Hosted parameters are there
-        already, unless it is equal.
+        """Make version newest + 1.
 
-        Collectives: an all-gather over the owners, which `bind` waits for, where the update is
-            shared.
+        Parameters that the host updates have arrived already, unless `update` is None.
+
+        Args:
+            update: Writes the version, from this rank's shards of the newest one; None: the new
+                version equals it, without prediction.
+            predict: Predict this version, if weights are predicted.
+            group: Which part of the version to make; part 0 comes first.
+
+        Collectives: an all-gather over the owners, which `bind` waits for, if replicas shard the
+        update.
         """
         self.newest += group == 0
         before = self.slot(self.newest - 1)
@@ -325,7 +348,7 @@ class WeightStore:
         )
 
     def _keep(self, before: int, after: int, group: int) -> None:
-        """Makes a group of one buffer equal to that of another."""
+        """Copy a group from one buffer to another."""
         if after == before:
             return
         for buffers in (self.buffers, [shares.buffer for shares in self.shares]):
@@ -334,23 +357,21 @@ class WeightStore:
                     buffers[after].take(buffers[before], number)
 
     def _write(self, slot: int, numbers: Sequence[int]) -> None:
-        """Copies owned parameters, by number, from the master to a working buffer."""
+        """Copy owned parameters, by number, from the master to a working buffer."""
         assert self.master is not None
         for i in numbers:
             self._working[slot][i].copy_(self._lists[slot][i])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters of this stage, neither rounded nor predicted; read only.
+        """Return all parameters of this stage, neither rounded nor predicted; read only.
 
-        Collectives: an all-gather where the master is shared.
+        Collectives: an all-gather if the master is sharded.
         """
         if not (self.keeps_master or self.shares) or not self.partition.is_sharded:
-            here = (
-                self.master.views()
-                if self.master and self.keeps_master
-                else self.leaves_of(self.newest)
-            )
+            here = self.leaves_of(self.newest)
+            if self.master and self.keeps_master:
+                here = self.master.views()
             trained = {name: self.memory.read(view.detach()) for name, view in here.items()}
         else:
             owned = map(self.memory.read, self._lists[self.slot(self.newest)])
@@ -359,8 +380,9 @@ class WeightStore:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """While in it, the newest version is W itself, not its prediction. Collectives: as
-        `full_weights`."""
+        """Replace the newest version by W itself, without prediction, while in this context.
+        Collectives: as `full_weights`.
+        """
         if not self.predicts:
             yield
             return
@@ -391,10 +413,11 @@ class WeightStore:
 
     @torch.no_grad()
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call
-        in ascending order. Chunks that replicas share are left out.
+        """Copy `tensors`, by parameter name, to `version`, which becomes the newest; call in
+        ascending order. Sharded chunks are left out.
 
-        Raises: CheckpointError.
+        Raises:
+            CheckpointError: A tensor is missing or of another shape.
         """
         for arriving in list(self._arriving):
             self.await_version(arriving)
@@ -409,15 +432,17 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors`, by name, as the frozen parameters that are always resident. Raises:
-        CheckpointError."""
+        """Copy `tensors`, by name, to the frozen parameters that are never sharded. Raises:
+        CheckpointError.
+        """
         copy_all(self.frozen.kept(), tensors, "frozen weights", self.memory)
         self._mark_stale(self.num_versions)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `tensors` as this rank's parts of the master copy, if there is one. Raises:
-        CheckpointError."""
+        """Copy `tensors` to this rank's shards of the master copy, if there is one. Raises:
+        CheckpointError.
+        """
         if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 
@@ -425,8 +450,11 @@ class WeightStore:
 def copy_all(
     targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory
 ) -> None:
-    """Copies tensors by name to their targets. Raises: CheckpointError if one is missing or of
-    another shape."""
+    """Copy tensors by name to their targets.
+
+    Raises:
+        CheckpointError: A tensor is missing or of another shape.
+    """
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")

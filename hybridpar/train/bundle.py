@@ -1,8 +1,8 @@
-"""Replay bundles: what it takes to run one step of a run again, elsewhere, as a small JSON file.
+"""Replay bundles: a small JSON file with all that is needed to run one step of a run again.
 
     runs/<name>/anomalies/step_00000120.json
 
-It names no file: the checkpoint to start from is one of the run's own, by its step.
+It contains no paths, so it works on another machine: the starting checkpoint is given by its step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,25 @@ _MOST_SAMPLES = 2**62
 
 @dataclass(frozen=True)
 class Bundle:
-    """One step, and how to get there. `step`: the number it is reported under, from 1.
+    """One step of a run, and how to reproduce it.
 
-    `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training
-    went on from it; later than `checkpoint` where batches were gone over. `skipped`: steps since
-    then without an update. `kind`, `what`, `policy`: of the anomaly; empty where there was none.
-    `tokens`: a hash of the batch's content. `versions`: of the weights, by stage and micro-batch.
-    `stage_norms`: as in StepResult. `samples`: those of the stream that the batch is. These four
-    are empty where they are not known.
+    Attributes:
+        config: Configuration of the run.
+        step: Number of the step, from 1.
+        losses: Partial losses of the step.
+        grad_norm: Gradient norm before clipping.
+        corpus: Fingerprint of the data.
+        checkpoint: Step of the checkpoint to start from. None: the run's initial weights.
+        start: Step after which training resumed from the checkpoint; larger than `checkpoint` if
+            a rollback left out batches.
+        skipped: Steps since then without an update.
+        kind, what, policy: The anomaly; empty if there was none.
+        lr: Learning rate of the step.
+        loss_scale: Loss scale of the step.
+        tokens: Hash of the batch's content; empty if not known.
+        versions: Weight versions by stage and micro-batch; empty if not known.
+        stage_norms: Gradient norms, as in StepResult; empty if not known.
+        samples: Sample numbers of the batch in the data stream; empty if not known.
     """
 
     config: Config
@@ -63,18 +74,22 @@ class Bundle:
 
     @property
     def name(self) -> str:
-        """Its place in the folder of its run."""
+        """Path within the run folder."""
         return f"anomalies/step_{self.step:08d}.json"
 
     def to_json(self) -> str:
-        """Numbers that are not finite are null."""
+        """Return the bundle as JSON; a number that is not finite becomes null."""
         fields = {name: value for name, value in asdict(self).items() if name != "config"}
         shown = {"seed": self.config.train.seed, "samples": [self.samples.start, self.samples.stop]}
         return to_json({"format": FORMAT, **fields, **shown, "config": to_mapping(self.config)})
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Raises: DataError if the file is missing, no bundle, or its parts do not fit each other."""
+    """Read a replay bundle.
+
+    Raises:
+        DataError: The file is missing, is no bundle, or its fields contradict each other.
+    """
     with errors_as(DataError, path, "is no replay bundle", ConfigError):
         document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES)), "it")
         if document.get("format") != FORMAT:
@@ -83,7 +98,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def _parse(document: dict[str, Any]) -> Bundle:
-    """Raises: ValueError, ConfigError."""
+    """Build a bundle from its JSON document. Raises: ValueError, ConfigError."""
 
     def read(name: str, kind: Any) -> Any:
         return from_plain(kind, document.get(name), name)
@@ -135,7 +150,7 @@ def _number(value: float | None) -> float:
 
 
 def content_hash(samples: Samples, numbers: range) -> str:
-    """Stands for all that a batch holds."""
+    """Return a hash of the content of a batch."""
     digest = hashlib.sha256()
     for name, values in sorted(samples.batch(np.arange(numbers.start, numbers.stop)).items()):
         digest.update(name.encode() + np.ascontiguousarray(values).tobytes())

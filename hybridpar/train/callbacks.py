@@ -1,4 +1,4 @@
-"""Functions of a program that training calls at each step, evaluation and save."""
+"""Functions of the program that training calls after each step, evaluation and save."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.stop import STOP, StopFlag
 
 _MOST_FRAMES = 4
-"""Lines of the program that the text of an error names."""
+"""Number of lines of the program that an error's text shows."""
 
 
 def _ignore(*news: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that are called on all ranks, at the same step: they may use collectives.
+    """Functions that are called on all ranks at the same step, so that they may use collectives.
 
-    on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step
-    and the partial losses and metrics by name, means over all labels of the held-out samples; if
-    validation sets have names, with a dict of these by the name of the set. on_save: with the
-    folder of a checkpoint that is complete. One that returns STOP on any rank ends training on all,
-    at the same step. So does one that raises; the error comes once the run has saved. stop: the
-    same request from elsewhere in the program.
+    A function that returns STOP on any rank ends training on all, at the same step. A function that
+    raises does so too; its error is raised after the run has saved.
+
+    Attributes:
+        on_step: Called after each optimizer step that counts, with its result.
+        on_evaluation: Called with the step and the losses and metrics by name, which are means over
+            all labels of the validation samples. If validation sets have names, the dict is by set
+            and then by name.
+        on_save: Called with the folder of a complete checkpoint.
+        stop: Requests a stop from elsewhere in the program.
     """
 
     on_step: Callable[[StepResult], Any] = _ignore
@@ -42,15 +46,15 @@ SILENT = Callbacks()
 
 
 class CallbackRunner:
-    """Calls the functions on one rank, and notes what they ask for.
+    """Call the functions on one rank, and record what they ask for.
 
     Args:
         callbacks: The functions.
         ask_to_stop: Called when this rank wants to stop.
 
     Attributes:
-        error: What a function has raised, in words; empty if none has. No function is called
-            afterwards.
+        error: Text of the first error that a function raised; empty if none did. No function is
+            called afterwards.
         cause: The exception.
     """
 
@@ -63,7 +67,7 @@ class CallbackRunner:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether the program has asked this rank to stop, or has failed."""
+        """Return whether the program has asked this rank to stop, or has failed."""
         return self._returned_stop or bool(self.error) or self._callbacks.stop.is_set
 
     def on_step(self, result: StepResult) -> None:
@@ -87,7 +91,7 @@ class CallbackRunner:
 
 
 def _describe(error: BaseException, name: str, where: str) -> str:
-    """Return the function, the step, the error, and the lines of the program that led to it."""
+    """Return the function, the step, the error, and the program's lines that led to it."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)
     ]

@@ -1,11 +1,10 @@
-"""Changes of configuration and data with which a run goes on: what is said of them, and
-changes.jsonl.
+"""Record changes of configuration and data when a run resumes, in changes.jsonl.
 
     {"step": 400, "settings": {"model.dropout": [0.1, 0.0]}, "corpus": ["8c1f..", "8c1f.."],
     "sample": 6400}
 
-A line for each step after which a run went on with changes that train.continue_with names: what
-they were and are, the fingerprints of the data, and the position of the next batch in them.
+One line for each step after which a run resumed with changes that train.continue_with allows: old
+and new values, data fingerprints, and the position of the next batch in the data.
 """
 
 from __future__ import annotations
@@ -29,10 +28,13 @@ from hybridpar.train.reporting.run_metrics import read_metrics
 
 
 def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]:
-    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); returns lines
-    for people.
+    """Record on rank 0 how the run resumes, and return lines to print.
 
-    corpus: fingerprint of the data. start: the place of the run's batches in them.
+    Args:
+        config: The new configuration.
+        step: Step that the run resumes after; 0 for a new run.
+        corpus: Fingerprint of the data.
+        start: Position of the run's batches in the data.
     """
     path = config.run.folder / run_folder.CHANGES
     rows = [row for change, row in _recorded(path).items() if change < step]
@@ -64,7 +66,7 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
 
 
 def _recorded(path: Path) -> dict[int, dict[str, Any]]:
-    """The rows of a changes.jsonl by their steps; what is no such row is left out."""
+    """Return the rows of a changes.jsonl by step, without invalid ones."""
     rows = {}
     for row in read_metrics(path):
         with contextlib.suppress(ValueError):
@@ -103,12 +105,13 @@ def _rate(config: Config, step: int, num_updates: int) -> float:
 
 
 def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
-    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the
-    fingerprint of their data.
+    """Return the configuration that trained steps `start` + 1 to `step`, and the data fingerprint.
 
-    The fingerprint is empty unless the data changed after `start`. train.continue_with names what
+    train.continue_with names what changed after `start`. The fingerprint is empty unless the data
     changed then.
-    Raises: ConfigError where they were not all trained with one, or it is not known any more.
+
+    Raises:
+        ConfigError: The configuration changed between these steps, or is no longer known.
     """
     rows = _recorded(folder / run_folder.CHANGES)
     if change := max((change for change in rows if start < change < step), default=0):
@@ -134,6 +137,5 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
             "a larger checkpoint.keep next time",
         )
     row = rows.get(start, {"settings": {}, "corpus": ["", ""]})
-    return replace(config, train=replace(config.train, continue_with=tuple(row["settings"]))), row[
-        "corpus"
-    ][1]
+    train = replace(config.train, continue_with=tuple(row["settings"]))
+    return replace(config, train=train), row["corpus"][1]

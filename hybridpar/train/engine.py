@@ -28,7 +28,7 @@ from hybridpar.runtime.stage_transport import StageTransport
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.schedules.passes.lowering import forward_actions, lower
 from hybridpar.schedules.passes.segments import Division
-from hybridpar.schedules.schedule_table import drained
+from hybridpar.schedules.schedule_table import Schedule, drained
 from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
@@ -54,18 +54,20 @@ Actions = Iterator[Action]
 
 
 def identity(actions: Actions) -> Actions:
-    """Return the actions as they are."""
+    """Return the actions unchanged: the default `wrap_plan`."""
     return actions
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Where a rank keeps its state and its activations. None: as the configuration says.
+    """Stores for a rank's state and activations, which replace the configured ones.
+
+    None keeps the configured store.
 
     Attributes:
-        memory: Holds the state.
-        host_work: Does the host's work, if the host updates.
-        stash: Keeps the activations that leave, if any do.
+        memory: Holds weights, gradients and optimizer state.
+        host_work: Runs the optimizer on the host, if it is there.
+        stash: Holds offloaded activations, if this rank offloads any.
     """
 
     memory: ItemMemory | WholeChunks | None = None
@@ -77,22 +79,27 @@ AS_CONFIGURED = Residency()
 
 
 class Engine:
-    """Trains this rank's part of the model of `job` on `grid`.
+    """Train this rank's stages of the model of `job` on `grid`.
+
+    The plan of a training step orders the forwards, backwards, sends and receives of micro-batches.
+    The executor runs it, and leaves what concerns a whole batch to `BatchActions`: reduce, norm and
+    update.
 
     Every method that is not a property is collective over the grid.
 
     Args:
-        job: All that follows from the configuration.
+        job: Everything derived from the configuration: shape, schedule, segments, recomputation.
         grid: The process grid.
         device: The device of this rank.
-        policy: Decides what happens to each batch. Default: as the configuration says.
-        wrap_plan: Takes the plan of `train` and yields the same actions; it may do something
-            between two.
-        residency: Where state and activations are kept.
+        policy: Decides about each batch: loss scale, learning rate, clip or skip. Default: the
+            configured policy.
+        wrap_plan: Takes the plan's actions and yields the same actions. It may act between two of
+            them; fault injection and tests do.
+        residency: Stores that replace the configured ones; for tests and measurements.
 
     Attributes:
-        stage: All blocks of the rank as one, for whatever has to do with parameters.
-        data_start: The place of batches in the stream of data, which loaders are made with.
+        stage: All blocks of this rank in one module, for code that only handles parameters.
+        data_start: Position of the batches in the data stream; loaders start there.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Engine:
             self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
         self.parts = job.segments(grid.pp.rank)
+        # Blocks are built on the meta device; `RankState` allocates their parameters in `memory`.
         blocks = build_held_blocks(config, grid, self.parts, states)
         stages = build_stages(job, blocks, self.parts)
         self.stage = Stage(blocks)
@@ -139,11 +147,9 @@ class Engine:
         self.touches = build_touches(memory, self.state, self.parts, self.sizes, self._division)
         self.tiers = build_tiers(memory, self.touches)
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
-        self.replicas = (
-            None
-            if self.whole is None
-            else SharedChunks(self.whole, self.state, self.parts, self.sizes, self.tiers)
-        )
+        self.replicas = None
+        if self.whole is not None:
+            self.replicas = SharedChunks(self.whole, self.state, self.parts, self.sizes, self.tiers)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages,
@@ -160,7 +166,7 @@ class Engine:
         self.data_start = DataStart()
 
     def _build_stash(self, residency: Residency) -> ActivationOffloader | None:
-        """Build the store of this rank's activations that leave; None if none do."""
+        """Create the activation offloader, or None if this rank offloads no micro-batch."""
         if not self.job.num_away(self.grid.pp.rank):
             return None
         if residency.stash is not None:
@@ -173,16 +179,19 @@ class Engine:
 
     @property
     def batches_done(self) -> int:
-        """Batches that this rank's weights have taken."""
+        """Return the number of batches that have updated this rank's weights."""
         return self.batch_actions.updates.batches_done
 
     @property
     def number_names(self) -> tuple[str, ...]:
-        """Names of the losses and metrics of a batch, all of which are summed over the grid."""
+        """Return the names of a batch's losses and metrics, in the order of its all-reduce."""
         return self.batch_actions.results.names
 
     def request_stop(self, wanted: bool = True) -> None:
-        """Ask all ranks to end `train` early, with the sums of the next batch; or take it back."""
+        """Ask all ranks to end `train` early; False withdraws the request.
+
+        The request travels with the all-reduce of the next batch.
+        """
         self.batch_actions.results.request_stop(wanted)
 
     def train(
@@ -192,18 +201,18 @@ class Engine:
         on_step: OnStep,
         on_gradients: OnGradients | None = None,
     ) -> None:
-        """Train `num_batches` batches from where training stands, then drain.
+        """Train `num_batches` batches from the current one, then drain the pipeline.
 
-        Ends early, on the same batch on all ranks, when any rank has called `request_stop`, or the
-        judge has found an anomaly that is not just skipped; results of the batches that were under
-        way come after it. Several sites end when their messages have told all of them.
+        Training ends early, at the same batch on all ranks, when a rank has called `request_stop`
+        or an anomaly has any policy but "skip". Batches that are in the pipeline by then still
+        finish and report their results. Several sites end once an outer step has told all of them.
 
         Args:
-            loader: The batches.
-            num_batches: How many to train.
-            on_step: Called with the result of each batch, after its update.
-            on_gradients: Called with a batch and its gradients before its update: summed over the
-                whole batch, not clipped, to be copied if kept.
+            loader: Loads the micro-batches.
+            num_batches: Number of batches to train.
+            on_step: Called with each batch's result after its update.
+            on_gradients: Called before each update with the batch number and its gradients, which
+                are reduced over the whole batch and not yet clipped. Copy them to keep them.
         """
         first = self.batches_done
         self.policy.start_at(first)
@@ -212,46 +221,54 @@ class Engine:
         if self.state.outer is not None:
             self.state.outer.go_on(first)
         recorded = self.executor.graphs
+        stream = nullcontext() if recorded is None else recorded.stream()
         source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
-        actions = self._until_end(self._with_moves(self.plan(num_batches)))
-        with nullcontext() if recorded is None else recorded.stream():
-            self.executor.run(self._wrap_plan(actions), source, self.batch_actions)
+        # Lazy, so that a stop request in a batch cuts off the batches that are not yet planned.
+        actions = self._wrap_plan(self._until_end(self._with_moves(self.plan(num_batches))))
+        with stream:
+            self.executor.run(actions, source, self.batch_actions)
             results.finish()
 
     def close(self) -> None:
-        """Give back the file and the memory of what comes and goes, and end the threads that move
-        it."""
+        """Close the offload files, free pinned memory and end the threads that copy."""
         self.state.memory.close()
         if self.executor.stash is not None:
             self.executor.stash.tier.close()
 
     def plan(self, num_batches: int) -> Iterator[Action]:
-        """This rank's actions for the next batches; the synchronous ones among them come first."""
+        """Yield this rank's actions for the next batches: the synchronous warm-up, then the rest.
+
+        The pipeline drains after each of the first `sync_steps` batches, so that they train on the
+        newest weights whatever the schedule's delay is.
+        """
         first = self.policy.first
-        stop = self.policy.first + num_batches
-        switch = min(max(self.schedule.options.sync_steps, first), stop)
-        for schedule, start, end in (
-            (drained(self.schedule), first, switch),
-            (self.schedule, switch, stop),
-        ):
-            if start < end:
-                yield from lower(
-                    schedule,
-                    self.sizes,
-                    self.grid.pp.rank,
-                    start,
-                    end - start,
-                    parts=self._division,
-                )
+        end = first + num_batches
+        switch = min(max(self.schedule.options.sync_steps, first), end)
+        yield from self._lower(drained(self.schedule), range(first, switch))
+        yield from self._lower(self.schedule, range(switch, end))
+
+    def _lower(self, schedule: Schedule, batches: range) -> Iterator[Action]:
+        """Yield this rank's actions of a schedule for these batches."""
+        if batches:
+            yield from lower(
+                schedule,
+                self.sizes,
+                self.grid.pp.rank,
+                batches.start,
+                len(batches),
+                parts=self._division,
+            )
 
     def _with_moves(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The plan with what it moves between the tiers of the state, or to and from replicas."""
+        """Add the actions that move state between tiers, or gather it from replicas."""
         moves = self.replicas or self.tiers
         return actions if moves is None else moves.plan(actions)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """The plan without the batches that a stop request has cut off: draining is leaving out
-        what is not begun."""
+        """Yield the plan without batches at or after `results.end`, which a stop request lowers.
+
+        Skipping batches that have not begun drains the pipeline: the others run to their end.
+        """
         m = self.sizes.num_microbatches
         results = self.batch_actions.results
         for action in actions:
@@ -264,7 +281,7 @@ class Engine:
     # -- checkpoints
 
     def state_meta(self) -> dict[str, Any]:
-        """The state besides `state.tensors`, equal on all ranks; plain JSON values."""
+        """Return this rank's state besides `state.tensors`; plain JSON, equal on all ranks."""
         return {
             "batches_done": self.batches_done,
             "versions": list(self.state.weights.live_versions),
@@ -275,10 +292,14 @@ class Engine:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Puts back `state.tensors` and `state_meta` of the same grid, or what checkpoint.restate
-        has made of those of another one.
+        """Load `state.tensors` and `state_meta` of a checkpoint.
 
-        Raises: CheckpointError naming the first tensor that is missing or of another shape.
+        Args:
+            tensors: Tensors of a checkpoint of the same grid, or resharded by checkpoint.restate.
+            meta: Return value of `state_meta`.
+
+        Raises:
+            CheckpointError: A tensor is missing or has another shape; the message names the first.
         """
         self.state.load(tensors, meta["versions"], meta["num_updates"], meta.get("outer_start", 0))
         self.policy.load_state(meta)
@@ -289,12 +310,10 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Return the partial losses and metrics of the newest weights over the first batches of
-        `loader`, by name.
+        """Return losses and metrics of the newest weights over the first batches of `loader`.
 
-        There is no dropout. Each is a mean over what it counts (labels, or samples) in all of these
-        batches, however they are divided into batches, micro-batches, replicas and sites; 0 where
-        no label counts.
+        Dropout is off. Each number is a mean over all labels, or samples, of these batches, so it
+        does not depend on micro-batch size, replicas or sites. It is 0 if no label counts.
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
@@ -325,7 +344,7 @@ class Engine:
 def build_held_blocks(
     config: Config, grid: ProcessGrid, parts: Parts, states: StatePolicy
 ) -> dict[int, nn.Module]:
-    """Build the blocks of this rank's stages on the meta device, by number."""
+    """Build the blocks of this rank's stages on the meta device, keyed by block number."""
     numbers = [n for ranges in parts.of_stage.values() for blocks in ranges for n in blocks]
     return build_blocks(
         config.model,
@@ -341,7 +360,7 @@ def build_held_blocks(
 def build_stages(
     job: JobPlan, blocks: Mapping[int, nn.Module], parts: Parts
 ) -> dict[int, list[Stage]]:
-    """Build this rank's stages from its blocks, each as a list of its parts."""
+    """Build this rank's stages from its blocks; a divided stage is a list of segments."""
     stages = {}
     for stage, ranges in parts.of_stage.items():
         stages[stage] = [
@@ -358,7 +377,7 @@ def build_touches(
     sizes: PipelineShape,
     division: Division,
 ) -> AccessMap | None:
-    """Build the map from actions to the state that they touch; None if state does not move."""
+    """Create the map from actions to the state they access, or None if no state moves."""
     if not isinstance(memory, ItemMemory):
         return None
     return AccessMap(memory, state, parts, sizes, norms=division.norms)
@@ -367,7 +386,7 @@ def build_touches(
 def build_tiers(
     memory: ItemMemory | WholeChunks | None, touches: AccessMap | None
 ) -> RankTiers | None:
-    """Build the tiers of the state; None if all of it is always resident."""
+    """Create the tiers of the state, or None if all state stays resident."""
     if touches is None or not isinstance(memory, TieredMemory):
         return None
     return RankTiers(memory, touches)
@@ -380,9 +399,9 @@ def build_graphs(
     state: RankState,
     device: torch.device,
 ) -> MicroBatchGraphs | None:
-    """Build the CUDA graphs of this rank's micro-batches; None if they run kernel by kernel."""
+    """Create the CUDA graphs of this rank's micro-batches, or None if kernels launch one by one."""
     train = job.config.train
-    # a graph's memory is a pool apart, in which blocks cannot be followed
+    # Graphs allocate from a private pool, in which train.record_memory cannot follow blocks.
     if not train.cuda_graphs or device.type != "cuda" or train.record_memory or parts.is_divided:
         return None
     return graphs.recorder(
@@ -396,7 +415,7 @@ def build_graphs(
 
 
 def warn_of_unquantized_layers(config: Config, grid: ProcessGrid, stage: Stage) -> None:
-    """Warn once of the linear layers that train.fp8 leaves in bf16."""
+    """Warn about linear layers that train.fp8 leaves in bf16."""
     if not config.train.fp8 or not grid.is_first_copy:
         return
     if others := unquantized_layers(stage):

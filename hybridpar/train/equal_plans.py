@@ -1,6 +1,8 @@
-"""What ranks must have in common, or they would train nonsense, or their collectives not meet:
-settings and data, which are compared as they start, and the plans of replicas, before the first
-batch."""
+"""Check that ranks agree on settings, data and plans.
+
+Otherwise they would train nonsense, or their collectives would not match. Settings and data are
+compared at the start, plans of replicas before the first batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from hybridpar.train.launch import Job
 
 _BATCHES = 4
 _MOST_ACTIONS = 20_000
-"""What of a plan is compared: it repeats itself after few batches."""
+"""Number of batches and actions of a plan that are compared; a plan repeats after few batches."""
 
 _OWN_SECTIONS = ("data", "faults", "kernels", "plan", "run")
 _OWN = {
@@ -33,13 +35,15 @@ _OWN = {
     "train.threads",
     "train.timeout_s",
 }
-"""Settings that each machine may have its own of. What data are, not where, is compared when they
-are open."""
+"""Settings that may differ between machines. Data are compared by content when they are open, so
+their paths may differ."""
 
 
 def require_equal_settings(config: Config, job: Job) -> None:
-    """Compares the settings of all processes with those of the first. Raises: HybridparError on
-    all, naming each."""
+    """Compare the settings of all processes with rank 0's.
+
+    Raises: HybridparError on all processes, naming each setting that differs.
+    """
     mine = {"hybridpar": __version__, "run.name": config.run.name} | {
         f"{section}.{key}": value
         for section, table in to_mapping(config).items()
@@ -66,13 +70,12 @@ def require_equal_settings(config: Config, job: Job) -> None:
 
 
 def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
-    """Compares the weights of modules that the program has made on all processes with those of the
-    first.
+    """Compare the initial weights of the program's own modules with rank 0's.
 
-    They are compared and not sent, because processes that draw other weights draw other samples,
-    too, if these are random: the program lacks a seed.
+    Differing weights are refused rather than broadcast: they mean that the program did not seed its
+    generators, so its random samples differ between processes too.
 
-    Raises: HybridparError on all.
+    Raises: HybridparError on all processes.
     """
     mine = model.start_checksum(resumes=resumes)
     if not mine:
@@ -93,8 +96,7 @@ def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
 
 
 def require_equal_data(data: Data, job: Job) -> None:
-    """Compares the samples of all processes with those of the first. Raises: HybridparError on
-    all."""
+    """Compare the samples of all processes with rank 0's. Raises: HybridparError on all."""
     mine = {"train": data.train.fingerprint} | {
         f"valid {name}".rstrip(): samples.fingerprint for name, samples in data.valid.items()
     }
@@ -118,11 +120,10 @@ def require_equal_data(data: Data, job: Job) -> None:
 
 
 def require_equal_plans(engine: Engine) -> None:
-    """Compares the plans of all replicas, and the moves in them where they share chunks (ZeRO-2 and
-    3).
+    """Compare the plans of all replicas, with the gathers and releases of ZeRO-2 and ZeRO-3.
 
-    Collectives: one gather over the grid, where there are replicas.
-    Raises: SetupError on all ranks alike, naming the first two that differ.
+    Collectives: one gather over the grid, if there are replicas.
+    Raises: SetupError on all ranks, naming the first two ranks that differ.
     """
     grid = engine.grid
     if grid.dp.size == 1:
@@ -140,8 +141,10 @@ def require_equal_plans(engine: Engine) -> None:
 
 
 def plan_digest(engine: Engine) -> str:
-    """A short text that two plans have in common only where they are equal: of some batches, with
-    what is gathered and summed in between, and the sizes of that."""
+    """Return a digest of a rank's plan for a few batches.
+
+    It includes gathers and releases of sharded chunks, and the sizes of these.
+    """
     actions: Iterable[Action] = engine.plan(_BATCHES)
     sizes: tuple[int, ...] = ()
     if engine.replicas is not None:

@@ -1,5 +1,4 @@
-"""The validation numbers of a run's newest weights, by a job that only evaluates and leaves the run
-folder as it is."""
+"""Evaluate a run's newest weights in a job that leaves the run folder unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from hybridpar.flight import FAILED, LOST, Flight
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.train import folder as run_folder
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import (
     require_equal_data,
@@ -39,16 +38,13 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
         The numbers that `on_evaluation` is given, over train.eval_batches batches.
 
     Collectives: to be called by all processes of the job.
-    Raises: HybridparError, as `train.loop.train`; ConfigError without validation samples.
+    Raises: HybridparError, as `train.job.train`; ConfigError without validation samples.
     """
-    off = (
-        replace(config.pipeline, early_switch="off")
-        if config.pipeline.early_switch == "auto"
-        else config.pipeline
-    )
-    config = resolve(
-        replace(config, pipeline=off), launch.world_size
-    )  # batches of an evaluation switch nothing
+    # early_switch does not affect evaluations, so that "auto" needs no measurement
+    pipeline = config.pipeline
+    if pipeline.early_switch == "auto":
+        pipeline = replace(pipeline, early_switch="off")
+    config = resolve(replace(config, pipeline=pipeline), launch.world_size)
     flight = watchdog.begin(launch)
     flight.phase("starting", config.faults.start_timeout_s)
     job = Job.connect(launch, flight)
@@ -62,9 +58,9 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     with contextlib.ExitStack() as held:
         saved = job.decide(lambda: _find_newest(config, held))
         require_equal_start(config.model, job, resumes=bool(saved))
-        without = replace(
-            config, train=replace(config.train, eval_interval=0)
-        )  # `_evaluate` says what is missing
+        # eval_interval = 0 keeps open_job_data from rejecting the configuration: without
+        # validation samples, `_evaluate` raises an error about the data sets instead
+        without = replace(config, train=replace(config.train, eval_interval=0))
         data = open_job_data(without, job, datasets)
         require_equal_data(data, job)
         flight.phase("connecting", config.faults.start_timeout_s)
@@ -73,7 +69,7 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
         job.start_group(device, backend, config.longest_wait_s)
         grid = ProcessGrid(sizes_of(config.parallel), device_type=device.type, flight=flight)
         try:
-            config = settle(config, grid, device, lambda text: None, lambda build: build())
+            config = autotune(config, grid, device, lambda text: None, lambda build: build())
             engine = Engine(JobPlan(config), grid, device)
             flight.phase("loading", config.faults.start_timeout_s)
             if saved:
@@ -92,7 +88,7 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
 
 
 def _find_newest(config: Config, held: contextlib.ExitStack) -> str:
-    """Return the newest checkpoint of the run, which `held` keeps there; empty if there is none."""
+    """Return the run's newest checkpoint, which `held` protects from pruning; empty if none."""
     if not checkpoint.saved_steps(config.run.folder / run_folder.CHECKPOINTS):
         return ""
     return str(held.enter_context(checkpoint.hold_start(config.run.folder, config.model)).folder)

@@ -1,7 +1,6 @@
-"""Evaluations: the losses and metrics of the newest weights on each validation set.
+"""Evaluation: losses and metrics of the newest weights on each validation set.
 
-A set without a name, the only one then, is "" here; in what users see its numbers stand without a
-name.
+A single unnamed set has the name "" here, and is not named in metrics and messages.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from hybridpar.errors import config_error
 from hybridpar.train.engine import Engine
 
 Numbers = dict[str, dict[str, float]]
-"""Losses and metrics by name, of each set by its name. A set of which no label counts has none."""
+"""Losses and metrics by set, then by name. A set in which no label counts is missing."""
 
 
 def batch_loader(engine: Engine, samples: Samples) -> BatchLoader:
-    """Return a loader of this rank's micro-batches of samples."""
+    """Return a loader of this rank's micro-batches."""
     train = engine.config.train
     return BatchLoader(
         samples,
@@ -32,15 +31,14 @@ def batch_loader(engine: Engine, samples: Samples) -> BatchLoader:
 
 
 class Evaluator:
-    """Evaluates an engine on the first train.eval_batches batches of each set, always the same
-    ones.
+    """Evaluate an engine on the first train.eval_batches batches of each validation set.
 
     Args:
-        sets: Samples by the names of their sets.
+        sets: Samples by set.
 
     Attributes:
-        loaders: By set.
-        best: Set whose loss says which checkpoint is the best.
+        loaders: Loaders by set.
+        best: The set whose loss selects the best checkpoint.
     """
 
     def __init__(self, engine: Engine, sets: Mapping[str, Samples]):
@@ -50,12 +48,11 @@ class Evaluator:
         self.best = engine.config.checkpoint.best_by or next(iter(sets), "")
 
     def has_targets(self, name: str) -> bool:
-        """Whether a label of the set counts."""
+        """Return whether any label in the evaluated batches of a set counts."""
         return any(map(self.loaders[name].num_targets, range(self._num_batches)))
 
     def evaluate(self) -> Numbers:
-        """Evaluate all sets. Collectives: on all ranks of the grid, while the pipeline is
-        drained."""
+        """Evaluate all sets on a drained pipeline. Collectives: on all ranks of the grid."""
         return {
             name: self._engine.evaluate(loader, self._num_batches)
             for name, loader in self.loaders.items()
@@ -64,22 +61,21 @@ class Evaluator:
 
 
 def require_best_set(config: Config, sets: Mapping[str, Any]) -> None:
-    """Raises: ConfigError where checkpoint.best_by names no validation set."""
+    """Check that checkpoint.best_by names a validation set. Raises: ConfigError."""
     best = config.checkpoint.best_by
     if best and best not in sets:
         named = [f'"{name}"' for name in sets if name]
         rule = (
-            f"must be the name of a validation set: {', '.join(named)}"
-            if named
-            else "must be the name of a validation set, and this run's only set has no name "
+            "must be the name of a validation set, and this run's only set has no name "
             "(data.valid_sets gives names)"
         )
+        if named:
+            rule = f"must be the name of a validation set: {', '.join(named)}"
         raise config_error("checkpoint.best_by", best, rule, named[0] if named else '""')
 
 
 def row_of(numbers: Numbers, losses: Sequence[str]) -> dict[str, float]:
-    """Return the numbers of an evaluation as in metrics.jsonl: val_loss, val_accuracy, or
-    val_loss/wiki, ..
+    """Return an evaluation as a row of metrics.jsonl: val_loss, val_accuracy, val_loss/wiki, ..
 
     losses: names of the partial losses, whose sum is the loss.
     """
@@ -95,6 +91,5 @@ def row_of(numbers: Numbers, losses: Sequence[str]) -> dict[str, float]:
 
 
 def as_told(numbers: Numbers) -> dict[str, Any]:
-    """Return the numbers of an evaluation as programs get them: by name, or by set and name if sets
-    have names."""
+    """Return an evaluation as programs see it: by name, or by set and name if sets have names."""
     return numbers[""] if "" in numbers else dict(numbers)

@@ -1,4 +1,4 @@
-"""The folder of a run.
+"""The run folder: its files, its lock, and what it says about an earlier start.
 
     runs/<name>/
         config.toml       the configuration, complete      metrics.jsonl    a line a step, and a line an evaluation
@@ -12,11 +12,11 @@
         changes.jsonl     where train.continue_with was used  trackers.json  who it is for
                           run.trackers
         memory/           events of train.record_memory
-        model_folder      of a model of one's own: where its module is found
+        model_folder      of a custom model: where its module is found
         kernels.json      on GPUs: launch options of attention's kernels, measured
                           (kernel_options.py)
 
-Beside tokenizer.json are the files that came with it: special tokens, settings, the chat template.
+Next to tokenizer.json are the tokenizer's other files: special tokens, settings, chat template.
 """
 
 from __future__ import annotations
@@ -77,23 +77,24 @@ _MEASURED = {
     ("pipeline", "early_switch"): int,
     ("memory", "offload_activations"): list,
 }
-"""Settings that may be "auto", and the type of what is then found."""
+"""Settings that may be "auto", and the type of the measured value."""
 _WITH = {("pipeline", "schedule"): FOUND}
-"""What is found with them."""
+"""Further settings that are measured with them."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-"""A link in a folder from elsewhere may lead to any other file."""
+"""Open flag that refuses symbolic links: a link in a copied folder may lead to any file."""
 _KILL_S = 10.0
-"""How long it may take until a process that was killed has gone."""
+"""Time until a killed process has gone."""
 _LOOK_AGAIN_S = 0.5
 _MOST_OF_LOCK = 2**20
 _SEEN_AFTER_S = 75.0
-"""How long a file of another machine may take to appear on a shared file system: NFS remembers for
-60 s what it had."""
+"""Time until a file of another machine appears on a shared file system: NFS caches for 60 s."""
 
 
 def measured(config: Config) -> dict[str, dict[str, Any]]:
-    """By section, settings that are "auto" in `config`, as an earlier job of this run measured
-    them, on such a grid and with such a file; none where none has."""
+    """Return values that an earlier start of this run measured for "auto" settings, by section.
+
+    The result is empty if the grid, the pipeline or the memory settings have changed since.
+    """
     path = config.run.folder / CONFIG
     now = to_mapping(config)
     automatic = [(section, key) for section, key in _MEASURED if now[section][key] == "auto"]
@@ -101,12 +102,13 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
         return {}
     try:
         before = to_mapping(read_run_config(path))
-    except ConfigError:  # find_run says what is wrong with it
+    except ConfigError:  # find_run reports it
         return {}
     found: dict[str, dict[str, Any]] = {}
     for section, key in automatic:
         value = before[section][key]
-        if value == "auto" or not isinstance(value, _MEASURED[section, key]):  # given, not found
+        # a value of another type was set by the user, not measured
+        if value == "auto" or not isinstance(value, _MEASURED[section, key]):
             return {}
         keys = (key, *_WITH.get((section, key), ()))
         found[section] = found.get(section, {}) | {name: before[section][name] for name in keys}
@@ -114,20 +116,22 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
         before[name] == now[name] | found.get(name, {})
         for name in ("parallel", "pipeline", "memory")
     )
-    return (
-        found
-        if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"]
-        else {}
-    )
+    if not alike or before["train"]["micro_batch_size"] != now["train"]["micro_batch_size"]:
+        return {}
+    return found
 
 
 def with_kept_batch(config: Config) -> Config:
-    """Return the resolved `config` with as many micro-batches as keep the batch, in samples, of the
-    run in the folder.
+    """Return `config` with the number of micro-batches that keeps the run's global batch size.
 
-    It is `config` itself where no run has begun, where train.continue_with names a setting of the
-    batch, and where no number keeps the batch, which `find_run` refuses.
-    Raises: ConfigError where that number of micro-batches does not fit the other settings.
+    The result is `config` itself if no run has begun, if train.continue_with names a setting of the
+    batch, or if no number of micro-batches keeps the batch size, which `find_run` refuses.
+
+    Args:
+        config: The resolved configuration.
+
+    Raises:
+        ConfigError: That number of micro-batches conflicts with other settings.
     """
     folder = config.run.folder
     path = folder / CONFIG
@@ -137,7 +141,7 @@ def with_kept_batch(config: Config) -> Config:
         return config
     try:
         samples = read_run_config(path).global_batch_size
-    except ConfigError:  # find_run says what is wrong with it
+    except ConfigError:  # find_run reports it
         return config
     samples_at_once = config.train.micro_batch_size * config.parallel.replicas
     if samples <= 0 or samples % samples_at_once or samples == config.global_batch_size:
@@ -156,7 +160,7 @@ def with_kept_batch(config: Config) -> Config:
 
 
 def _other_batch(config: Config) -> str:
-    """The setting that lets a run go on with another batch."""
+    """Return the setting that lets a run continue with another batch size, for an error message."""
     return (
         f'train.continue_with = ["pipeline.num_microbatches"] to continue with batches of '
         f"{config.global_batch_size} samples, or the grid and schedule that the run had"
@@ -164,18 +168,19 @@ def _other_batch(config: Config) -> str:
 
 
 def _has_begun(folder: Path, steps: Sequence[int]) -> bool:
-    """Whether a start of the run in the folder has made a step. steps: those of its checkpoints."""
+    """Return whether the run in the folder has made a step. steps: saved checkpoints."""
     return bool(steps) or last_step(folder / METRICS) > 0
 
 
 def find_run(config: Config) -> tuple[int, list[str]]:
-    """The newest step saved in the folder (0: none), and what has changed in the configuration
-    since, as lines.
+    """Return the newest saved step of the run's folder, and the changed settings since, as lines.
 
-    Where an earlier start has made no step, because it failed before, any configuration may begin.
-    A checkpoint that would make the run a finished one is read and compared with its checksums; a
-    damaged one does not count. Changes nothing. Raises: CheckpointError if the folder holds a run
-    that `config` cannot go on with.
+    The step is 0 if there is none. If earlier starts failed before the first step, any
+    configuration may begin. A checkpoint at or after the last step is verified against its
+    checksums, and ignored if it is damaged. Nothing is written.
+
+    Raises:
+        CheckpointError: The folder holds a run that `config` cannot continue.
     """
     folder = config.run.folder
     if folder.exists() and not folder.is_dir():
@@ -216,20 +221,24 @@ def find_run(config: Config) -> tuple[int, list[str]]:
 
 
 def _newest_step(root: Path, steps: list[int], num_steps: int) -> int:
-    """The newest of these steps, newest first, without damaged ones among those that end the run;
-    0: none is left."""
+    """Return the newest step that can be loaded; 0 if there is none.
+
+    Only checkpoints that would end the run are verified here; loading verifies the others.
+
+    steps: newest first.
+    """
     for step in steps:
         try:
             if step >= num_steps:
                 check_files(folder_of(root, step), read_manifest(folder_of(root, step)))
             return step
-        except CheckpointError:  # what loads the one before says so
+        except CheckpointError:  # loading the checkpoint before it reports the damage
             continue
     return 0
 
 
 def begin(config: Config, tokenizer: Tokenizer | None) -> None:
-    """Writes the files that a run folder has from the start."""
+    """Write the files that a run folder has from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     files = tokenizer.files() if tokenizer is not None else {}
@@ -248,18 +257,14 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
 
 
 def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a killed job has left half written; this job holds the folder, and jobs alone use
-    such names.
+    """Remove half-written files of a killed job, which cannot be in use: this job holds the lock.
 
     names: paths below the folder that `write_changed` writes.
     """
     asides = (folder / name for name in names)
     left = [path.with_name(f".{path.name}.part") for path in asides]
-    for pattern in (
-        ".part.*",
-        "..part.*.part",
-        ".job-*",
-    ):  # of Records, of files that these write, of require_shared
+    # from Records, from write_text in their folders, and from require_shared
+    for pattern in (".part.*", "..part.*.part", ".job-*"):
         left += [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]
     for path in left:
         with contextlib.suppress(OSError):
@@ -267,8 +272,7 @@ def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Writes a file unless it has that text already: so a job can start again on a disk that is
-    full.
+    """Write a file unless it already has this text, so that a job can restart on a full disk.
 
     Raises: OSError.
     """
@@ -277,15 +281,14 @@ def write_changed(path: Path, text: str) -> None:
 
 
 def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
-    """The path of the flight recorder of a rank, or of a thread of it."""
+    """Return the path of the flight recorder of a rank, or of one of its threads."""
     return folder / FLIGHT / record_name(rank, thread)
 
 
 def open_flight(job: JobPlan, rank: int, flight: Flight, thread: str = "") -> None:
-    """Moves the flight recorder of a rank of the resolved grid, or of a thread of it, into the run
-    folder.
+    """Move the flight recorder of a rank, or of one of its threads, into the run folder.
 
-    On a full disk the recorder has no file; processes of this machine can read it all the same.
+    On a full disk the recorder stays in memory, where processes of this machine can read it.
     """
     config = job.config
     sizes = sizes_of(config.parallel)
@@ -317,9 +320,14 @@ def open_flight(job: JobPlan, rank: int, flight: Flight, thread: str = "") -> No
 class _Holder:
     """The job that has a run folder's lock.
 
-    pid: the process to end: its launcher, or rank 0 where it has none or outlives it. since: as
-    time.time() tells it. launcher: the process that has started rank 0 (0: none that it ends with).
-    launcher_began: when, as Linux counts.
+    Attributes:
+        pid: Process to end: the launcher, or rank 0 if there is no launcher that ends with it.
+        host: Name of its host.
+        since: Start time, as of time.time().
+        command: Command line of the job.
+        rank_pid: Process id of rank 0.
+        launcher: Process id of the launcher; 0 if there is none that ends with the job.
+        launcher_began: Start time of the launcher in Linux clock ticks.
     """
 
     pid: int
@@ -346,7 +354,7 @@ class _Holder:
 
     @staticmethod
     def read(file: TextIO) -> _Holder | None:
-        """The holder that a lock file names; None where it names none."""
+        """Return the holder that a lock file names, or None if it names none."""
         file.seek(0)
         try:
             plain = json.loads(file.read(_MOST_OF_LOCK))
@@ -361,16 +369,15 @@ class _Holder:
             return None
 
     def write(self, file: TextIO) -> None:
-        """Names this job in its lock file; on a full disk the file names nobody."""
+        """Write this job's data into its lock file; on a full disk the file stays empty."""
         with contextlib.suppress(OSError):
             file.truncate(0)
-            os.write(
-                file.fileno(), json.dumps(asdict(self)).encode()
-            )  # no buffer, which closing would write again
+            # unbuffered: closing the file would repeat a failed write
+            os.write(file.fileno(), json.dumps(asdict(self)).encode())
 
     @property
     def is_orphan(self) -> bool:
-        """Whether its launcher has ended; of a job of another host that is not known."""
+        """Whether the launcher has ended; False if unknown, as for a job of another host."""
         if not self.launcher or self.host != platform.node() or sys.platform != "linux":
             return False
         return not self.launcher_began or _began(self.launcher) != self.launcher_began
@@ -382,8 +389,7 @@ class _Holder:
 
 
 def _began(pid: int) -> str:
-    """When a process began, as Linux counts; empty where it has ended, or the system is another
-    one."""
+    """Return the start time of a process in Linux clock ticks; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -393,11 +399,17 @@ def _began(pid: int) -> str:
 
 @contextlib.contextmanager
 def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
-    """Holds the folder for one job at a time, where files can be locked; a killed job gives it up.
+    """Lock the folder for one job at a time, where the file system has locks.
 
-    A job whose launcher has ended is waited for: its watchdog ends it in time.
-    launch: of this process, which the lock file then names.
-    Raises: ConfigError if another job has it, or it cannot be written to.
+    The lock of a killed job is free at once. A job whose launcher has ended is waited for, because
+    its watchdog ends it soon.
+
+    Args:
+        folder: The run folder.
+        launch: This process's launch, which the lock file then names.
+
+    Raises:
+        ConfigError: Another job holds the folder, or the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -418,7 +430,7 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
 
 
 def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
-    """Raises: ConfigError if another job has the lock; OSError where there are no locks."""
+    """Take the lock. Raises: ConfigError if another job has it; OSError if there are no locks."""
     end = time.monotonic() + ORPHAN_S + _KILL_S
     said = False
     while True:
@@ -427,12 +439,11 @@ def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
         except BlockingIOError:
             holder = _Holder.read(file)
         if holder is None or not holder.is_orphan or time.monotonic() > end:
-            rule = f"another job is training in {folder} right now" + (
-                f": {holder}" if holder else ""
-            )
-            works = "another name, or wait until it has ended" + (
-                f", or end it: kill {holder.pid}" if holder else ""
-            )
+            rule = f"another job is training in {folder} right now"
+            works = "another name, or wait until it has ended"
+            if holder:
+                rule = f"{rule}: {holder}"
+                works = f"{works}, or end it: kill {holder.pid}"
             raise config_error("run.name", folder.name, rule, works)
         if not said:
             print(
@@ -447,18 +458,17 @@ def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
 
 
 def require_shared(folder: Path, job: Job) -> None:
-    """Has every machine find a file that the first process leaves in the run folder, and takes away
-    again.
+    """Check that every machine sees the run folder: rank 0 creates a file that the others look for.
 
-    Collectives: on all processes of the job. Raises: ConfigError on all, naming those that do not
-        find it.
+    Collectives: on all processes of the job.
+    Raises: ConfigError on all processes, naming each that does not find the file.
     """
     mark = folder / f".job-{job.decide(lambda: secrets.token_hex(8))}"
 
     def leave() -> bool:
         try:
             mark.touch()
-        except OSError:  # a full disk, say, with which a run goes on
+        except OSError:  # for example a full disk, on which a run continues
             return False
         return True
 

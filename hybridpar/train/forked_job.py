@@ -1,5 +1,4 @@
-"""A job of forks of this program: what its first rank returns is returned here, and what ends it is
-raised here."""
+"""A job of forks of this process: its first rank's result is returned, its errors are raised."""
 
 from __future__ import annotations
 
@@ -22,16 +21,15 @@ Action = Callable[[Config, Launch], Any]
 
 
 def run_forked(config: Config, action: Action) -> Any:
-    """Run an action on forks of this process, one for each rank of the grid; return what it returns
-    on the first.
+    """Run an action on forks of this process, one per rank; return the first rank's result.
 
     Args:
         config: The resolved configuration.
-        action: Called on each rank with the configuration, and with the rank's place in the job.
+        action: Called on each rank with the configuration and the rank's place in the job.
 
     Raises:
-        ConfigError: This process uses its GPU already, so that its forks cannot.
-        HybridparError: The error that all ranks had, or the reason why the job has failed.
+        ConfigError: This process already uses its GPU, so that forks cannot use CUDA.
+        HybridparError: The error of all ranks, or the reason why the job failed.
     """
     if config.train.device != "cpu" and torch.cuda.is_initialized():
         rule = (
@@ -54,14 +52,16 @@ def run_forked(config: Config, action: Action) -> Any:
 
 
 def _run_rank(config: Config, action: Action, folder: Path) -> int:
-    """Run the action on this rank; return its exit code. What it returns or raises, for the
-    program, is left."""
+    """Run the action on this rank and return its exit code.
+
+    Its result or error is written to `folder`, for the program to read.
+    """
     launch = Launch.from_environment()
     path = folder / str(launch.rank)
-    path.unlink(missing_ok=True)  # of an earlier start
+    path.unlink(missing_ok=True)  # left by an earlier start
     try:
         result = action(config, launch)
-    except RankError as error:  # others find out that this rank has gone
+    except RankError as error:  # the other ranks lose contact with this one
         print(f"hybridpar: {error}", file=sys.stderr, flush=True)
         _write(path, "failure", _plain(error))
         if isinstance(error, LostContactError):
@@ -83,7 +83,7 @@ def _write(path: Path, kind: str, value: Any) -> None:
 def _read(path: Path) -> tuple[str, Any]:
     try:
         kind, value = pickle.loads(path.read_bytes())
-    except FileNotFoundError:  # a signal has ended the rank, say
+    except FileNotFoundError:  # for example, a signal has ended the rank
         return "nothing", None
     if kind == "result":
         return kind, value
@@ -92,7 +92,7 @@ def _read(path: Path) -> tuple[str, Any]:
 
 
 def _plain(error: HybridparError) -> tuple[type[HybridparError], tuple[Any, ...]]:
-    """The kind of an error and the arguments that make an equal one."""
+    """Return an error's class and the arguments that create an equal one, for pickling."""
     if isinstance(error, ConfigError):
         return ConfigError, tuple(
             Problem(p.field, _as_value(p.value), p.rule, p.suggestion) for p in error.problems

@@ -1,13 +1,12 @@
-"""`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`: the ranks of one host
-of several.
+"""Run the ranks of one host of several:
+`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`.
 
-It is torchrun (the same agent, the same static rendezvous, so that hosts may use either), and more
-than that:
+This is torchrun (same agent and static rendezvous, so that each host may use either), and more:
 
-    it says every 15 s that it waits for other hosts, and what is known of them
-    after a signal ranks have 600 s to finish and save, torchrun gives them 30; a second signal ends
-    them in 5 a signal ends the ranks of all hosts, also before they have met
-    its exit code is 128 + n after signal n, and 1 where ranks have failed
+    it reports every 15 s that it waits for other hosts, and what it knows about them
+    after a signal ranks have 600 s to finish and save (torchrun: 30), after a second signal 5 s
+    a signal ends the ranks of all hosts, even before the hosts have met
+    its exit code is 128 + n after signal n, and 1 if ranks have failed
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ _SAY_EVERY_S = 15.0
 _LOOK_EVERY_S = 0.1
 _PROBE_S = 3.0
 _MEET_S = 900
-"""How long hosts wait for each other, as with torchrun."""
+"""Time that hosts wait for each other, as with torchrun."""
 _STOP_S = 600
-"""How long ranks may take to finish and save after a signal."""
+"""Time that ranks have to finish and save after a signal."""
 _LEFT_S = 30
-"""How long ranks that are left after a failure may take to say whom they lost, as with torchrun."""
+"""Time that the remaining ranks have to report a lost rank after a failure, as with torchrun."""
 _LINGER_S = 2.0
-"""How long the first host, which has the store, gives the others to read why the job is over."""
+"""Time that host 0, which serves the store, gives the others to read why the job is over."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the ranks of this host until they have ended; the exit code."""
+    """Run the ranks of this host until they have ended, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hybridpar.train.hosts", allow_abbrev=False)
     for name in ("nnodes", "node-rank", "nproc-per-node", "master-port", "max-restarts"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -55,20 +54,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("train", nargs=argparse.REMAINDER, help="arguments of `hybridpar train`")
     given = parser.parse_args(argv)
     host = Host(given.node_rank, given.nnodes, given.master_addr, given.master_port)
-    torch.multiprocessing._set_thread_name(
-        AGENT
-    )  # by which ranks know whom to stop, as with torchrun
-    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+    # as with torchrun: ranks find the process to stop by this name
+    torch.multiprocessing._set_thread_name(AGENT)
+    for name in ("agent.server.api", "multiprocessing.api"):  # each sets its own level
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    pass_on_signals(
-        number.name for number in numbers_of(STOP_SIGNALS)
-    )  # ranks are never left behind
+    # every stop signal ends the ranks too, so that none is left behind
+    pass_on_signals(number.name for number in numbers_of(STOP_SIGNALS))
     return HostAgent(host, given.nproc_per_node, given.max_restarts, given.train).exit_code()
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host among those of a job. address, port: of the first one, which has the store."""
+    """A host of a job. address, port: of host 0, which serves the store."""
 
     number: int
     count: int
@@ -77,14 +74,14 @@ class Host:
 
     @property
     def store(self) -> str:
-        """Address and port of the store."""
+        """Return address and port of the store."""
         return f"{self.address}:{self.port}"
 
     def waiting(self, seconds: float) -> str:
-        """A line on whom this host has waited for, and what is known of them."""
-        others = (
-            f"{self.count - 1} other host{'s' * (self.count > 2)}" if self.number == 0 else "host 0"
-        )
+        """Return a line that says which hosts are missing, and what is known about them."""
+        others = "host 0"
+        if self.number == 0:
+            others = f"{self.count - 1} other host{'s' * (self.count > 2)}"
         line = (
             f"host {self.number} of 0 to {self.count - 1} has waited {seconds:.0f} s for {others} "
             f"at {self.store}"
@@ -97,7 +94,7 @@ class Host:
         return f"{line}: {self._probe()}"
 
     def _probe(self) -> str:
-        """What becomes of a connection to the store."""
+        """Try to connect to the store, and return a description of the result."""
         try:
             socket.create_connection((self.address, self.port), _PROBE_S).close()
         except socket.gaierror as error:
@@ -139,8 +136,11 @@ class HostAgent(RankAgent):
         )
 
     def exit_code(self) -> int:
-        """Runs the ranks until they have ended; 0, 1 where some have failed, 128 + n where signal n
-        has ended them."""
+        """Run the ranks until they have ended.
+
+        Returns:
+            0; 1 if ranks have failed; 128 + n if signal n has ended them.
+        """
         try:
             return 1 if self.run().is_failed() else 0
         except SignalException as stopped:
@@ -181,19 +181,17 @@ class HostAgent(RankAgent):
         for rank, failure in sorted(result.failures.items()):
             code = failure.exitcode
             left = self._remaining_restarts
-            how = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"failed (exit code {code})"
-            )
-            what = (
-                f"starting again, {left - 1} restarts are left" if left else "no restarts are left"
-            )
+            how = f"failed (exit code {code})"
+            if code < 0:
+                how = f"was ended by {signal.Signals(-code).name}"
+            what = "no restarts are left"
+            if left:
+                what = f"starting again, {left - 1} restarts are left"
             print(f"hybridpar: rank {rank} {how}; {what}", file=sys.stderr, flush=True)
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """End the ranks before a new start: those that still run wait for one that has failed."""
+        """End the ranks that still run, because they wait for a failed one, before a restart."""
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _LEFT_S)
 

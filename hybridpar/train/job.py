@@ -1,9 +1,8 @@
-"""`hybridpar train`: from a configuration to a finished run folder, or to the checkpoint from which
-it goes on.
+"""`hybridpar train`: train from a configuration to a finished run folder or a resumable checkpoint.
 
-resolve, device, threads      each process alone; what is wrong is wrong everywhere
+resolve, device, threads      each process alone; an error here occurs on every process
 run folder, data              all processes together, through the launcher's store
-process group, engine, load   now there are collectives; still nothing in the folder has changed
+process group, engine, load   collectives exist from here on; the run folder is still unchanged
 run.py                        trains, evaluates, saves
 """
 
@@ -32,7 +31,7 @@ from hybridpar.schedules.proof.check import PlanError
 from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.autotuning import kernel_options, warm_up
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import (
@@ -67,16 +66,16 @@ from hybridpar.train.run import Outcome, Run
 from hybridpar.validate import resolve
 
 _FINAL = (AnomalyError, CallbackError, SaveError)
-"""Errors with which a new start would end again."""
+"""Errors that a restart would meet again."""
 _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
-"""Errors that are raised on all ranks together."""
-_PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
+"""Errors that all ranks raise together."""
+_PROMPTS = {True: "def ", False: "The "}  # key: whether the corpus is source code
 _NOISE = 0.6
-"""Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text
-is noise."""
+"""A model's text counts as noise if its loss exceeds this share of log(vocab_size), the loss of
+guessing."""
 _FEW_CHARACTERS = 60
 _SAMPLE_TEMPERATURE = 0.5
-"""Of the sample at the end of a run: low, as what a small model finds likely reads best."""
+"""Temperature of the final sample: low, because likely text of a small model reads best."""
 
 
 def train(
@@ -87,15 +86,22 @@ def train(
     datasets: Mapping[str, Any] = NO_DATASETS,
     is_verbose: bool = False,
 ) -> Outcome:
-    """Trains as `config` says in the job that this process belongs to, from the last checkpoint if
-    there is one.
+    """Train as `config` says in this process's job, from the run's last checkpoint if there is one.
 
-    inject: faults that are to happen, as `train.faults.inject` reads them. datasets: in the stead
-    of those that a model of one's own names, by part. is_verbose: whether details are shown.
+    Args:
+        config: The configuration, not yet resolved.
+        launch: This process's place in the job.
+        inject: Faults to inject, in the syntax of `train.faults.inject`.
+        callbacks: Functions of the program to call on each rank.
+        datasets: Data sets by split that replace the data sets of a custom model.
+        is_verbose: Whether to show details.
+
     Collectives: to be called by all processes of the job.
-    Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with
-        nothing overwritten;
-    RankError where training fails on this one.
+
+    Raises:
+        HybridparError: ConfigError, DataError or CheckpointError on all processes alike; nothing
+            is overwritten.
+        RankError: Training failed on this rank.
     """
     config = resolve(config, launch.world_size)
     flight = watchdog.begin(launch)
@@ -110,15 +116,14 @@ def train(
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
     if device.type == "cuda":
-        examine_triton(
-            warn=launch.local_rank == 0
-        )  # now, and not where the first micro-batch finds no compiler
+        # now, so that a missing compiler is reported before the first micro-batch
+        examine_triton(warn=launch.local_rank == 0)
     if device.type == "cpu":
         keep_freed_memory()
     folder = config.run.folder
     num_steps = config.train.num_steps
     first = launch.rank == 0
-    flight.phase("opening the run")  # text may take hours to become tokens
+    flight.phase("opening the run")  # no time limit: tokenizing may take hours
     given = config.pipeline.num_microbatches
     config = with_kept_batch(config, job)
     faults = parse_faults(inject, config)
@@ -141,9 +146,8 @@ def train(
         run_folder.require_shared(folder, job)
         data = open_job_data(config, job, datasets)
         require_equal_data(data, job)
-        if start or (
-            saved and config.train.continue_with
-        ):  # else other data are refused, whatever their tokens
+        if start or (saved and config.train.continue_with):
+            # without continue_with, `checkpoint.resume` refuses other data by their fingerprint
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
         reporter = stack.enter_context(
@@ -171,24 +175,24 @@ def train(
 
 
 def with_kept_batch(config: Config, job: Job) -> Config:
-    """`config` with the batch of the run in its folder, as rank 0 finds it
-    (run_folder.with_kept_batch).
+    """Return `config` with the global batch size of the run in its folder.
 
-    Collectives: on all processes of the job. Raises: ConfigError on all.
+    Rank 0 reads the folder (run_folder.with_kept_batch). Collectives: on all processes of the job.
+    Raises: ConfigError on all.
     """
     number = job.decide(lambda: run_folder.with_kept_batch(config).pipeline.num_microbatches)
     return replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
 
 
 def _find_start(config: Config, held: contextlib.ExitStack) -> str:
-    """Return the checkpoint to start from, which `held` keeps there while this run is set up."""
+    """Return the checkpoint to start from; `held` protects it from pruning until it is loaded."""
     return str(
         held.enter_context(checkpoint.hold_start(config.train.start_from, config.model)).folder
     )
 
 
 def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
-    """Lets the first process of each machine prepare the corpus, then opens it on the others."""
+    """Open the data; the first process of each machine prepares the corpus for the others."""
 
     def opened() -> Data:
         return open_data(
@@ -219,7 +223,7 @@ def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this process trains, the faults that are to happen there, and who is told."""
+    """This process's place in the job, the faults to inject there, and the program's callbacks."""
 
     job: Job
     device: torch.device
@@ -228,13 +232,14 @@ class _Place:
     callbacks: Callbacks
 
     def connect(self, config: Config, flight: Flight) -> ProcessGrid:
-        """Starts the process group, and makes the grid of it. Collectives: on all processes of the
-        job."""
+        """Start the process group and create the grid. Collectives: on all processes of the job."""
         flight.phase("connecting", config.faults.start_timeout_s)
         with Waiting(flight, RENDEZVOUS, "world"):
             backend = choose_backend(config.train, self.device)
             wait = config.longest_wait_s
-            if backend == "nccl":  # others wait while one compiles; Run says when that is over
+            if backend == "nccl":
+                # Ranks wait for one that compiles kernels. `Run` restores the shorter limit after
+                # the first step.
                 wait = max(wait, config.faults.start_timeout_s)
             self.job.start_group(self.device, backend, wait)
             return ProcessGrid(
@@ -242,10 +247,10 @@ class _Place:
             )
 
     def watch_links(self, config: Config, flight: Flight, reporter: Reporter) -> LinkWatch | None:
-        """The watch over the links to other hosts; None where all ranks are on this one.
+        """Start watching the links to other hosts; return None if all ranks are on one host.
 
-        The first rank of each host says which link is out. Collectives: on all processes of the
-        job.
+        The first rank of each host reports which link is down. Collectives: on all processes of
+        the job.
         """
         launch = self.job.launch
         if launch.loopback or launch.world_size == 1:
@@ -254,18 +259,15 @@ class _Place:
         if not hosts.names:
             return None
         files = [run_folder.flight_path(config.run.folder, rank) for rank in hosts.ranks]
-        say = (
-            reporter.say
-            if launch.rank == 0
-            else PlainReporter(0).say
-            if launch.rank == hosts.ranks[0]
-            else None
-        )
+        say = None
+        if launch.rank == 0:
+            say = reporter.say
+        elif launch.rank == hosts.ranks[0]:
+            say = PlainReporter(0).say
         return LinkWatch(flight, config.longest_wait_s, hosts, files, say)
 
     def build(self, build: Callable[[], Engine]) -> Engine:
-        """The engine. Raises: SetupError on all processes alike, where one finds that its state has
-        no room."""
+        """Build the engine. Raises: SetupError on all processes, if one lacks memory."""
         try:
             engine = self.job.together(build)
         except HybridparError as error:
@@ -276,8 +278,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Start:
-    """The checkpoint whose weights a new run begins with ("": none), and what holds it until they
-    are loaded."""
+    """The checkpoint whose weights a new run starts from.
+
+    Attributes:
+        folder: The checkpoint; empty if there is none.
+        held: Protects the checkpoint from pruning until it is loaded.
+    """
 
     folder: str
     held: contextlib.ExitStack
@@ -286,10 +292,11 @@ class _Start:
 def _train_on_grid(
     config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start
 ) -> Outcome:
-    """Builds the engine, loads, and trains.
+    """Build the engine, load a checkpoint, and train.
 
-    Raises: _ON_ALL_RANKS on all ranks alike; RankError, naming this rank, for whatever else goes
-        wrong.
+    Raises:
+        _ON_ALL_RANKS: On all ranks alike.
+        RankError: Any other error; it names this rank.
     """
     rank = place.job.launch.rank
     who = f"rank {rank}"
@@ -304,12 +311,11 @@ def _train_on_grid(
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(job_plan.shape.stages_of(grid.pp.rank))
-        options = kernel_options.prepare(
-            config, place.job, place.device, reporter.say
-        )  # before anything is measured
+        # before autotuning measures anything with these kernels
+        options = kernel_options.prepare(config, place.job, place.device, reporter.say)
         if warm_up.is_needed(grid, place.device):
             warm_up.warm_up(config, grid, place.device, place.build)
-        config = settle(config, grid, place.device, reporter.say, place.build)
+        config = autotune(config, grid, place.device, reporter.say, place.build)
         job_plan = JobPlan(config)
         job_plan.prove()
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
@@ -343,9 +349,8 @@ def _train_on_grid(
             error.note_may_pass()
         raise
     except Exception as error:
-        failure = describe_failure(
-            error, who, flight.read(), str(links.silence or "") if links else ""
-        )
+        silence = str(links.silence or "") if links else ""
+        failure = describe_failure(error, who, flight.read(), silence)
         flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
         raise failure from error
     finally:
@@ -354,8 +359,11 @@ def _train_on_grid(
 
 
 def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
-    """Loads the newest checkpoint of the run, else the weights of `start`; returns the step of the
-    former, or 0."""
+    """Load the run's newest checkpoint, or else the weights of `start`.
+
+    Returns:
+        Step of the run's checkpoint; 0 if there is none.
+    """
     flight = engine.grid.flight
     config = engine.config
     flight.phase("loading", config.faults.start_timeout_s)
@@ -372,7 +380,7 @@ def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
 def _introduce(
     config: Config, place: _Place, grid: ProcessGrid, reporter: Reporter, resumed: int
 ) -> None:
-    """Says what is trained, on which grid, and from where."""
+    """Say what is trained, on which grid, and from which step."""
     parallel = config.parallel
     threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
     sites = f"{parallel.sites} sites of " if parallel.sites > 1 else ""
@@ -393,8 +401,10 @@ def _introduce(
 
 
 def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
-    """Writes text from the checkpoint just saved, and shows it; of a model that hardly knows more
-    than to guess only the beginning. loss: of the last step."""
+    """Generate text from the checkpoint just saved and show it, shortened if it is still noise.
+
+    loss: the last step's.
+    """
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
@@ -402,7 +412,7 @@ def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
         sampling = replace(Sampling(), temperature=_SAMPLE_TEMPERATURE, seed=config.train.seed)
         text = prompt + "".join(generator.generate(prompt, sampling))
         (folder / "sample.txt").write_text(text, encoding="utf-8")
-    except Exception as error:  # a run without a sample is a run
+    except Exception as error:  # a failed sample must not fail the run
         reporter.say(f"no sample.txt: {in_a_line(error)}")
         return
     guessing = math.log(config.transformer.vocab_size)

@@ -1,8 +1,7 @@
-"""One job of the launched processes: device, threads, agreement before there is a process group,
-and the group itself.
+"""A job of launched processes: device, threads, agreement before the process group, the group.
 
 Ranks agree through the launcher's key-value store without a time limit, so that one of them may
-prepare data for an hour while the others wait. The process group comes after that, with
+prepare data for an hour while the others wait. The process group is created afterwards, with
 train.timeout_s or faults.patience_s.
 """
 
@@ -40,32 +39,31 @@ T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
 _PART_S = 30.0
+"""Time that rank 0 waits before an error, until the other ranks have read it from its store."""
 _SAY_EVERY_S = 15.0
-"""How often a rank that waits for others says so."""
+"""Interval of messages while a rank waits for others."""
 _HELLOS = "hellos"
-"""Key of the number of processes that have come to meet, in all starts; in the store of one start:
-when it began."""
+"""Key of the number of processes that have joined all starts of the job. In the store of one start:
+that number when the start was complete."""
 _ENDED = "ended"
-"""Key of the word that the job is over, in the store of all its starts."""
+"""Key of the note that the job is over, in the store of all its starts."""
 _WORD_S = 2.0
-"""How long it may take to leave that word."""
+"""Time limit for leaving that note."""
 _FIRST_S = 10.0
-"""How long the first rank of a host may take to report and end what the others have ended
-already."""
+"""Time that the first rank of a host has to report and to end what the others have already left."""
 _MOST_NAMED = 8
-"""Ranks that a line names."""
+"""Most ranks that a message names."""
 _PREFIX = "hybridpar"
 LOOPBACK = "127.0.0.1"
-# of malloc.h
+# constants of malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
 
 class Job:
-    """The processes of one run. With a single process every method acts at once and nothing is set
-    up.
+    """The processes of one run. A single process acts at once, without a store.
 
-    Collectives: every method must be called by all processes, in the same order.
+    Collectives: all processes must call every method, in the same order.
     """
 
     def __init__(
@@ -75,8 +73,13 @@ class Job:
         lobby: dist.Store | None = None,
         flight: Flight = NO_FLIGHT,
     ):
-        """Of processes that have met. store: of this start alone. lobby: of all starts of the job.
-        flight: where this process notes that it waits for others.
+        """Create a job of processes that have met.
+
+        Args:
+            launch: This process's place in the job.
+            store: Store of this start only.
+            lobby: Store of all starts of the job.
+            flight: Records that this process waits for others.
         """
         assert store is not None or launch.world_size == 1
         self.launch = launch
@@ -87,10 +90,12 @@ class Job:
 
     @staticmethod
     def connect(launch: Launch, flight: Flight = NO_FLIGHT) -> Job:
-        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names.
+        """Join the store that torchrun (or MASTER_ADDR and MASTER_PORT) names.
 
-        Raises: RankError, ConfigError; HybridparError where a rank has left word that the job is
-            over.
+        Raises:
+            RankError: The store cannot be reached.
+            ConfigError: Environment variables are missing.
+            HybridparError: A rank has left a note that the job is over.
         """
         if launch.world_size == 1:
             return Job(launch, flight=flight)
@@ -106,11 +111,11 @@ class Job:
         try:
             waits = _says_if_it_waits(launch, lambda: f"for {_named(missing, launch)} {where}")
             with waits, Waiting(flight, RENDEZVOUS, "world"):
-                store: dist.Store = (
-                    _loopback_store(launch)
-                    if launch.own_store_port
-                    else next(dist.rendezvous("env://", launch.rank, launch.world_size))[0]
-                )
+                store: dist.Store
+                if launch.own_store_port:
+                    store = _loopback_store(launch)
+                else:
+                    store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
                 store = dist.PrefixStore(_PREFIX, store)
                 return Job(
                     launch, dist.PrefixStore(meet(store, launch, missing), store), store, flight
@@ -125,10 +130,9 @@ class Job:
             ) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
-        """Runs `action` on the processes where `here` is true; a failure of one is a failure of
-        all.
+        """Run `action` on the processes where `here` is true; if one fails, all fail.
 
-        Raises: on every process, the HybridparError that `action` raised on some, as one message.
+        Raises: On every process, the HybridparErrors that `action` raised on some, as one message.
         """
         result = None
         error = None
@@ -141,8 +145,7 @@ class Job:
         return result
 
     def decide(self, action: Callable[[], Any]) -> Any:
-        """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as
-        `together`."""
+        """Return rank 0's result of `action`, plain JSON, on all processes. Raises: as `together`."""
         return self.gather(self.together(action, here=self.launch.rank == 0))[0]
 
     def _fail_together(self, error: HybridparError | None) -> None:
@@ -151,7 +154,8 @@ class Job:
                 raise error
             return
         ranks: dict[str, list[int]] = {}
-        for rank, text in enumerate(self.gather(None if error is None else str(error))):
+        mine = None if error is None else str(error)
+        for rank, text in enumerate(self.gather(mine)):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
         if not ranks:
@@ -160,19 +164,20 @@ class Job:
             self._part()
         if error is not None and len(ranks) == 1 and 0 in ranks[str(error)]:
             raise error
-        raise HybridparError(
-            "\n".join(
-                text
-                if len(ranks) == 1 and 0 in where
-                else f"rank {', '.join(map(str, where))}: {text}"
-                for text, where in ranks.items()
-            )
-        )
+        lines = []
+        for text, where in ranks.items():
+            if len(ranks) > 1 or 0 not in where:
+                text = f"rank {', '.join(map(str, where))}: {text}"
+            lines.append(text)
+        raise HybridparError("\n".join(lines))
 
     def _part(self) -> None:
-        """Before an error that all have: rank 0, which may have the store, ends when the others
-        have it, or soon."""
-        store, end = self.store, time.monotonic() + _PART_S
+        """Wait before an error of all ranks: rank 0 may serve the store, so it ends last.
+
+        It waits for _PART_S at most.
+        """
+        store = self.store
+        end = time.monotonic() + _PART_S
         assert store is not None
         others = [f"parted/{rank}" for rank in range(1, self.launch.world_size)]
         if self.launch.rank:
@@ -181,7 +186,7 @@ class Job:
             _poll(lambda: store.check(others) or time.monotonic() > end)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes (plain JSON values), in rank order."""
+        """Return the values of all processes (plain JSON), in rank order."""
         if self.store is None:
             return [value]
         place = self._rounds
@@ -205,8 +210,12 @@ class Job:
             return _await(self.store, key, self._raise_if_over)
 
     def _raise_if_over(self) -> None:
-        """Raises: HybridparError where the job is over; LostContactError where a host has begun a
-        new start."""
+        """Check that this start of the job is still current.
+
+        Raises:
+            HybridparError: The job is over.
+            LostContactError: Another host has begun a new start.
+        """
         lobby = self._lobby
         store = self.store
         if lobby is None or store is None:
@@ -219,8 +228,7 @@ class Job:
             )
 
     def require_addresses(self, backend: str) -> None:
-        """Has processes on several hosts see whether Gloo would offer the others an address that
-        they can reach.
+        """Check that other hosts can reach the address that Gloo offers them.
 
         Raises: ConfigError, as `together`.
         """
@@ -229,10 +237,10 @@ class Job:
             self.together(lambda: _require_address(self.launch.interface, several))
 
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
-        """Creates the process group. Communication gives up after `timeout_s` seconds (see
-        `ProcessGrid.wait_at_most`).
+        """Create the process group. Communication times out after `timeout_s` seconds.
 
-        Gloo listens on the loopback interface alone where all processes are on this machine.
+        `ProcessGrid.wait_at_most` changes that time. If all processes are on this machine, Gloo
+        listens on the loopback interface only.
         """
         if self.store is None:
             return
@@ -252,7 +260,7 @@ class Job:
             )
 
     def end_group(self) -> None:
-        """Leaves the process group, where there is one, after everyone has got here."""
+        """Leave the process group, if there is one, after all ranks have got here."""
         if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
@@ -260,8 +268,7 @@ class Job:
 
 @contextlib.contextmanager
 def _says_if_it_waits(launch: Launch, text: Callable[[], str]) -> Iterator[None]:
-    """While entered, the first rank of a host says every 15 s that it waits, and `text()`, unless
-    our supervisor does."""
+    """Print `text()` every 15 s while entered, on the first rank of a host without a supervisor."""
     with says_every(
         _SAY_EVERY_S,
         lambda seconds: f"rank {launch.rank} has waited {seconds:.0f} s {text()}",
@@ -274,8 +281,9 @@ def _says_if_it_waits(launch: Launch, text: Callable[[], str]) -> Iterator[None]
 def says_every(
     interval_s: float, text: Callable[[float], str], *, speaks: bool = True
 ) -> Iterator[None]:
-    """While entered, a thread writes `text(seconds since the start)` to stderr in intervals."""
-    over, began = threading.Event(), time.monotonic()
+    """Print `text(seconds since the start)` to stderr at intervals while entered, from a thread."""
+    over = threading.Event()
+    began = time.monotonic()
 
     def say() -> None:
         while not over.wait(interval_s):
@@ -292,7 +300,7 @@ def says_every(
 
 
 def _named(missing: set[int], launch: Launch) -> str:
-    """The ranks that rank 0 misses; elsewhere it is unknown who has come."""
+    """Return the missing ranks as text; only rank 0 knows which ranks are missing."""
     ranks = sorted(missing)
     if not ranks:
         return f"the other {launch.world_size - 1}"
@@ -301,12 +309,19 @@ def _named(missing: set[int], launch: Launch) -> str:
 
 
 def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> str:
-    """Agrees on a name for this start of the job that no earlier start on that store has had.
+    """Agree on a name for this start of the job that no earlier start has used.
 
-    torchrun keeps its store, with all that is in it, when it starts ranks again, and its count of
-    restarts may differ from host to host. So each process leaves a fresh word, and rank 0 answers
-    with its own until all know it. missing: on rank 0 it holds the ranks that have not come yet.
-    Raises: HybridparError where a rank has left word that the job is over.
+    torchrun keeps its store with all its contents when it restarts ranks, and its count of restarts
+    may differ between hosts. So each process leaves a random token, and rank 0 answers each with
+    its own token until all know it.
+
+    Args:
+        store: Store of all starts of the job.
+        launch: This process's place in the job.
+        missing: On rank 0 it is filled with the ranks that have not come yet.
+
+    Raises:
+        HybridparError: A rank has left a note that the job is over.
     """
     mine = secrets.token_hex(8)
     rank = launch.rank
@@ -323,11 +338,10 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
     def everyone_knows() -> bool:
         for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
-            if (
-                word := _value(store, f"hello/{other}")
-            ) not in answered:  # perhaps of an earlier start
-                store.set(f"answer/{word}", json.dumps(mine))
-                answered.add(word)
+            token = _value(store, f"hello/{other}")
+            if token not in answered:  # an earlier start may have left the first one
+                store.set(f"answer/{token}", json.dumps(mine))
+                answered.add(token)
         missing.difference_update([rank for rank in missing if store.check([f"{mine}/{rank}"])])
         return not missing
 
@@ -337,42 +351,40 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
 
 def leave_word(address: str, text: str) -> None:
-    """Leaves word in torchrun's store that the job is over: for ranks that wait there, or are
-    started again.
+    """Leave a note in torchrun's store that the job is over, for waiting and restarted ranks.
 
-    address: the store's, and its port. Where it cannot be reached, who has it has ended, too.
+    address: host and port of the store. If it cannot be reached, its owner has ended too.
     """
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError, dist.DistError):
-        socket.create_connection(
-            (host, int(port)), _WORD_S
-        ).close()  # a client of torch's tries again for long
+        # first a plain connection, because torch's client retries for long
+        socket.create_connection((host, int(port)), _WORD_S).close()
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_WORD_S))
         dist.PrefixStore(_PREFIX, store).compare_set(_ENDED, "", json.dumps(text))
 
 
 def _raise_if_ended(lobby: dist.Store) -> None:
-    """Raises: HybridparError."""
+    """Raise HybridparError if a rank has left a note that the job is over."""
     if lobby.check([_ENDED]):
         raise HybridparError(f"this job is over: {_value(lobby, _ENDED)}")
 
 
 def leave(launch: Launch, text: str) -> None:
-    """Begins to end a job that torchrun must not start again: leaves word, and lets the first rank
-    of a host go first.
+    """Start to end a job that torchrun must not restart: leave a note for other hosts.
 
-    text: the reason, for other hosts.
+    The first rank of a host ends first, so that its report comes before torchrun ends the others.
+
+    text: the reason.
     """
     who = f"rank {launch.rank} on {platform.node()}"
     leave_word(launch.store, f"{who} {text}")
     if launch.local_rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_FIRST_S)  # torchrun ends this process as soon as the first one has stopped it
+        time.sleep(_FIRST_S)  # torchrun ends this process once the first rank has stopped it
 
 
 def stop_agent(launch: Launch) -> None:
-    """Has torchrun end the other ranks of this host, and not start them again; this one then ends
-    by itself."""
+    """Make torchrun end this host's other ranks without a restart; this rank ends by itself."""
     if os.getppid() == launch.agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(launch.agent, signal.SIGTERM)
@@ -383,8 +395,10 @@ def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
 
 
 def _loopback_store(launch: Launch) -> dist.Store:
-    """The store of a job on one machine; the one of torch's rendezvous would listen on all
-    interfaces."""
+    """Return the store of a job on one machine.
+
+    The store of torch's rendezvous would listen on all interfaces.
+    """
     listening = None
     if launch.rank == 0:
         with socket.create_server((LOOPBACK, launch.own_store_port)) as server:
@@ -399,14 +413,13 @@ def _loopback_store(launch: Launch) -> dist.Store:
 
 
 def _await(store: dist.Store, key: str, give_up: Callable[[], None]) -> Any:
-    """The value of a key once it is there; Ctrl-C works meanwhile. `give_up`: as in `_poll`."""
+    """Wait for a key and return its value; Ctrl-C works. `give_up`: see `_poll`."""
     _poll(lambda: store.check([key]), give_up)
     return _value(store, key)
 
 
 def _value(store: dist.Store, key: str) -> Any:
-    """Return the value of a key that is there. Raises: HybridparError, if it is not JSON: ranks
-    write nothing else."""
+    """Return the value of an existing key. Raises: HybridparError if it is not JSON."""
     try:
         return parse_json(store.get(key))
     except ValueError:
@@ -417,8 +430,7 @@ def _value(store: dist.Store, key: str) -> Any:
 
 
 def _poll(done: Callable[[], bool], give_up: Callable[[], None] = lambda: None) -> None:
-    """Waits until `done()`, which is asked in ever longer intervals; `give_up()` raises where it is
-    in vain."""
+    """Wait until `done()`, at growing intervals; `give_up()` raises if waiting is pointless."""
     pause, longest = _POLL_S
     while not done():
         give_up()
@@ -427,7 +439,7 @@ def _poll(done: Callable[[], bool], give_up: Callable[[], None] = lambda: None) 
 
 
 def _require_address(interface: str, several_hosts: bool) -> None:
-    """Raises: ConfigError."""
+    """Check the address that Gloo offers to other hosts. Raises: ConfigError."""
     there = sockets.interfaces() if interface or several_hosts else []
     found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
     for name in interface.split(",") if interface else ():
@@ -447,13 +459,20 @@ def _require_address(interface: str, several_hosts: bool) -> None:
 def choose_device(
     config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]
 ) -> torch.device:
-    """The device of this process: a GPU, of its own unless they may be shared, or the CPU.
+    """Return this process's device: a GPU, not shared unless train.share_gpus is set, or the CPU.
 
-    A launcher may show each process one GPU alone (`srun --gpus-per-task=1`), so it is not numbers
-    that are compared: `gather` returns the words of all processes in rank order, and is given the
-    one that names this one's GPU.
+    A launcher may show each process a single GPU (`srun --gpus-per-task=1`), so that GPUs are
+    compared by UUID rather than by index.
+
+    Args:
+        config: Device settings.
+        launch: This process's place in the job.
+        gather: Returns the UUIDs of all processes in rank order.
+
     Collectives: `gather`, unless `config.device` is "cpu".
-    Raises: ConfigError on all processes if GPUs are asked for and some have none, or the same one.
+
+    Raises:
+        ConfigError: GPUs are required, and some process has none or shares one. On all processes.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -476,13 +495,15 @@ def choose_device(
 
 
 def choose_backend(config: TrainConfig, device: torch.device) -> str:
-    """The backend of a job's process group. NCCL takes no two processes on one GPU."""
+    """Return the backend of a job's process group. NCCL refuses two processes on one GPU."""
     return "nccl" if device.type == "cuda" and not config.share_gpus else "gloo"
 
 
 def set_precision(config: TrainConfig, device: torch.device) -> None:
-    """Has a GPU multiply fp32 matrices as `config.tf32` says. Raises: ConfigError if it has no fp8,
-    which is wanted."""
+    """Set the precision of fp32 matrix products on a GPU, as `config.tf32` says.
+
+    Raises: ConfigError if fp8 is configured and the GPU has none.
+    """
     if device.type == "cuda":
         if config.fp8 and (capability := torch.cuda.get_device_capability(device)) != (9, 0):
             rule = "requires a GPU of compute capability 9.0 (H100, H200), not {}.{}".format(
@@ -493,18 +514,20 @@ def set_precision(config: TrainConfig, device: torch.device) -> None:
 
 
 def set_threads(wanted: int, launch: Launch) -> int:
-    """Sets the CPU threads of this process (0: cores of this machine / its processes, at least 1);
-    returns how many."""
+    """Set the number of CPU threads of this process, and return it.
+
+    wanted: 0 divides this machine's cores among its processes.
+    """
     threads = wanted or max(1, available_cores() // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc's malloc keep memory that is freed; returns whether this is glibc.
+    """Make glibc's malloc keep freed memory; return whether this is glibc.
 
-    By default it returns large tensors to the system at once. Every step would take them anew, page
-    by page, which costs more than the work on them.
+    By default malloc returns large tensors to the system at once. Every step would then fault them
+    in page by page, which costs more than computing on them.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

@@ -1,12 +1,12 @@
-"""Whole chunks of what replicas share (ZeRO-2 and 3), as the plan of a rank has them come and go.
+"""Gather and release of state that replicas shard (ZeRO-2 and ZeRO-3), along a rank's plan.
 
-    three parts, two blocks' weights at a time; FETCH gathers weights, RELEASE drops them, or sums
-    gradients over dp
+Example: three segments, with room for the weights of two blocks. FETCH all-gathers weights. RELEASE
+frees weights, or reduce-scatters gradients over dp.
 
     FETCH0 FETCH1 F0 RELEASE0 FETCH2 F0.1 F0.2   B0.2 RELEASE5 RELEASE2 FETCH0 B0.1 RELEASE4 B0 RELEASE3   REDUCE0 ..
 
-Replicas of a stage have equal plans, for their chunks are of equal sizes; so their collectives
-meet.
+Replicas of a stage have equal plans, because their chunks have equal sizes. So all of them call the
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ from hybridpar.train.tiers import RankTiers
 
 
 class SharedChunks:
-    """The chunks of a rank that come and go, along its plan: the executor's tiers.
+    """Gather and release the sharded chunks of a rank; the executor sees it as its tiers.
 
-    Before a backward makes gradients, the sums that were started ahead of the backward before it
-    are over. `tiers`: have this rank's shares; None: they are always here. A share stays until what
-    is summed into it is over.
+    A backward that creates gradients first completes the reduce-scatters that were started before
+    the previous such backward, which bounds the memory of gradients in flight.
+
+    Args:
+        memory: Buffers of the unsharded chunks.
+        state: This rank's state.
+        parts: Segments of this rank's stages.
+        sizes: Shape of the pipeline.
+        tiers: Tiers that hold this rank's shards, or None if shards stay resident. A shard stays
+            until the reduce-scatter into it is complete.
     """
 
     def __init__(
@@ -45,21 +52,27 @@ class SharedChunks:
         self._state = state
         self._tiers = tiers
         self._m = sizes.num_microbatches
-        shares, first = (
-            ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
-        )
+        shares: dict[int, int] = {}
+        first = 0
+        if tiers is not None:
+            shares = tiers.touches.shares
+            first = len(tiers.touches.items)
         self._touches = SharedTouches(memory, state, parts, sizes, first)
-        self._chunks, self.items = self._touches.chunks, self._touches.items()
-        """The chunks as a plan knows them."""
+        self._chunks = self._touches.chunks
+        self.items = self._touches.items()
+        """The chunks as items of a plan."""
         self._arriving: dict[int, Works] = {}
-        self._sums: Sums[Works] = Sums(shares)  # of gradients
-        self._batches: dict[int, int] = {}  # whose gradients a chunk adds up
-        self._summed: dict[int, int] = {}  # and of which its share has any
+        """All-gathers in progress, by chunk."""
+        self._sums: Sums[Works] = Sums(shares)
+        """Reduce-scatters of gradients in progress."""
+        self._batches: dict[int, int] = {}
+        """Batch whose gradients a chunk accumulates."""
+        self._summed: dict[int, int] = {}
+        """Last batch that was added to the shard of a chunk."""
 
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is
-        whole."""
-        self._settle()
+        """Add FETCH and RELEASE to the actions of a drained rank, on which no chunk is gathered."""
+        self._drain()
         tiers = SharedTiers(self.items)
         moved = self.items.moved(actions)
         for action in moved if self._tiers is None else self._tiers.plan(moved):
@@ -67,12 +80,12 @@ class SharedChunks:
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
 
-    # -- as the executor asks for it
+    # -- called by the executor
 
     def move(self, action: Action) -> None:
-        """Starts a FETCH or RELEASE. What was not made, as its batch was cut off, has nothing to
-        give up.
+        """Start a FETCH or RELEASE.
 
+        Gradients of a batch that a stop request cut off were never created, so nothing is released.
         Collectives: an all-gather, or a reduce-scatter, for each bucket of the chunk.
         """
         number = action.microbatch
@@ -90,7 +103,7 @@ class SharedChunks:
             self._sum(number)
 
     def are_here(self, action: Action) -> bool:
-        """Whether `touch` would not wait."""
+        """Return whether `touch` would return without waiting."""
         arriving = (
             self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action)
         )
@@ -100,15 +113,15 @@ class SharedChunks:
         )
 
     def touch(self, action: Action) -> None:
-        """Waits for weights that the action needs, for sums that must be over, and makes what it
-        adds to."""
+        """Wait for the weights that the action needs and for reduce-scatters that are due, then
+        create the gradients that it accumulates."""
         for item, mode in self._touches.of_weights(action):
             if mode is Mode.READ:
                 self._await(item)
         made = self._made(action)
         self._complete(self._sums.num_due(action, made))
         if self._tiers is not None and not self._is_cut_off(action):
-            if not self._tiers.are_here(action):  # may wait for what is to leave
+            if not self._tiers.are_here(action):  # room may depend on a shard that waits to leave
                 self._complete(self._sums.num_into_leaving())
             self._tiers.touch(action)
         if made:
@@ -122,7 +135,7 @@ class SharedChunks:
             )
 
     def _is_cut_off(self, action: Action) -> bool:
-        """Whether it would release gradients that were not made."""
+        """Return whether the action would release gradients that were never created."""
         number = action.microbatch
         return (
             action.kind is Kind.RELEASE
@@ -131,11 +144,11 @@ class SharedChunks:
         )
 
     def _adds_up(self, number: int) -> bool:
-        """Whether a chunk of gradients is here, and not being summed."""
+        """Return whether a chunk accumulates gradients and is not being reduced yet."""
         return self._chunks[number].is_here and number not in self._sums
 
     def _made(self, action: Action) -> list[int]:
-        """The chunks that an action adds to as the first since they were summed."""
+        """Return the gradient chunks that the action is the first to add to since their reduce."""
         return [
             item
             for item, mode in self._touches.of_gradients(action)
@@ -143,7 +156,7 @@ class SharedChunks:
         ]
 
     def _sum(self, number: int) -> None:
-        """Starts to sum the gradients of a chunk over the replicas, if any came."""
+        """Start the reduce-scatter of a chunk's gradients, unless the chunk received none."""
         chunk = self._chunks[number]
         gradients = self._state.gradients
         shares = self._state.shares[chunk.index]
@@ -158,7 +171,7 @@ class SharedChunks:
         self._sums.start(number, shares.reduce_scatter(chunk.use))
 
     def _complete(self, count: int) -> None:
-        """Waits for the oldest sums, and adds them to the shares."""
+        """Wait for the oldest reduce-scatters, and add their results to the shards."""
         for _ in range(count):
             number, works, leaves = self._sums.complete()
             works.wait()
@@ -173,7 +186,7 @@ class SharedChunks:
                 self._tiers.move(leaves)
 
     def _move_share(self, action: Action) -> None:
-        """Starts to move an item of the tiers."""
+        """Start to move an item of the tiers."""
         assert self._tiers is not None
         if action.kind is Kind.FETCH and action.microbatch in self._sums.leaving:
             self._complete(self._sums.num_into_leaving())
@@ -184,8 +197,8 @@ class SharedChunks:
         if (works := self._arriving.pop(number, None)) is not None:
             works.wait()
 
-    def _settle(self) -> None:
-        """Ends what a stretch of training has left: nothing is under way, and nothing is whole."""
+    def _drain(self) -> None:
+        """Complete all collectives in progress, and release all chunks."""
         for number in list(self._arriving):
             self._await(number)
         self._complete(len(self._sums))

@@ -1,12 +1,11 @@
-"""One stretch of training, from a step to the end or to a signal, with its evaluations and
-checkpoints.
+"""Train from one step to the end of the run or to a signal, with evaluations and checkpoints.
 
     step   0 ............. eval ............. eval+save ......... save ........ num_steps
            eval   one engine.train call     one call          one call        eval, save, pictures
 
-Between two marks the pipeline never drains. A save goes on beside the next call; at the marks after
-it ranks agree on whether it went well. The last one is waited for. report.py writes and says how it
-goes.
+The pipeline never drains between two marks. A save runs in the background of the next call; at the
+marks after it the ranks agree on whether it succeeded. The last save is waited for.
+reporting/run_report.py writes the metrics and the progress lines.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def mark_intervals(config: Config) -> list[int]:
-    """Numbers of steps at whose multiples the pipeline drains."""
+    """Return the intervals, in steps, at whose multiples the pipeline drains."""
     intervals = (
         config.train.eval_interval,
         config.train.save_interval,
@@ -61,10 +60,17 @@ def mark_intervals(config: Config) -> list[int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended. stopped_by: number of the signal that ended it early (0: none).
+    """Result of a call of `train`.
 
-    loss, val_loss: the last ones of this call; None where it had none. asked_to_stop: a callback
-    returned STOP, or the program called `request_stop`.
+    Attributes:
+        folder: The run folder.
+        step: Number of steps done.
+        num_steps: Number of steps that the configuration asks for.
+        resumed_from: Step of the checkpoint that the call resumed from.
+        loss: The last training loss of this call; None if it trained no step.
+        val_loss: The last validation loss of this call; None if it evaluated nothing.
+        stopped_by: Number of the signal that ended the call early; 0 if none did.
+        asked_to_stop: Whether a callback returned STOP or the program called `request_stop`.
     """
 
     folder: Path
@@ -82,17 +88,21 @@ class Outcome:
 
     @cached_property
     def history(self) -> History:
-        """The losses and evaluations of the whole run, as its folder has them; read when it is
-        first asked for."""
+        """The losses and evaluations of the whole run, read from its folder on first access."""
         return History.read(self._metrics)
 
     @property
     def exit_code(self) -> int:
-        """0, or by custom 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """Exit code by shell convention: 0, or 128 + the signal (130 Ctrl-C, 143 SIGTERM)."""
         return 128 + self.stopped_by if self.stopped_by else 0
 
     def as_json(self) -> dict[str, Any]:
-        """The outcome in plain values."""
+        """Return the outcome as plain JSON values."""
+        stopped_by = None
+        if self.stopped_by:
+            stopped_by = signal.Signals(self.stopped_by).name
+        elif self.asked_to_stop:
+            stopped_by = "program"
         return {
             "ok": True,
             "run": str(self.folder),
@@ -101,17 +111,12 @@ class Outcome:
             "resumed_from": self.resumed_from,
             "loss": self.loss,
             "val_loss": self.val_loss,
-            "stopped_by": signal.Signals(self.stopped_by).name
-            if self.stopped_by
-            else "program"
-            if self.asked_to_stop
-            else None,
+            "stopped_by": stopped_by,
         }
 
 
 def _memory_log(engine: Engine, resumed: int, say: Callable[[str], None]) -> MemoryLog | None:
-    """Create the file of memory events that train.record_memory asks for; None if it asks for
-    none."""
+    """Create the file of memory events for train.record_memory, or None if it is off."""
     if not engine.config.train.record_memory:
         return None
     from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog
@@ -120,8 +125,10 @@ def _memory_log(engine: Engine, resumed: int, say: Callable[[str], None]) -> Mem
 
 
 class Run:
-    """Training of a job whose engine stands at step `resumed`. Collectives: go() and the
-    constructor, on all ranks."""
+    """Training of a job whose engine stands at step `resumed`.
+
+    Collectives: `go` and the constructor, on all ranks.
+    """
 
     def __init__(
         self,
@@ -161,16 +168,14 @@ class Run:
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
-        """The step that was evaluated last, and its validation loss by which checkpoints are
-        compared."""
+        """Step of the last evaluation, and the validation loss that compares checkpoints."""
         self.flight = self.grid.flight
         self.faults = config.faults
         self.warm = False
-        """Whether a step was made: the first one may load, compile and connect for long."""
+        """Whether a step is done: the first may load, compile and connect for long."""
 
     def close(self) -> None:
-        """Closes the files. Where training has failed, a checkpoint that is nearly there may still
-        come."""
+        """Close the files; after a failure a save that is nearly complete may still finish."""
         self.saver.close()
         self.saving.leave()
         if self.memory is not None:
@@ -178,8 +183,7 @@ class Run:
         self.report.log.close()
 
     def go(self) -> Outcome:
-        """Trains to the end, or to a request to stop; saves and draws; says how it went. Raises:
-        CallbackError."""
+        """Train to the end or a stop request; save, plot and report. Raises: CallbackError."""
         engine = self.engine
         end = self.config.train.num_steps
         alone = self.grid.world.size == 1
@@ -192,7 +196,7 @@ class Run:
                         self._recover()
             else:
                 self._make_up_evaluation()
-            stop = self._agree(0)  # on_evaluation may have asked
+            stop = self._agree(0)  # on_evaluation may have returned STOP
             if stop and engine.batches_done == 0:
                 self._save(last=True)
             while engine.batches_done < end and not stop:
@@ -202,15 +206,14 @@ class Run:
                 stop = StopReason() if last else self._agree(request.number)
                 last = last or bool(stop)
                 if not last:
-                    self._settle(wait=False)
+                    self._finish_save(wait=False)
                 saves = last or self._is_multiple(self.config.train.save_interval)
                 self._audit(saves)
                 stop = self._end_stretch(stop, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
-            compared = self.watch.compare(
-                self.grid, self.engine.tiers.peak if self.engine.tiers else 0
-            )
+            peak = self.engine.tiers.peak if self.engine.tiers else 0
+            compared = self.watch.compare(self.grid, peak)
             tell = self.reporter.say if self.config.train.measure_memory else self.reporter.detail
             tell(str(compared))
         self.report.finish(stop.code)
@@ -227,12 +230,18 @@ class Run:
         )
 
     def _end_stretch(self, stop: StopReason, *, saves: bool, last: bool) -> StopReason:
-        """Evaluates and saves where that is due, and deals with anomalies, also with one that the
-        save has found.
+        """Evaluate and save if due, and handle anomalies, including one that the save found.
 
-        `stop`: the reason to end the run. `last`: nothing follows. Returns the reason, which
-        on_evaluation may have given; none if the run has rolled back instead. Each roll back is to
-        another checkpoint, so they come to an end.
+        The loop ends because each rollback goes to another checkpoint.
+
+        Args:
+            stop: Reason to end the run.
+            saves: Whether a save is due.
+            last: Whether training ends here.
+
+        Returns:
+            The reason to end the run, possibly from on_evaluation; falsy if the run rolled back
+            and resumes.
         """
         while True:
             if self.anomalies.is_open:
@@ -252,8 +261,10 @@ class Run:
                 return stop
 
     def _raise_callback_errors(self) -> None:
-        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback
-        raised on any."""
+        """Raise CallbackError on all ranks if a callback raised on any.
+
+        Collectives: one gather, on all ranks.
+        """
         errors = gather_objects(self.callbacks.error, self.grid.world)
         texts = {
             text: [rank for rank, other in enumerate(errors) if other == text]
@@ -270,14 +281,14 @@ class Run:
 
     @property
     def _limit_s(self) -> float:
-        """How long an action may take."""
+        """Time limit of an action, in seconds: longer until the first step is done."""
         return self.faults.timeout_s if self.warm else self.faults.start_timeout_s
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.engine.batches_done % interval == 0
 
     def _next_mark(self, step: int) -> int:
-        """The next step at which the pipeline drains."""
+        """Return the next step at which the pipeline drains."""
         return min(
             [
                 self.config.train.num_steps,
@@ -299,20 +310,21 @@ class Run:
             self.warm = True
             self.flight.limit(self._limit_s)
             self.grid.wait_at_most(self.config.longest_wait_s)
-        if not self.reserved:  # early, so that what is measured of memory has it
+        if not self.reserved:  # in the first step, so that measured memory includes it
             self.saver.reserve()
             self.reserved = True
         self.report.after_update(result.step)
         if self.memory is not None:
             self.memory.after_step(result.step)
-        if not self.anomalies.is_open:  # else the batches that were under way will not count
-            notes = self.anomalies.note(result) | (result.news.notes() if result.news else {})
+        if not self.anomalies.is_open:  # a rollback discards the batches after an anomaly
+            notes = self.anomalies.note(result)
+            if result.news:
+                notes = notes | result.news.notes()
             self.report.step(result, self.clock.seconds(result.step - 1), notes)
             self.callbacks.on_step(result)
 
     def _audit(self, saves: bool) -> None:
-        """Compares replicas where that is due: at multiples of the interval, and before every
-        save."""
+        """Compare replicas at multiples of the interval, and before every save."""
         interval = self.config.anomalies.audit_interval
         if interval and not self.anomalies.is_open and (saves or self._is_multiple(interval)):
             self.anomalies.audit()
@@ -322,13 +334,13 @@ class Run:
         return is_evaluated(self.config, self.engine.batches_done)
 
     def _make_up_evaluation(self) -> None:
-        """Evaluate the step that the run resumes from, if a signal stopped the run there before it
-        had evaluated.
+        """Evaluate the step that the run resumes from, if a signal stopped it before evaluating.
 
-        The validation loss is recorded in two places, a row of metrics.jsonl and the manifest of
-        the checkpoint, in this order. A kill between them is made good from the row, without
-        another evaluation. Then checkpoints are pruned, as if the checkpoint had been saved with
+        The validation loss is recorded in two places, first a row of metrics.jsonl and then the
+        checkpoint's manifest. After a kill between the two it is copied from the row, without
+        another evaluation. Then checkpoints are pruned as if the checkpoint had been saved with
         its validation loss.
+
         Collectives: one gather, and an evaluation, on all ranks.
         """
         if not self._is_evaluation_due:
@@ -346,14 +358,16 @@ class Run:
             self.saver.add_val_loss(*self.evaluated)
 
     def _recorded_losses(self, step: int) -> tuple[float | None, float | None]:
-        """Return the validation losses of a step in its manifest and in metrics.jsonl, on rank 0;
-        None: it has none."""
+        """Return a step's validation losses in its manifest and in metrics.jsonl, on rank 0.
+
+        None stands for a loss that is not recorded.
+        """
         if self.grid.rank != 0:
             return None, None
         name = valid_name("loss", self.evaluator.best)
         row = evaluation_at(self.config.run.folder / run_folder.METRICS, step, name)
         loss: float | None = None
-        if row is not None:  # with null for a loss that is not finite
+        if row is not None:  # a loss that is not finite is null there
             loss = row[name] if isinstance(row[name], float) else math.nan
         return self.saver.val_loss_of(step), loss
 
@@ -375,9 +389,9 @@ class Run:
         self.callbacks.on_evaluation(step, as_told(numbers))
 
     def _recover(self) -> None:
-        """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
+        """Handle an anomaly: skip, roll back, or raise. Raises: AnomalyError, CheckpointError."""
         self.flight.phase("recovering", self.faults.start_timeout_s)
-        self._settle(wait=True)
+        self._finish_save(wait=True)
         notes = self.anomalies.resolve()
         self.train_loader.start_at(self.engine.data_start)
         self.evaluated = None
@@ -385,8 +399,10 @@ class Run:
         self.report.log.write({"step": self.engine.batches_done}, notes)
 
     def _save(self, *, last: bool) -> None:
-        """Saves. last: what follows needs the checkpoint; else training goes on, and it may take
-        its time, or fail."""
+        """Save a checkpoint.
+
+        last: the run needs this checkpoint. Otherwise the save may run in the background, or fail.
+        """
         self.flight.phase("saving", self.faults.save_timeout_s)
         step, val_loss = self.evaluated or (-1, None)
         if step != self.engine.batches_done:
@@ -400,14 +416,14 @@ class Run:
                     beside=self.config.checkpoint.asynchronous and not self.config.memory.budget,
                 )
 
-    def _settle(self, *, wait: bool) -> None:
-        """Ends the save under way; without `wait` only if it is over."""
+    def _finish_save(self, *, wait: bool) -> None:
+        """Finish the save in progress; without `wait` only if it has completed."""
         with self._noting_refused_states():
-            self.saves.settle(wait=wait)
+            self.saves.finish(wait=wait)
 
     @contextlib.contextmanager
     def _noting_refused_states(self) -> Iterator[None]:
-        """Makes an anomaly of a state that was not saved, as it is not finite."""
+        """Turn a save that was refused because the state is not finite into an anomaly."""
         try:
             yield
         except NotFiniteError as error:
@@ -421,12 +437,14 @@ class Run:
         )
 
     def _stop_soon(self) -> None:
-        """Asks all ranks to stop, with the sums of the next batch."""
+        """Ask all ranks to stop, with the sums of the next batch."""
         self.engine.request_stop()
 
     def _agree(self, number: int) -> StopReason:
-        """The reason of any rank to stop: all leave together, for the same reason. number: of a
-        signal; 0: none."""
+        """Agree with all ranks on whether to stop, and why, so that all leave at the same step.
+
+        number: this rank's signal; 0 if none.
+        """
         mine = StopReason.of(number, by_program=self.callbacks.wants_stop)
         seen = torch.tensor([mine.code], dtype=torch.int64, device=self.engine.device)
         return StopReason(int(all_reduce(seen, self.grid.world, "max")))

@@ -1,5 +1,7 @@
-"""Saves that may fail: training goes on, and the next one tries again, up to a number of failures
-in a row."""
+"""Saves that tolerate failures: training continues, and the next save retries.
+
+A limited number of failures in a row ends the run.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.train.faults.errors import SaveError
 
 _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
-"""Pauses between the tries of a save that must succeed."""
+"""Pauses before the retries of a save that must succeed, in seconds."""
 
 
 class Saves:
-    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure
-    before that.
+    """Save the checkpoints of a run.
+
+    Args:
+        saver: Writes checkpoints.
+        limit: Number of failures in a row that ends the run.
+        warn: Called with each failure before that.
 
     Collectives: all methods, on all ranks of the grid.
-    Raises, on all ranks: SaveError if the run cannot continue; NotFiniteError if a state is not
-    finite, which no other try would change.
+
+    Raises (on all ranks):
+        SaveError: The run cannot continue.
+        NotFiniteError: The state is not finite; retrying would not help.
     """
 
     def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None]):
@@ -29,13 +37,13 @@ class Saves:
         self._warn = warn
         self._failed = 0
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Ends the save under way; without `wait` only where it is over."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Finish the save in progress; without `wait` only if it has completed."""
         self._try(lambda: self._saver.settle(wait=wait) is not None)
 
     def start(self, val_loss: float | None, *, beside: bool) -> None:
-        """Saves. beside: training may go on meanwhile."""
-        self.settle()
+        """Start a save. beside: training may continue while it runs."""
+        self.finish()
 
         def save() -> bool:
             self._saver.start(val_loss, beside=beside)
@@ -44,7 +52,7 @@ class Saves:
         self._try(save)
 
     def _try(self, save: Callable[[], bool]) -> None:
-        """Counts failures. save: returns whether a checkpoint is there now."""
+        """Run `save`, which returns whether a checkpoint is complete, and count failures."""
         try:
             if save():
                 self._failed = 0
@@ -63,8 +71,7 @@ class Saves:
             )
 
     def insist(self, val_loss: float | None) -> None:
-        """Saves where the run needs the checkpoint, at its end or at a signal. Tries for half a
-        minute."""
+        """Save a checkpoint that the run needs: at its end or at a signal. Retry for 31 s."""
         for pause in (*_PAUSES_S, None):
             try:
                 self._saver.start(val_loss, beside=False)

@@ -1,8 +1,7 @@
-"""What sites tell each other besides weights, with every message of the outer step: nothing else
-goes between them while they train.
+"""Status that sites exchange with the weights of each outer step, their only communication.
 
-So a request to stop, or a step that must end the run, is known to all at the version that takes the
-message; all end with the same batch.
+All sites take a message at the same weight version, so a stop request, or a step that must end the
+run, ends all of them at the same batch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from hybridpar.train.batches.step_result import SiteNews, StepResult
 
 
 class SiteTalk:
-    """The notes that go with a site's messages."""
+    """Exchange this site's status with the other sites.
+
+    The status covers the steps since the site's last message left.
+    """
 
     def __init__(self, outer: OuterStep):
         self._outer = outer
@@ -28,7 +30,10 @@ class SiteTalk:
         self._skipped = 0
 
     def before(self, result: StepResult, ending: bool) -> None:
-        """Before an update: its step, and whether this site wishes to end."""
+        """Add a step to the status and pass it on, before the step's update.
+
+        ending: whether this site asks to end training.
+        """
         self._skipped += result.skipped
         if result.num_targets and isfinite(result.loss):
             self._loss = self._loss + result.loss
@@ -36,7 +41,7 @@ class SiteTalk:
         self._outer.tell((float(ending), self._loss, float(self._steps), float(self._skipped)))
 
     def after(self, version: int) -> SiteNews | None:
-        """After the update that has made a version: what was told with the message that it took."""
+        """Return the status that arrived with the update that made `version`, if any did."""
         if self._outer.timeline.leaving(version) is not None:
             self._begin()
         heard = self._outer.take_heard()
@@ -44,4 +49,5 @@ class SiteTalk:
             return None
         ending, losses, steps, skipped = heard.T.tolist()
         means = [loss / number for loss, number in zip(losses, steps, strict=True) if number]
-        return SiteNews(any(ending), sum(means) / len(means) if means else None, int(sum(skipped)))
+        loss = sum(means) / len(means) if means else None
+        return SiteNews(any(ending), loss, int(sum(skipped)))

@@ -1,6 +1,6 @@
 """Requests to stop: by a signal (train.stop_signals), or by the program that trains.
 
-The first signal is noted, a later one ends the process at once.
+The first signal is recorded; a later one ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,65 +19,67 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 SAME_REQUEST_S = 1.0
-"""Signals so close are one request: a batch system ends launcher and ranks, and the launcher the
-ranks again."""
+"""Signals within this time count as one request: a batch system signals launcher and ranks, and the
+launcher signals the ranks again."""
 ERROR_TIME_S = 15.0
-"""How long it may take to report an error: a save under way has ten seconds to end, and the
-launcher two to see."""
+"""Time to report an error: a save in progress has ten seconds to end, and the launcher two to
+notice."""
 
 
 class _Stop:
-    """The only object of its kind."""
+    """Class of the singleton STOP."""
 
     def __repr__(self) -> str:
         return "hybridpar.STOP"
 
 
 STOP = _Stop()
-"""What a callback returns to end training: all ranks stop at the same step, and save."""
+"""Return value of a callback that ends training: all ranks stop at the same step, and save."""
 
 
 class StopFlag:
-    """Whether a program has asked its own run to stop. Processes that are forked from this one
-    share it."""
+    """A program's request to stop its own run, shared with the processes forked from this one."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 1)
 
     def set(self) -> None:
-        """Ask for a stop."""
+        """Request a stop."""
         self._shared[0] = 1
 
     def clear(self) -> None:
-        """Forget a request."""
+        """Withdraw the request."""
         self._shared[0] = 0
 
     @property
     def is_set(self) -> bool:
+        """Return whether a stop is requested."""
         return self._shared[0] != 0
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """The reason for which a run stops early, as ranks agree on it: the largest code counts.
+    """The reason why a run stops early. Ranks agree on the largest code.
 
-    code: 0: none; 1: the program has asked for it; n + 1: signal n has come to a rank.
+    Attributes:
+        code: 0: none; 1: the program asked; n + 1: a rank received signal n.
     """
 
     code: int = 0
 
     @staticmethod
     def of(signal_number: int, *, by_program: bool) -> StopReason:
-        """The reason that one rank has. signal_number: 0 if no signal has come."""
+        """Return one rank's reason. signal_number: 0 if no signal came."""
         return StopReason(signal_number + 1 if signal_number else int(by_program))
 
     @property
     def signal(self) -> int:
-        """The number of the signal; 0 for another reason."""
+        """Return the number of the signal; 0 for any other reason."""
         return max(self.code - 1, 0)
 
     @property
     def is_by_program(self) -> bool:
+        """Return whether the program asked to stop."""
         return self.code == 1
 
     def __bool__(self) -> bool:
@@ -86,14 +88,16 @@ class StopReason:
 
 @dataclass
 class StopRequest:
-    """The signal that came, by its number (0: none)."""
+    """The signal that came, by number; 0 if none."""
 
     number: int = 0
 
 
 def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
-    """The signals of train.stop_signals, without HUP where it is ignored: nohup has started this
-    job to outlive it."""
+    """Return the signals of train.stop_signals, without an ignored HUP.
+
+    nohup ignores HUP, so that the job outlives its terminal.
+    """
     numbers = [signal.Signals[f"SIG{name}"] for name in names]
     return [
         number
@@ -103,10 +107,9 @@ def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
 
 
 def end_with(supervisor: int) -> None:
-    """Has Linux send SIGTERM to this process once the one that has started it is gone, which may
-    have been killed.
+    """Make Linux send SIGTERM to this process when its supervisor ends, even if it is killed.
 
-    supervisor: the number of that process. Where it is gone already this one ends here.
+    supervisor: process id. If it has ended already, this process ends here.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
@@ -116,10 +119,10 @@ def end_with(supervisor: int) -> None:
 
 
 def end_at_interrupt() -> None:
-    """Has SIGINT end this process like SIGTERM, until `noting_signals`.
+    """Let SIGINT end this process like SIGTERM, until `noting_signals`.
 
-    Python's KeyboardInterrupt would leave a rank that connects to others in the middle of C++ code,
-    which then aborts or cannot be interrupted.
+    KeyboardInterrupt would leave a rank that connects to others in the middle of C++ code, which
+    then aborts or cannot be interrupted.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -129,12 +132,21 @@ def end_at_interrupt() -> None:
 def noting_signals(
     names: Sequence[str], on_first: Callable[[int], None], alone: bool = False
 ) -> Iterator[StopRequest]:
-    """Notes a first signal of these names and calls `on_first` with its number, while entered.
+    """Record the first of these signals and call `on_first` with its number, while entered.
 
-    A signal that comes more than SAME_REQUEST_S later ends the process. A launcher that has seen
-    one rank die ends the others, which are then about to report what they waited for and may be
-    closing a checkpoint. So where an error leaves this block, one signal in the next ERROR_TIME_S
-    is ignored; those that follow act as before the block. alone: there are no others.
+    A signal more than SAME_REQUEST_S after the first ends the process.
+
+    A launcher that sees one rank die ends the others, which may still be reporting whom they waited
+    for, or closing a checkpoint. So if an error leaves this block, one signal in the next
+    ERROR_TIME_S is ignored; later ones act as before the block.
+
+    Args:
+        names: Signal names of train.stop_signals.
+        on_first: Called with the number of the first signal.
+        alone: Whether this is the job's only rank, so that no launcher signals it after an error.
+
+    Yields:
+        The request, whose number is 0 until a signal comes.
     """
     request = StopRequest()
     failed_at = 0.0
@@ -152,14 +164,14 @@ def noting_signals(
             if time.monotonic() - failed_at > ERROR_TIME_S:
                 os.kill(os.getpid(), number)
         elif not request.number:
-            request.number, noted_at = number, time.monotonic()
+            request.number = number
+            noted_at = time.monotonic()
             on_first(number)
         elif time.monotonic() - noted_at > SAME_REQUEST_S:
             os._exit(128 + number)
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python handles signals nowhere else
+    if threading.current_thread() is not threading.main_thread():
+        # Python handles signals only in the main thread
         yield request
         return
     before = [(number, signal.signal(number, handle)) for number in numbers_of(names)]

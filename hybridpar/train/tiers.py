@@ -1,4 +1,4 @@
-"""The moves between the tiers of a rank's state, planned and made."""
+"""Plan and run the moves between the tiers of a rank's state: device, host memory, file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from hybridpar.state.residency.tiered import TieredMemory
 
 
 class RankTiers:
-    """The tiers of a rank's state, along its plan. Raises: ConfigError, where the budget is too
-    small for any plan."""
+    """The tiers of a rank's state, as the executor sees them.
+
+    Raises:
+        ConfigError: memory.budget is too small for any plan.
+    """
 
     def __init__(self, memory: TieredMemory, touches: AccessMap):
         self.memory = memory
@@ -23,13 +26,12 @@ class RankTiers:
 
     @property
     def peak(self) -> int:
-        """The most bytes of state that were in memory at once."""
+        """Return the peak of resident state, in bytes."""
         return self._tiers.traffic.peak
 
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises:
-        ConfigError."""
-        self._tiers.settle()  # what a batch that was cut off had asked for
+        """Add FETCH, RELEASE and DROP to the actions of a drained rank. Raises: ConfigError."""
+        self._tiers.settle()  # complete moves that a batch left when it was cut off
         touches = self.touches
         items = self._tiers.items
         residency = touches.residency(
@@ -42,11 +44,13 @@ class RankTiers:
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
 
-    # -- as the executor asks for it
+    # -- called by the executor
 
     def move(self, action: Action) -> None:
-        """Starts a FETCH, RELEASE or DROP. What was not made, as its batch was cut off, has nothing
-        to give up."""
+        """Start a FETCH, RELEASE or DROP.
+
+        An item of a batch that a stop request cut off was never created, so nothing is released.
+        """
         self.memory.forget()
         number = action.microbatch
         tiers = self._tiers
@@ -60,19 +64,19 @@ class RankTiers:
             tiers.drop(number)
 
     def are_here(self, action: Action) -> bool:
-        """Whether all that the action touches is in memory."""
+        """Return whether all items that the action accesses are resident."""
         return all(self._tiers.is_here(touch.item) for touch in self.touches(action))
 
     def touch(self, action: Action) -> None:
-        """Waits until it is, makes room for what the action writes anew, and notes what it
-        changes."""
+        """Wait for the items that the action accesses, create those that it writes first, and mark
+        the changed ones."""
         for item, mode in self.touches(action):
             if mode is Mode.WRITE and self._tiers.is_absent(item):
                 self._tiers.create(item)
             self._tiers.await_item(item, changing=mode is not Mode.READ)
 
     def hold_gradients(self, batch: int, part: int) -> None:
-        """What the last backward of a part has made final is being reduced."""
+        """Keep the gradients of a segment resident while they are reduced."""
         for i, item in self.touches.of(
             f"gradients/{self.touches.state.gradients.buffer_index(batch)}"
         ):
@@ -80,7 +84,7 @@ class RankTiers:
                 self._tiers.hold(i, self.touches.state.reducer.of(item.use))
 
     def hold_weights(self, version: int, group: int) -> None:
-        """What a part of an update has made is being gathered from other replicas."""
+        """Keep the weights of an update group resident while they are gathered from replicas."""
         weights = self.touches.state.weights
         arriving = weights.arriving_parts(version)
         if not arriving.is_done():

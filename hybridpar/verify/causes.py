@@ -47,12 +47,12 @@ def likely_causes(config: Config, what: str) -> list[str]:
     """Return likely reasons for a first difference of kind `what`: from the blocks if one is at
     fault, else from the kind."""
     found = []
-    if config.model.spec:  # blocks of the user's
+    if config.model.spec:  # blocks of a custom model
         try:
             found = list(_at_fault(config.model, config.train.seed))
         except HybridparError as error:
             found = [first_line(error)]
-        except Exception as error:  # a block of the user's may need more than two samples
+        except Exception as error:  # a custom block may need more than two samples
             found = [
                 f"its blocks cannot be run one by one ({type(error).__name__}: {first_line(error)})"
             ]

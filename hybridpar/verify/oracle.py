@@ -96,8 +96,8 @@ class Oracle:
             )
         self.placements: dict[str, Placement] = {}
         self._names: dict[int, list[tuple[dict[str, nn.Parameter | None], str, str]]] = {}
-        """For each block its parameters: where modules hold them, and their names. Modules may
-        share one."""
+        """Parameters of each block: the dict and name under which a module holds them, and their
+        global name. Several modules may share one parameter."""
         self._first: dict[str, str] = {}
         """The first name of each tied parameter."""
         start: Tensors = {}

@@ -61,7 +61,8 @@ class NAdamWRule(Rule):
     """Dozat 2016 with the schedule of torch.optim.NAdam, and decoupled weight decay."""
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
-        (b1, b2), t = self.optim.betas, self.steps
+        b1, b2 = self.optim.betas
+        t = self.steps
         mu = [b1 * (1 - 0.5 * 0.96 ** (0.004 * i)) for i in range(1, t + 2)]
         mean = self.average("mean", name, g, b1)
         square = self.average("square", name, g * g, b2) / (1 - b2**t)

@@ -53,7 +53,7 @@ class Report:
     """The worst difference of each kind, and the first tensor beyond the tolerance (None if all
     agree).
 
-    `causes`: likely reasons. As text it is what differs first, with the causes.
+    `causes` are likely reasons. `str(report)` is the first difference with its causes.
     """
 
     grid: dict[str, int]

@@ -39,7 +39,7 @@ class OfSite:
         return self.loader.first_sample(self._index(index))
 
     def num_targets(self, batch: int) -> Any:
-        """Return the mean over sites of their numbers of labels that count."""
+        """Return the mean over sites of the number of labels that count."""
         return self.loader.num_targets(batch) / self.sites
 
 

@@ -250,7 +250,7 @@ def test_counts_that_do_not_fit(kwargs: dict, message: str) -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tp = 5: .* num_heads is 4; try 4"):
+    with pytest.raises(ConfigError, match=r"parallel.tp = 5: .* num_heads = 4: .*; try 4"):
         HeadLayout(16, 4, 4, 5)
 
 

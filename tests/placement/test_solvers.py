@@ -278,7 +278,7 @@ def test_an_expert_that_breaks_rules_is_told_which() -> None:
     w = make_workload(document(3, [(0, 1), (1, 2)], memory=1.5))
     with pytest.raises(ConfigError, match="is more than its 1"):
         place(w, "expert", Options(split=np.array([0, 0, 1])))
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         place(w, "expert", Options(split=np.array([0, 1, 5])))
     with pytest.raises(ConfigError, match="must be given"):
         place(w, "expert")

@@ -236,10 +236,10 @@ def test_only_misses_in_a_row_count() -> None:
     said: list[str] = []
     saved = Saves(failing(["full", "full", "", "full", "full", "full"]), 3, said.append)
     for _ in range(5):
-        saved.settle()
+        saved.finish()
     assert [text.partition("(")[2][:6] for text in said] == ["1 of 3", "2 of 3"] * 2
     with pytest.raises(SaveError, match=r"full; 3 in a row \(checkpoint.max_failed_saves\)"):
-        saved.settle()
+        saved.finish()
 
 
 def test_a_save_that_must_succeed_is_tried_for_a_bounded_time(

@@ -31,7 +31,7 @@ from hybridpar.runtime.slow_tier import FileTier, HostTier
 from hybridpar.state.host import CopyTime, HostWork
 from hybridpar.state.residency.store import DiskStore
 from hybridpar.train import engine
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.forecasts.offload_forecast import OffloadSpeeds, forecast_offload
 
@@ -224,7 +224,7 @@ def test_as_many_as_cost_no_time(
     monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
     config = make(tmp_path, "auto")
     said = list[str]()
-    found = settle(config, ProcessGrid(), CPU, said.append)
+    found = autotune(config, ProcessGrid(), CPU, said.append)
     assert found == replace(config, memory=replace(config.memory, offload_activations=away))
     assert f"memory.offload_activations: {list(away)}" in said[0]
 
@@ -245,7 +245,7 @@ def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> 
         built.append(make_one())
         return built[0]
 
-    settle(config, ProcessGrid(), CPU, print, build)
+    autotune(config, ProcessGrid(), CPU, print, build)
     assert built[0].tiers is not None
     assert threading.active_count() == before
     assert not [
@@ -256,7 +256,7 @@ def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> 
 def settled(config: Config) -> object:
     parallel = config.parallel
     grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)
-    return settle(config, grid, CPU, print).memory.offload_activations
+    return autotune(config, grid, CPU, print).memory.offload_activations
 
 
 @pytest.mark.ranks

@@ -35,7 +35,7 @@ from hybridpar.state.host import StreamWork
 from hybridpar.train import engine
 from hybridpar.train.autotuning import auto_offload, trial
 from hybridpar.train.autotuning.auto_offload import find_numbers_for
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.autotuning.trial import Moves, Trial
 from hybridpar.train.engine import Engine
 from hybridpar.train.faults.errors import SetupError
@@ -146,7 +146,7 @@ def test_as_many_as_a_modelled_link_lets_go(
         alive.append(weakref.ref(one))
         return one
 
-    found = settle(config, ProcessGrid(), CPU, said.append, build)
+    found = autotune(config, ProcessGrid(), CPU, said.append, build)
     assert machine.num_copies > 0
     assert len(alive) == 2
     assert warm == [2 * M], "the first two batches do not count"
@@ -299,8 +299,8 @@ def test_a_trial_takes_no_more_than_the_host_has(
     assert (away, tried) == ((2,), [(2,), 0])
     assert f"the hosts of this run have memory for [2], and [{M - 2}] could be away" in line
     with pytest.raises(SetupError, match=r"memory\.offload_activations = 3: .*; try \[2\]"):
-        settle(with_away(config, 3), ProcessGrid(), CPU, print)
-    assert settle(with_away(config, 2), ProcessGrid(), CPU, print) == with_away(config, 2)
+        autotune(with_away(config, 3), ProcessGrid(), CPU, print)
+    assert autotune(with_away(config, 2), ProcessGrid(), CPU, print) == with_away(config, 2)
     monkeypatch.setattr(offload_room, "host_room", lambda: 0)
     away, line, tried = found_with(config, monkeypatch)
     assert (away, tried) == ((0,), [])
@@ -311,7 +311,7 @@ def settled(config: Config) -> object:
     with pytest.MonkeyPatch.context() as patch:
         as_a_gpu(patch, 1e8, shared=True)
         with_costs(patch, lambda one: Costs(0.01, 0.02))
-        found = settle(
+        found = autotune(
             config, ProcessGrid(pp=config.parallel.pp, dp=config.parallel.dp), CPU, print
         )
         gc.collect()

@@ -14,7 +14,7 @@ from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.runtime.slow_tier import HostTier
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.engine import Engine
 from hybridpar.train.forecasts.offload_room import reserved_bytes, with_away
 
@@ -33,7 +33,7 @@ def settled() -> tuple[Config, str]:
     """A configuration with the numbers that are found for it here, and what is said of them."""
     config = make({}, {"pipeline": {"schedule": "gpipe", "num_microbatches": MICROBATCHES}})
     said = list[str]()
-    found = settle(with_away(config, "auto"), ProcessGrid(), GPU, said.append)  # type: ignore[arg-type]
+    found = autotune(with_away(config, "auto"), ProcessGrid(), GPU, said.append)  # type: ignore[arg-type]
     return found, "\n".join(said)
 
 

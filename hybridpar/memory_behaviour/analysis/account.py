@@ -1,4 +1,4 @@
-"""Account of a rank's memory: all that a report and its pictures say, from one trace."""
+"""Account of a rank's memory: everything that a report and its pictures show, from one trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridpar.schedules.draw.svg import FORWARDS
 
 
 class Gap(NamedTuple):
-    """Time between two accesses of a block, one after the other."""
+    """Time between two consecutive accesses of a block."""
 
     seconds: float
     num_bytes: int
@@ -28,8 +28,8 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Number of intervals in which a block could leave over a link and be back in time, and bytes
-    saved at the peak."""
+    """Number of intervals in which a block could be swapped out over a link and back in time, and
+    bytes saved at the peak."""
 
     link: str
     num_intervals: int
@@ -38,13 +38,16 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Account:
-    """Memory of a rank over a trace; blocks one by one over two of its steps, the peak's and the
-    next.
+    """Memory of a rank over a trace, with single blocks over two steps: the step of the peak, and
+    the next.
 
-    behaviour, usage: of the whole trace. spans, and lives, gaps, levels and arena, which follow
-    from them: of these steps, first_step and the next. lives: in the order in which they are handed
-    out, as arena.offsets are. timed: times are seconds; otherwise they are forwards of the
-    costliest rank, as counted.
+    Args:
+        behaviour: Behaviour of the full trace.
+        usage: Allocator usage of the full trace.
+        spans: Actions of the two steps; lives, gaps, levels and arena are derived from them.
+        first_step: The first of the two steps.
+        lives: Blocks in the order of allocation, as in arena.offsets.
+        timed: Whether times are seconds; otherwise the unit is a forward of the costliest rank.
     """
 
     header: Header
@@ -61,14 +64,14 @@ class Account:
 
     @property
     def name(self) -> str:
-        """The rank, and its place on the grid."""
+        """The rank and its place on the grid."""
         return f"rank {self.header.rank}" + (
             f" ({place_text(self.header)})" if self.header.place else ""
         )
 
     @property
     def steps(self) -> str:
-        """The steps that are shown, and where they come from."""
+        """The shown steps, and where they come from."""
         first = self.first_step
         last = self.spans[-1].step
         which = f"steps {first} and {last}" if last > first else f"step {first}"
@@ -81,12 +84,12 @@ class Account:
 
     @property
     def start(self) -> float:
-        """When the steps that are shown begin."""
+        """Time at which the shown steps begin."""
         return next(span.start for span in self.spans if span.step >= self.first_step)
 
     @property
     def end(self) -> float:
-        """When they end."""
+        """Time at which the shown steps end."""
         return self.spans[-1].end
 
     @property
@@ -96,17 +99,24 @@ class Account:
 
 
 def place_text(header: Header) -> str:
-    """Such as pp=1 dp=0 tp=0."""
+    """Return the place of a rank, such as pp=1 dp=0 tp=0."""
     return " ".join(f"{axis}={index}" for axis, index in header.place.items())
 
 
 def examine(
     header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True
 ) -> Account:
-    """The account of a trace, which is read several times. Memory: of living blocks, and of two
-    steps.
+    """Return the account of a trace, which is read several times. Needs memory for living blocks
+    and two steps.
 
-    behaviour: of the trace. Raises: DataError for a trace without a block.
+    Args:
+        header: Subject of the trace.
+        behaviour: Behaviour of the trace.
+        read: Function that returns the trace's spans from the start.
+        timed: Whether times are seconds.
+
+    Raises:
+        DataError: The trace has no block.
     """
     if not behaviour.peak.num_bytes:
         raise DataError(f"the trace of rank {header.rank} has no block")
@@ -155,9 +165,10 @@ def examine(
 
 
 def offloading(timeline: Iterable[tuple[float, Mapping[Category, int]]]) -> list[Saving]:
-    """The savings at the peak of a trace if all blocks of a category were elsewhere; the largest
-    first."""
-    peak, without = 0, dict.fromkeys(Category, 0)
+    """Return the savings at the peak of a trace if all blocks of a category were offloaded, the
+    largest first."""
+    peak = 0
+    without = dict.fromkeys(Category, 0)
     for _, held in timeline:
         total = sum(held.values())
         peak = max(peak, total)

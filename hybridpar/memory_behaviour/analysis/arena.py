@@ -1,26 +1,25 @@
-"""A planned arena: an offset for every block of a trace, such that no two that are alive at once
-overlap.
+"""A planned arena: an offset for every block of a trace, such that no two blocks that live at the
+same time overlap.
 
-First sweeps: blocks take their places in the order of time, in the free gap that fits best, and
-leave them at their ends. Blocks that live long are placed from the bottom, those that live shortly
-from the top; tiny blocks have a region of their own. In a pipeline's staircase of micro-batches,
-one's blocks so take the places of another's. A few arena sizes and lengths of a short life are
-tried.
+Sweeps come first: blocks are placed in the order of time, each in the free gap that fits best, and
+freed at their ends. Blocks that live long are placed from the bottom, blocks that live shortly from
+the top; tiny blocks have a separate region. In a pipeline's staircase of micro-batches, the blocks
+of one micro-batch thus take the places of another's. A few arena sizes and thresholds of a short
+life are tried.
 
-Where no sweep comes near the bound, large boxes come first: the blocks that one action makes and
-another one gives back, side by side, as one. They are placed by first fit, and by sweeps; then
-their blocks are let down one by one, and all others take the lowest place where they fit. So a
-micro-batch's blocks leave one gap, and not many.
+If no sweep comes near the bound, large boxes come first: the blocks that one action allocates and
+another one frees, side by side, as one. Boxes are placed by first fit and by sweeps; then their
+blocks are lowered one by one, and all other blocks take the lowest place where they fit. So a
+micro-batch's blocks leave one large gap instead of many small ones.
 
-Then placements in any order follow: each block at the lowest offset where it fits between those
-already placed whose lives overlap with its own. Orders are tried: by size x lifetime; lasting and
-huge blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size.
-Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few
-times. The best of all is kept.
+Then orders of placement follow: each block takes the lowest offset where it fits between the placed
+blocks whose lives overlap with its own. The orders are: by size x lifetime; lasting and huge
+blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size. Then
+blocks that reach the top are moved forward in the best order, and everything is placed again, a few
+times. The best result is kept.
 
 Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874). Units: bytes; times
-    are any numbers
-that order events.
+are any numbers that order events.
 """
 
 from __future__ import annotations
@@ -40,30 +39,29 @@ from hybridpar.memory_behaviour.events import Life, Span, What
 ALIGNMENT = 512
 _WORK = 80_000
 _ROUNDS = (2, 16)
-"""Placements in all rounds together, and least and most rounds."""
+"""Placements in all rounds together, and smallest and largest number of rounds."""
 _ROOMS = (1.0, 1.001, 1.0025, 1.01)
-"""Arenas in which sweeps are tried, in sizes of the bound."""
+"""Arena sizes for sweeps, in multiples of the bound."""
 _SWEEPS = ((128, True), (1024, True), (512, False), (0, True))
-"""Times that a short life lasts, and whether the gap that fits best is taken, or the first."""
+"""Largest duration of a short life, and whether to take the gap that fits best, or the first."""
 _TINY = 10_000
-"""Blocks that are smaller than one part of so many of the bound have a region of their own."""
+"""Blocks smaller than 1 / `_TINY` of the bound have a separate region."""
 _HUGE = 16
 _LASTING = 0.9
-"""What comes first in one order: blocks above this share of the longest life, then one part of so
-many of the bound."""
+"""Thresholds of the blocks that come first in one order: a share of the longest life, then a
+divisor of the bound."""
 _LARGE = (50, 200)
-"""Large blocks and boxes are at least one part of so many of the bound; those of middle size, of
-this many."""
+"""Divisors of the bound: large blocks and boxes are at least bound / first, medium ones at least
+bound / second."""
 _ENOUGH = 1.005
-"""An arena of so many times the bound is not improved."""
+"""Arena size in multiples of the bound that is not improved any further."""
 
 
 class Block(NamedTuple):
-    """Bytes that are needed from start until end; at its end it is no longer there. end None: to
-    the end of all.
+    """Bytes that are needed from start until end (exclusive). end None: forever.
 
-    group: blocks with one number were made in one action and are given back in one other; None: in
-    no group.
+    `group`: blocks of one group were allocated in one action and are freed in one other; None: no
+    group.
     """
 
     num_bytes: int
@@ -73,15 +71,17 @@ class Block(NamedTuple):
 
 
 Given = Life | Block | tuple[int, float, float | None]
-"""A block, or what makes one."""
+"""A block, or an object to make one from."""
 
 
 @dataclass(frozen=True)
 class Arena:
-    """A place for each block. num_bytes: of the arena. offsets: of the blocks, in the order in
-    which they were given.
+    """A place for each block.
 
-    bound: bytes of the largest set of blocks that are alive at once; no arena is smaller.
+    Args:
+        num_bytes: Size of the arena.
+        offsets: Offsets of the blocks, in the order in which they were given.
+        bound: Bytes of the largest set of blocks that live at the same time; no arena is smaller.
     """
 
     num_bytes: int
@@ -90,8 +90,8 @@ class Arena:
 
 
 def blocks_of(spans: Iterable[Span]) -> list[Block]:
-    """The blocks of a trace, in the order in which they are handed out. Times are numbers of
-    events, and so exact."""
+    """Return the blocks of a trace in the order of allocation. Times are event numbers, and so
+    exact."""
     found: list[Block] = []
     living: dict[int, tuple[int, int]] = {}
     groups: dict[tuple[int, int], int] = {}
@@ -110,10 +110,11 @@ def blocks_of(spans: Iterable[Span]) -> list[Block]:
 
 
 def plan(blocks: Iterable[Given]) -> Arena:
-    """Offsets for blocks, with as small an arena as is found. The same blocks give the same plan.
+    """Return offsets for blocks, in an arena as small as the search finds. Equal blocks get equal
+    plans.
 
-    Of lives, one that begins at the very time at which another ends overlaps with it: times do not
-    tell which was first. Blocks (`blocks_of`) are exact.
+    If a life begins exactly when another one ends, they overlap, because their order is unknown.
+    Blocks from `blocks_of` are exact.
     """
     given = [_block(block) for block in blocks]
     sizes, starts, stops = _arrays(given)
@@ -127,8 +128,12 @@ def plan(blocks: Iterable[Given]) -> Arena:
 
 
 def check(arena: Arena, blocks: Iterable[Given]) -> None:
-    """Raises: ValueError if two blocks overlap in time and place, one is not aligned, or one is not
-    in the arena."""
+    """Check an arena.
+
+    Raises:
+        ValueError: Two blocks overlap in time and place, one is not aligned, or one is outside the
+            arena.
+    """
     sizes, starts, stops = _arrays([_block(block) for block in blocks])
     if len(arena.offsets) != len(sizes):
         raise ValueError(f"{len(arena.offsets)} offsets for {len(sizes)} blocks")
@@ -142,12 +147,10 @@ def check(arena: Arena, blocks: Iterable[Given]) -> None:
     offsets //= ALIGNMENT
     order = np.lexsort((stops, starts))
     order = order[sizes[order] > 0]
-    offsets, ends, starts, stops = (
-        offsets[order],
-        (offsets + sizes)[order],
-        starts[order],
-        stops[order],
-    )
+    ends = (offsets + sizes)[order]
+    offsets = offsets[order]
+    starts = starts[order]
+    stops = stops[order]
     alive = np.empty(0, np.int64)
     for i in range(len(order)):
         alive = alive[stops[alive] > starts[i]]
@@ -167,7 +170,7 @@ def _block(block: Given) -> Block:
 
 
 def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
-    """PipelineShape in units of the alignment; starts and stops as places in the row of all
+    """Return sizes in units of the alignment, and starts and stops as indices into the sorted
     times."""
     sizes = np.array([-(-block.num_bytes // ALIGNMENT) for block in blocks], np.int64)
     begin = np.array([block.start for block in blocks], np.float64)
@@ -179,7 +182,7 @@ def _arrays(blocks: Sequence[Block]) -> tuple[Ints, Ints, Ints]:
 
 
 def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
-    """Most units that are alive at once."""
+    """Return the most units that live at the same time."""
     change = np.zeros(int(stops.max(initial=0)) + 1, np.int64)
     np.add.at(change, starts, sizes)
     np.subtract.at(change, stops, sizes)
@@ -187,7 +190,7 @@ def _largest(sizes: Ints, starts: Ints, stops: Ints) -> int:
 
 
 def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets of the best candidate of all."""
+    """Return the offsets of the best candidate."""
     best, lowest = _swept(sizes, starts, stops, bound)
     for candidate in (_boxed, _ordered):
         if lowest > _ENOUGH * bound:
@@ -200,7 +203,7 @@ def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> I
 
 
 def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets of the best order in which blocks come one by one."""
+    """Return the offsets of the best order of placing blocks one by one."""
     length = stops - starts
     ranks = np.select(
         [length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound],
@@ -218,18 +221,20 @@ def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -
 
 
 def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
-    """Large blocks first, then those of middle size; among them what ends last comes first."""
+    """Return an order of large blocks first, then medium ones; among these, the last to end comes
+    first."""
     return np.lexsort((-stops, sum(sizes * part < bound for part in _LARGE)))  # type: ignore[arg-type]
 
 
 def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
-    """Offsets where large boxes have their places first, each the blocks of a group, side by side.
+    """Return offsets with large boxes placed first, each holding the blocks of a group side by
+    side.
 
-    Then the blocks in them are let down, from the lowest on, and all others follow.
+    Then the blocks in the boxes are lowered, from the lowest on, and all others follow.
     """
     groups = np.where(
         (starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups
-    )  # always there
+    )  # always allocated
     _, box = np.unique(groups, return_inverse=True)
     count = int(box.max()) + 1
     total = np.zeros(count, np.int64)
@@ -238,7 +243,8 @@ def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> 
     np.add.at(total, box, sizes)
     np.minimum.at(begin, box, starts)
     np.maximum.at(end, box, stops)
-    (large,), others = np.nonzero(total * _LARGE[0] >= bound), _by_size_and_end(sizes, stops, bound)
+    (large,) = np.nonzero(total * _LARGE[0] >= bound)
+    others = _by_size_and_end(sizes, stops, bound)
     found = []
     for layout in _boxes(total[large], begin[large], end[large], bound):
         offsets = np.full(count, -1)
@@ -251,13 +257,14 @@ def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> 
 
 
 def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Iterator[Ints]:
-    """Yields the places of boxes: by first fit, huge ones first and what ends last first; by the
+    """Yield places of boxes: by first fit, huge ones first and the last to end first; and by the
     best sweep.
 
-    A life is short in a sweep below each power of two in turn.
+    The sweep tries each power of two as the limit of a short life.
     """
     yield place(np.lexsort((-stops, sizes * _HUGE < bound)), sizes, starts, stops)
-    sweep, least = Sweep(sizes, starts, stops), _largest(sizes, starts, stops)
+    sweep = Sweep(sizes, starts, stops)
+    least = _largest(sizes, starts, stops)
     powers = range(int(stops.max(initial=1)).bit_length() + 1)
     yield min((sweep.run(least, 1 << power, True) for power in powers), key=lambda found: found[1])[
         0
@@ -265,9 +272,10 @@ def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> Iterator[Ints]
 
 
 def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, int]:
-    """Offsets of the best sweep, and its arena's size."""
+    """Return the offsets of the best sweep, and the size of its arena."""
     tiny = sizes * _TINY < bound
-    (large,), (small,) = np.nonzero(~tiny & (sizes > 0)), np.nonzero(tiny & (sizes > 0))
+    (large,) = np.nonzero(~tiny & (sizes > 0))
+    (small,) = np.nonzero(tiny & (sizes > 0))
     offsets = np.zeros(len(sizes), np.int64)
     offsets[small], rest = Sweep(sizes[small], starts[small], stops[small]).run(0, 0, True)
     sweep = Sweep(sizes[large], starts[large], stops[large])
@@ -279,6 +287,7 @@ def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, in
                 break
             found, top = sweep.run(int(least * room), short, best_fit)
             if top < lowest:
-                offsets[large], lowest = found, top
+                offsets[large] = found
+                lowest = top
     offsets[small] += lowest
     return offsets, lowest + rest

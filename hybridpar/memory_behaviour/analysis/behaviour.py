@@ -1,21 +1,20 @@
 """Memory behaviours of a trace, in one pass over its actions, in memory that does not grow with its
 length.
 
-    peak          who owns the memory when it is the most
-    timeline      bytes alive by category over time
-    intervals     access time intervals: time between two consecutive accesses (reads, writes) of
-                  the same block
-    reuse         bytes of distinct other blocks that are accessed between two consecutive accesses
-                  of the same block
-    lifetimes     free - malloc, of blocks that are freed
-    breakdown     blocks, bytes and accesses by category
-    stability     from which step on every step does the same
+peak          the owners of memory at its maximum
+timeline      bytes alive by category over time
+intervals     access time intervals: time between two consecutive accesses (reads, writes) of
+              the same block
+reuse         bytes of distinct other blocks that are accessed between two consecutive accesses
+              of the same block
+lifetimes     free - malloc, of blocks that are freed
+breakdown     blocks, bytes and accesses by category
+stability     the step from which on every step does the same
 
-A block's category is known when its life ends, so what depends on it is added then.
+A block's category is known only when its life ends, so statistics by category are updated then.
 
 Source: Li et al., ISPASS 2021, arXiv 2104.00258; reuse distance: Mattson et al., IBM Systems
-    Journal 9(2), 1970.
-Units: bytes, seconds.
+Journal 9(2), 1970. Units: bytes, seconds.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ NUM_OWNERS = 20
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes are alive. by_layer: activations alone. owners: the largest
-    blocks.
+    """The first moment at which the most bytes are alive.
 
-    It is the first such moment; where the first step, which sets up, is not alone, the second
-    step's that has one. Owners' accesses are not kept.
+    If there are several steps, the first one, which sets up, does not count. `by_layer` has
+    activations only. `owners` are the largest blocks, without their accesses.
     """
 
     num_bytes: int
@@ -58,8 +56,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Interval:
-    """Time between two consecutive accesses of a block. before, after: those accesses. life:
-    without its accesses."""
+    """Time between two consecutive accesses, `before` and `after`, of a block. `life` has no
+    accesses."""
 
     life: Life
     before: Access
@@ -72,8 +70,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Access time intervals. outliers: those with the largest seconds x bytes, the largest
-    first."""
+    """Access time intervals. `outliers` have the largest seconds x bytes, the largest first."""
 
     distribution: Distribution
     outliers: list[Interval]
@@ -81,7 +78,7 @@ class Intervals:
 
 @dataclass
 class Totals:
-    """Blocks of a category over the whole trace: number, bytes handed out, reads and writes."""
+    """Blocks of a category over the full trace: number, bytes allocated, reads and writes."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -90,19 +87,23 @@ class Totals:
 
     @property
     def accesses(self) -> int:
-        """Reads and writes."""
+        """Number of reads and writes."""
         return self.reads + self.writes
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Memory behaviours of a trace. timeline: (time, bytes alive by category) after actions, and at
-    the peak.
+    """Memory behaviours of a trace.
 
-    stable_from, stable_until: the longest row of steps that do the same, which is the same row of
-    (behaviour, bytes, operator, action relative to the step); None: no two steps in succession do.
-    The first steps make what is then kept, and the last ones drain the pipeline. changes: steps
-    that differ from the one before, the first 64 of them. num_events: of all kinds.
+    Args:
+        timeline: (time, bytes alive by category) after actions, and at the peak.
+        stable_from: First step of the longest run of equal steps; None if no two consecutive steps
+            are equal. Equal steps have the same sequence of (behaviour, bytes, operator, action
+            relative to the step). The first steps allocate memory that is then kept, and the last
+            ones drain the pipeline.
+        stable_until: Last step of that run.
+        changes: The first 64 steps that differ from the step before.
+        num_events: Number of events of all kinds.
     """
 
     peak: Peak
@@ -119,10 +120,10 @@ class Behaviour:
 
 
 def analyse(spans: Iterable[Span]) -> Behaviour:
-    """Memory behaviours of a trace, from one pass. Memory: of living blocks and of samples of a
-    fixed number.
+    """Return the memory behaviours of a trace, from one pass. Needs memory for living blocks and a
+    fixed number of samples.
 
-    Raises: what reading the actions raises.
+    Raises whatever reading the actions raises.
     """
     found = _Pass()
     for span in spans:
@@ -132,7 +133,7 @@ def analyse(spans: Iterable[Span]) -> Behaviour:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A living block. born_at: number of the action."""
+    """A living block. `born_at`: number of the action."""
 
     life: Life
     born_at: int
@@ -150,9 +151,11 @@ class _Pass:
         self._first = -1
         self._at_peak: list[Life] = []
         self._is_peak = False
-        self._timeline, self._steps = _Timeline(), _Steps()
+        self._timeline = _Timeline()
+        self._steps = _Steps()
         self._distances = ReuseDistances()
-        self._intervals, self._reuse = Distribution(), Distribution()
+        self._intervals = Distribution()
+        self._reuse = Distribution()
         self._outliers: list[tuple[float, int, Interval]] = []
         self._lifetimes: dict[Category, Distribution] = defaultdict(Distribution)
         self._breakdown: dict[Category, Totals] = defaultdict(Totals)
@@ -206,14 +209,14 @@ class _Pass:
         block.last = access
 
     def _note_peak(self) -> None:
-        """Keeps the blocks that are alive, if they are the most so far: before the first one
-        goes."""
+        """Record the living blocks if they are the most so far; called before the first of them is
+        freed."""
         if self._is_peak:
             self._at_peak = [block.life for block in self._living.values()]
             self._is_peak = False
 
     def _ended(self, block: _Block, died_at: int | None) -> Category:
-        """Adds to the sums of a category what a block did in its life."""
+        """Add a finished block to the statistics of its category."""
         category = block.life.category
         num_bytes = block.life.num_bytes
         self._timeline.add(category, num_bytes, block.born_at, died_at)
@@ -258,8 +261,8 @@ class _Pass:
 
 
 class _Timeline:
-    """Bytes alive by category at the ends of actions; of more than MOST_POINTS at every second end,
-    or fourth, .."""
+    """Bytes alive by category at the ends of actions; with more than MAX_POINTS actions, at every
+    second, fourth, .. end."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -270,8 +273,8 @@ class _Timeline:
         )
 
     def end(self, time: float) -> None:
-        """Ends an action. A point of several actions is the last one's."""
-        if self.now // self._every == MOST_POINTS - 1:  # the last place is the peak's
+        """End an action. A point for several actions shows the last one."""
+        if self.now // self._every == MOST_POINTS - 1:  # the last place is for the peak
             self._times = self._times[1::2] + self._times[len(self._times) & ~1 :]
             for category, changes in self._changes.items():
                 joined = changes.reshape(-1, 2).sum(1)
@@ -282,14 +285,14 @@ class _Timeline:
         self.now += 1
 
     def add(self, category: Category, num_bytes: int, born_at: int, died_at: int | None) -> None:
-        """Adds a block to all points of its life."""
+        """Add a block to all points of its life."""
         changes = self._changes[category]
         changes[born_at // self._every] += num_bytes
         if died_at is not None:
             changes[died_at // self._every] -= num_bytes
 
     def points(self, peak: Peak, peak_at: int) -> list[tuple[float, dict[Category, int]]]:
-        """All points, and the peak in its place, which is in the action of that number."""
+        """Return all points, including the peak, which is in action number `peak_at`."""
         sums = {category: changes.cumsum() for category, changes in self._changes.items()}
         points = [
             (time, {category: int(sums[category][i]) for category in sums if sums[category][i]})
@@ -301,7 +304,7 @@ class _Timeline:
 
 
 class _Steps:
-    """What steps do: a number for each, made of its row of events."""
+    """Groups of equal steps: each step has a number that stands for its sequence of events."""
 
     _MOST_CHANGES = 64
     _MOST_FIRSTS = 1 << 13
@@ -319,8 +322,8 @@ class _Steps:
         self._rows[span.step] = row
 
     def _relative(self, span: Span) -> object:
-        """The action, its micro-batch and version counted from the first ones of its kind and stage
-        in the step."""
+        """Return the action with its micro-batch and version counted from the first of its kind and
+        stage in the step."""
         if not span.action:
             return ""
         if len(self._firsts) > self._MOST_FIRSTS:
@@ -346,18 +349,18 @@ class _Steps:
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """Steps that differ from the one before."""
+        """Steps that differ from the step before."""
         return tuple(first for first, _ in self._runs()[1 : self._MOST_CHANGES + 1])
 
     @property
     def stable(self) -> tuple[int | None, int | None]:
-        """The first and the last of the longest row of two or more steps that do the same, the
-        first such row."""
+        """First and last step of the longest run of at least two equal steps; the earliest one if
+        several."""
         first, last = max(self._runs(), key=lambda run: run[1] - run[0], default=(0, 0))
         return (first, last) if first < last else (None, None)
 
     def _runs(self) -> list[tuple[int, int]]:
-        """The first and the last of each row of steps that do the same."""
+        """Return the first and last step of each run of equal steps."""
         groups = itertools.groupby(
             sorted(step for step in self._rows if step > 0), self._rows.__getitem__
         )

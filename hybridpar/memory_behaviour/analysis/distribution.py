@@ -1,4 +1,4 @@
-"""Distribution of values that spread over many factors of ten: counts of their logarithms, and
+"""Distribution of values over many orders of magnitude: a histogram of logarithms, and
 percentiles."""
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ import math
 from collections import defaultdict
 
 _PER_DECADE = 256
-"""Counts for each factor of ten: neighbours are less than one percent apart."""
+"""Bins per factor of ten: neighbours differ by less than one percent."""
 
 
 class Distribution:
-    """Counts of values of at least 0, by their logarithm. Zeros are counted apart. Memory: of a few
-    thousand counts."""
+    """A histogram of nonnegative values by logarithm; zeros are counted separately. Needs memory
+    for a few thousand counts."""
 
     def __init__(self) -> None:
         self.count = self.zeros = 0
@@ -33,12 +33,12 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """Mean value; 0 of none."""
+        """Mean value; 0 if there are no values."""
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """The value that so many percent of all values do not exceed, to one percent of it; 0 of
-        none."""
+        """Return the value that `percent` percent of all values do not exceed, with a relative
+        error of one percent; 0 if there are no values."""
         wanted = percent / 100 * self.count
         seen = self.zeros
         if seen >= wanted:

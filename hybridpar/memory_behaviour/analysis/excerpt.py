@@ -1,5 +1,5 @@
-"""Parts of a trace to look at: a few of its steps, simulated times for one that has none, bytes
-held over time."""
+"""Excerpts of a trace for display: a few of its steps, simulated times for a trace without times,
+and bytes allocated over time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hybridpar.schedules.simulate.timeline import Timeline
 Times = Mapping[tuple[Kind, int, int], tuple[float, float]]
 """Start and end of an action, by its kind, stage and micro-batch."""
 Level = tuple[float, dict[Category, int]]
-"""Time, and bytes by category then."""
+"""Time, and bytes by category at that time."""
 
 
 def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
-    """The spans from the first of step `first` to the update of step `last`, also those of steps
-    that begin meanwhile.
+    """Return the spans from the start of step `first` to the update of step `last`, including spans
+    of further steps that begin in between.
 
-    Before them are the mallocs of blocks that earlier spans leave alive, each in a span of its own,
-    as it was. Memory: of these spans, and of living blocks.
+    They are preceded by the mallocs of blocks that earlier spans leave alive, each in a separate
+    unchanged span. Needs memory for these spans and for living blocks.
     """
     born: dict[int, Span] = {}
     shown: list[Span] = []
@@ -42,7 +42,7 @@ def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
 
 
 def simulated_times(timeline: Timeline, rank: int) -> Times:
-    """The times of a pipeline rank's actions."""
+    """Return the times of a pipeline rank's actions."""
     return {
         (action.kind, action.stage, action.microbatch): (start, done)
         for action, start, done, _ in timeline.actions(rank)
@@ -50,8 +50,8 @@ def simulated_times(timeline: Timeline, rank: int) -> Times:
 
 
 def retimed(spans: Iterable[Span], times: Times) -> Iterator[Span]:
-    """The same spans at these times, each action's operators evenly over it. What has no time takes
-    none."""
+    """Yield the spans with these times, and each action's operators evenly spaced over it. A span
+    without a time has zero length."""
     now = 0.0
     for span in spans:
         start = now
@@ -77,10 +77,12 @@ def retimed(spans: Iterable[Span], times: Times) -> Iterator[Span]:
 
 
 def levels(spans: Iterable[Span], categories: Mapping[int, Category]) -> Iterator[Level]:
-    """Bytes by category whenever they change. Where they do so several times at once: the most,
-    then the last.
+    """Yield bytes by category at each change. If several changes happen at one time, only the
+    largest and the last total are yielded.
 
-    categories: of the blocks, by number.
+    Args:
+        spans: The trace.
+        categories: Categories of the blocks by number.
     """
     held: dict[Category, int] = {}
     most = held

@@ -1,11 +1,11 @@
-"""First fit in an order: each block at the lowest offset where it fits between those that were
-placed before it.
+"""First fit in an order: each block takes the lowest offset where it fits between the blocks placed
+before it.
 
-Only blocks whose lives overlap with its own are in its way. `search` changes the order, time
-and again: blocks that reach the top come earlier, and all is placed anew.
+Only blocks whose lives overlap restrict a block. `search` repeatedly changes the order: blocks that
+reach the top are moved forward, and everything is placed again.
 
-Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Units of sizes and offsets: any,
-    the same one.
+Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Sizes and offsets have the same
+unit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hybridpar.memory_behaviour.analysis.sweep import Ints
 
 _GUILTY = 0.99
 _RAISE = (0.25, 0.5, 0.75)
-"""Blocks that end above this share of the arena come earlier, by these factors in turn."""
+"""Blocks that end above the share _GUILTY of the arena are moved forward: their positions are
+multiplied by one of these factors, used in turn."""
 _BUCKET_BLOCKS = 400
 
 
@@ -29,10 +30,15 @@ def search(
     rounds: int,
     enough: float,
 ) -> Ints:
-    """Offsets of the best of so many rounds, the first ones in the given orders. blocks: sizes,
-    starts, stops.
+    """Return the best offsets of `rounds` rounds; the first rounds use the given orders.
 
-    Ends at once where the top is `enough`.
+    Stops early if the top is at most `enough`.
+
+    Args:
+        orders: Orders of the blocks.
+        blocks: Sizes, starts and stops.
+        rounds: Number of rounds.
+        enough: Size of an arena that is small enough.
     """
     sizes = blocks[0]
     best_order = orders[0]
@@ -58,15 +64,15 @@ def search(
 
 
 def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
-    """An order in which the chosen blocks come earlier: their places are multiplied by the
-    factor."""
+    """Return an order in which the chosen blocks come earlier: their positions are multiplied by
+    the factor."""
     places = np.arange(len(order), dtype=np.float64)
     places[chosen[order]] *= factor
     return order[np.argsort(places, kind="stable")]
 
 
 def place(order: Ints, sizes: Ints, starts: Ints, stops: Ints) -> Ints:
-    """Offsets: first fit, in this order."""
+    """Return offsets by first fit in this order."""
     placed = _Placed(len(sizes), int(stops.max(initial=0)))
     offsets = np.zeros(len(sizes), np.int64)
     for i in order.tolist():
@@ -98,7 +104,8 @@ class _Placed:
         return offset
 
     def _in_the_way(self, start: int, stop: int) -> Ints:
-        """Offsets and ends of blocks that are there between two times, in order of offsets."""
+        """Return the offsets and ends of blocks that live between two times, in order of
+        offsets."""
         first = start // self._width
         last = (stop - 1) // self._width
         if first == last:

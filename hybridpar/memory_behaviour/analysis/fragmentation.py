@@ -1,20 +1,19 @@
-"""Memory that a caching allocator reserves for a trace: a model of torch's for CUDA, fed with
-mallocs and frees.
+"""Memory that a caching allocator reserves for a trace: a model of torch's CUDA allocator, driven
+by mallocs and frees.
 
-    sizes       rounded up to 512 bytes
-    pools       up to 1 MiB: segments of 2 MiB; above: of 20 MiB for less than 10 MiB, else the size
-                in steps of 2 MiB
-    a malloc    takes the smallest free block that is large enough, of the lowest address among
-                equals, and leaves the rest free where it is worth it: 512 bytes in small segments,
-                more than 1 MiB in large ones
-    a free      joins the block with free neighbours in its segment; segments stay reserved
-    a limit     where a new segment would pass it, all segments without a used block are given back
-                first
+sizes       rounded up to 512 bytes
+pools       up to 1 MiB: segments of 2 MiB; above: of 20 MiB for less than 10 MiB, else the size
+            in steps of 2 MiB
+a malloc    takes the smallest free block that is large enough, at the lowest address among
+            equals, and leaves the rest free if it is at least 512 bytes in small segments, or
+            more than 1 MiB in large ones
+a free      joins the block with free neighbours in its segment; segments stay reserved
+a limit     if a new segment would exceed it, all unused segments are released first
 
 One stream, and the allocator's default settings: without max_split_size_mb and expandable segments.
 
 Source: torch's c10/cuda/CUDACachingAllocator.cpp, and c10/core/AllocatorConfig.h of torch 2.13.
-    Units: bytes.
+Units: bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ SEGMENT_STEP = 2 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """Most bytes that the allocator reserves, and that blocks have at once.
+    """Peak bytes that the allocator reserves, and peak bytes of blocks.
 
-    fits: whether a limit was kept; False: the trace ends where it could not be.
+    `fits`: whether the limit was kept; False means that the replay ended where it could not be.
     """
 
     reserved: int
@@ -46,10 +45,14 @@ class Usage:
 
 
 def replay(events: Iterable[MemoryEvent], limit: int | None = None) -> Usage:
-    """The memory that the modelled allocator reserves for these events; reads and writes do not
-    matter.
+    """Return the memory that the modelled allocator reserves for these events; reads and writes do
+    not matter.
 
-    limit: bytes that it may reserve. Memory: of living blocks and free pieces.
+    Needs memory for living blocks and free pieces.
+
+    Args:
+        events: The events.
+        limit: Bytes that the allocator may reserve.
     """
     allocator = _Allocator(limit)
     live = largest = 0
@@ -69,13 +72,13 @@ def replay(events: Iterable[MemoryEvent], limit: int | None = None) -> Usage:
 
 
 def round_up(num_bytes: int, step: int) -> int:
-    """The multiple of `step` that is no less."""
+    """Round up to a multiple of `step`."""
     return -(-num_bytes // step) * step
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A part of a segment, between its neighbours there."""
+    """A part of a segment, with its neighbours there."""
 
     size: int
     address: int
@@ -87,8 +90,8 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free pieces by size and address, and by address. split: bytes that are worth to be left
-    over."""
+    """Free pieces sorted by size and address. `split`: smallest remainder in bytes that is split
+    off."""
 
     split: int
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -104,7 +107,7 @@ class _Pool:
         del self.at[piece.address]
 
     def best(self, size: int) -> _Piece | None:
-        """The smallest free piece of at least so many bytes."""
+        """Return the smallest free piece of at least `size` bytes."""
         index = bisect_left(self.free, (size, -1))
         return self.at[self.free[index][1]] if index < len(self.free) else None
 
@@ -113,11 +116,12 @@ class _Allocator:
     def __init__(self, limit: int | None):
         self._limit = limit
         self._end = 0
-        self._small, self._large = _Pool(ROUND), _Pool(SMALL + 1)
+        self._small = _Pool(ROUND)
+        self._large = _Pool(SMALL + 1)
         self._reserved = self.most_reserved = 0
 
     def malloc(self, num_bytes: int) -> _Piece | None:
-        """A piece; None: it does not fit under the limit."""
+        """Return a piece, or None if it does not fit under the limit."""
         size = round_up(num_bytes, ROUND)
         pool = self._small if size <= SMALL else self._large
         piece = pool.best(size)
@@ -167,7 +171,7 @@ class _Allocator:
         return piece
 
     def _release(self) -> None:
-        """Gives back every segment that is one free piece."""
+        """Release every segment that is one free piece."""
         for pool in (self._small, self._large):
             for piece in [
                 piece for piece in pool.at.values() if piece.before is None and piece.after is None
@@ -177,7 +181,7 @@ class _Allocator:
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of the segment that is reserved for a rounded size."""
+    """Return the bytes of the segment that is reserved for a rounded size."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)

@@ -1,13 +1,13 @@
 """Reuse distances of blocks: bytes of distinct other blocks that are accessed between two accesses
 of a block.
 
-The bytes of a block stand at the place of its last access in a row of accesses, so a distance is a
-sum over the row's end; a Fenwick tree gives it. Bytes of blocks that are gone stay: they were
-accessed. When the row is full, it is written anew with the living blocks and, between each two of
-them, the sum of those that are gone.
+An array holds the bytes of each block at the position of its last access, so a distance is a sum
+over the end of the array, which a Fenwick tree gives. Bytes of freed blocks stay, because they were
+accessed. When the array is full, it is rebuilt from the living blocks and, between each two of
+them, the sum of freed ones.
 
 Source: Bennett and Kruskal, IBM Journal of Research and Development 19(4), 1975; Fenwick, Software
-    24(3), 1994.
+24(3), 1994.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class ReuseDistances:
-    """Reuse distances while accesses come. Memory: of living blocks."""
+    """Reuse distances of a stream of accesses. Needs memory for living blocks."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
@@ -25,7 +25,7 @@ class ReuseDistances:
         self._next = self._total = 0
 
     def access(self, block: int, num_bytes: int) -> int | None:
-        """The distance from the block's last access to this one; None: there was none."""
+        """Return the distance from the block's last access to this one; None if there was none."""
         place = self._places.get(block)
         if place is None:
             distance = None
@@ -35,7 +35,7 @@ class ReuseDistances:
             distance = self._total - self._up_to(place)
             self._add(place, -num_bytes)
         if self._next == len(self._sizes):
-            self._places.pop(block, None)  # it moves to the end
+            self._places.pop(block, None)  # the block moves to the end
             self._renew()
         self._places[block] = self._next
         self._add(self._next, num_bytes)
@@ -43,7 +43,7 @@ class ReuseDistances:
         return distance
 
     def remove(self, block: int) -> None:
-        """Ends a block's life."""
+        """End a block's life."""
         self._places.pop(block, None)
 
     def _add(self, place: int, num_bytes: int) -> None:
@@ -56,7 +56,7 @@ class ReuseDistances:
             index += index & -index
 
     def _up_to(self, place: int) -> int:
-        """Bytes up to a place, with it."""
+        """Return the bytes up to and including a position."""
         index = place + 1
         tree = self._tree
         found = 0
@@ -66,7 +66,8 @@ class ReuseDistances:
         return found
 
     def _renew(self) -> None:
-        """Writes the row anew: each living block, and after it what is gone before the next."""
+        """Rebuild the array from each living block followed by the sum of freed blocks before the
+        next one."""
         order = sorted(self._places, key=self._places.__getitem__)
         bounds = [self._places[block] for block in order]
         sums = np.concatenate([[0], np.cumsum(np.array(self._sizes, np.int64))])

@@ -1,7 +1,7 @@
-"""Blocks that could leave a device for the host between two accesses, and be back in time, at no
-cost in time.
+"""Blocks that could be swapped from a device to the host between two accesses, and be back in time,
+at no cost in time.
 
-    S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the block; ATI: seconds between the accesses
+S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the block; ATI: seconds between the accesses
 
 Source: Li et al., ISPASS 2021, arXiv 2104.00258. Units: bytes, seconds, bytes/s.
 """
@@ -23,15 +23,15 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a device and the host's pinned memory. d2h, h2d: bytes a second that large copies
-    reach."""
+    """The link between a device and the host's pinned memory. `d2h`, `h2d`: bytes per second of
+    large copies."""
 
     name: str
     d2h: float
     h2d: float
 
     def round_trip(self, num_bytes: float) -> float:
-        """Seconds in which a block leaves and comes back."""
+        """Return the seconds of swapping a block out and back."""
         return num_bytes / self.d2h + num_bytes / self.h2d
 
 
@@ -52,8 +52,8 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Time between two accesses in which a whole block could leave and come back. spare: seconds
-    left over."""
+    """Time between two accesses in which a full block could be swapped out and back. `spare`:
+    seconds left over."""
 
     life: Life
     start: float
@@ -63,15 +63,18 @@ class Swap:
 
 
 def swappable(seconds: float, link: Link) -> int:
-    """Most bytes that can leave and come back within a time."""
+    """Return the most bytes that can be swapped out and back within `seconds`."""
     return max(0, int(seconds / (1 / link.d2h + 1 / link.h2d)))
 
 
 def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
-    """All swaps that fit between two consecutive accesses, each with the link to itself.
+    """Return all swaps that fit between two consecutive accesses, each with exclusive use of the
+    link.
 
-    lives: of a long trace with the accesses of few steps, such as those around the peak
-    (`events.lives`).
+    Args:
+        lives: Blocks of a trace; of a long one, with the accesses of few steps, such as around the
+            peak (`events.lives`).
+        link: The link.
     """
     found = []
     for life in lives:
@@ -83,19 +86,23 @@ def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
 
 
 def saved_at_peak(lives: Iterable[Life], link: Link, peak: Peak, *, shared: bool = True) -> int:
-    """Bytes that could be away at the moment of the peak.
+    """Return the bytes that could be swapped out at the moment of the peak.
 
-    shared: a link copies one block at a time in each direction, so copies wait for each other;
-    blocks are chosen by the time at which they must be back, or largest first, whichever saves
-    more. False: each has the link to itself.
+    Args:
+        lives: The blocks.
+        link: The link.
+        peak: The peak.
+        shared: Whether copies share the link: it copies one block at a time in each direction, and
+            blocks are chosen by deadline or largest first, whichever saves more. Otherwise each has
+            the link to itself.
     """
     away = away_at_peak(lives, link, peak) if shared else _candidates(lives, link, peak)
     return sum(swap.num_bytes for swap in away)
 
 
 def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
-    """The swaps that `saved_at_peak` counts: at the peak all copies out are over, and none back has
-    begun."""
+    """Return the swaps that `saved_at_peak` counts: at the peak all copies out have ended, and none
+    back has begun."""
     swaps = _candidates(lives, link, peak)
     if not swaps:
         return []
@@ -112,7 +119,7 @@ def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
 
 
 def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
-    """Swaps, at most one of a block, that alone are away at the peak."""
+    """Return swaps, at most one per block, that could be away at the peak if they were alone."""
     return [
         swap
         for swap in feasible(lives, link)
@@ -123,11 +130,11 @@ def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
 
 
 class _Queue:
-    """Copies in one direction, one at a time. seconds: of each; deadlines: in which it must be
-    over, from the peak on.
+    """Copies in one direction, one at a time. `seconds`: of each. `deadlines`: times from the peak
+    by which each must end.
 
     Copies to the host all end by the peak, and none begins before its block's last access: seen
-    backwards in time, they are such a queue, too. In the order of their deadlines all are in time
+    backwards in time, they form such a queue, too. In the order of their deadlines all are in time
     if any order is (Jackson, 1955).
     """
 
@@ -139,12 +146,13 @@ class _Queue:
         self._taken = np.zeros(len(order))
 
     def takes(self, i: int) -> bool:
-        """Takes a copy, if it and all that were taken are in time."""
+        """Add copy `i` if it and all copies taken so far are in time; return whether it was
+        added."""
         self._taken[self._place[i]] = self._seconds[i]
         late = (self._taken.cumsum() > self._deadlines) & (self._taken > 0)
         return not late.any() or self.drops(i)
 
     def drops(self, i: int) -> bool:
-        """Drops a copy. Returns False."""
+        """Remove copy `i`. Return False."""
         self._taken[self._place[i]] = 0.0
         return False

@@ -1,4 +1,4 @@
-"""Blocks placed in the order of time, in free gaps of an arena that grows where there is none."""
+"""Placement of blocks in the order of time, in free gaps of an arena that grows if no gap fits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ Ints = NDArray[np.int64]
 
 
 class Sweep:
-    """Blocks that take their places in the order of time. Those that are always there lie at the
-    bottom."""
+    """A placement of blocks in the order of time. Blocks that live throughout lie at the bottom."""
 
     def __init__(self, sizes: Ints, starts: Ints, stops: Ints):
         always = (starts < stops.min(initial=np.iinfo(np.int64).max)) & (
@@ -22,13 +21,15 @@ class Sweep:
         self._offsets[always] = sizes[always].cumsum() - sizes[always]
         self._bottom = int(sizes[always].sum())
         (others,) = np.nonzero(~always)
-        times = np.concatenate([stops[others] * 2, starts[others] * 2 + 1])  # what ends goes first
+        # at equal times, ends come first
+        times = np.concatenate([stops[others] * 2, starts[others] * 2 + 1])
         self._events = np.concatenate([~others, others])[times.argsort(kind="stable")].tolist()
-        self._sizes, self._lengths = sizes.tolist(), (stops - starts).tolist()
+        self._sizes = sizes.tolist()
+        self._lengths = (stops - starts).tolist()
 
     def run(self, top: int, short: int, best_fit: bool) -> tuple[Ints, int]:
-        """Offsets, and the size of the arena, which is `top` and grows where a block finds no
-        gap."""
+        """Return offsets and the size of the arena, which starts at `top` and grows if a block fits
+        no gap."""
         sizes = self._sizes
         offsets = self._offsets.tolist()
         gaps = _Gaps(self._bottom, max(top, self._bottom))
@@ -41,15 +42,15 @@ class Sweep:
 
 
 class _Gaps:
-    """Free gaps of an arena in order of their offsets: where they begin, and where they end."""
+    """Free gaps of an arena in order of their offsets: starts and ends."""
 
     def __init__(self, bottom: int, top: int):
         self.top = top
         self._lows, self._highs = ([bottom], [top]) if top > bottom else ([], [])
 
     def take(self, size: int, from_top: bool, best_fit: bool) -> int:
-        """The offset of a new block: at the end of a gap, or at its beginning. The arena grows if
-        there is no gap."""
+        """Return the offset of a new block, at the end or the beginning of a gap. The arena grows
+        if no gap fits."""
         lows = self._lows
         highs = self._highs
         chosen = -1

@@ -1,4 +1,4 @@
-"""Parts of charts: axes with ticks, a legend, and bytes and times as people write them."""
+"""Parts of charts: axes with ticks, a legend, and formatted bytes and times."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from math import ceil, floor, log, log10
 from hybridpar.schedules.draw.shapes import IDLE, rect
 
 _APART = 56
-"""Least pixels between two ticks of an axis."""
+"""Smallest distance in pixels between two ticks of an axis."""
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def byte_unit(num_bytes: float) -> tuple[str, int]:
-    """The unit in which so many bytes are a number from 1 on: its name and its bytes."""
+    """Return the largest unit that is not above `num_bytes`: its name and its bytes."""
     return next((unit for unit in _BYTES if num_bytes >= unit[1]), _BYTES[-1])
 
 
 def sized(num_bytes: float) -> str:
-    """Such as 1.5 MiB."""
+    """Format bytes, such as 1.5 MiB."""
     name, size = byte_unit(num_bytes)
     return f"{_short(num_bytes / size)} {name}"
 
 
 def lasting(seconds: float) -> str:
-    """Such as 1.5 ms."""
+    """Format seconds, such as 1.5 ms."""
     name, size = next((unit for unit in _SECONDS if seconds >= 0.9995 * unit[1]), _SECONDS[-1])
     return f"{_short(seconds / size)} {name}"
 
@@ -38,10 +38,12 @@ def _short(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values `low` to `high` to pixels `first` to `last`.
+    """A mapping from values `low` to `high` to pixels `first` to `last`.
 
-    base: of the logarithm by which it grows; 0: evenly, with ticks that count from `low` in units
-    of `unit`. label: text of a tick at a value; of an even axis, at its number of units.
+    Args:
+        base: Base of a logarithmic axis; 0 for a linear one, whose ticks count from `low` in units
+            of `unit`.
+        label: Function that returns the text of a tick; on a linear axis, of its number of units.
     """
 
     title: str
@@ -62,7 +64,7 @@ class Axis:
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Pixels and texts of labels: at round numbers, far enough from each other."""
+        """Return pixels and texts of labels, at round numbers with enough distance."""
         pixels = abs(self.last - self.first)
         if self.base:
             first = ceil(log(self.low, self.base) - 1e-9)
@@ -81,7 +83,7 @@ class Axis:
 
 
 def axes(x: Axis, y: Axis) -> Iterator[str]:
-    """Yields grid lines, labels and titles of a chart; y goes up."""
+    """Yield grid lines, labels and titles of a chart; y grows upwards."""
     for at, text in y.ticks():
         yield rect(x.first, at, x.last - x.first, 1, IDLE)
         yield f'<text class="muted end" x="{x.first - 8:.1f}" y="{at + 4:.1f}">{escape(text)}</text>'
@@ -99,7 +101,8 @@ def axes(x: Axis, y: Axis) -> Iterator[str]:
 def legend(
     items: Iterable[tuple[str, str]], x: float, y: float, until: float
 ) -> tuple[list[str], float]:
-    """Colours and their names in rows between pixels `x` and `until`; and where the rows end."""
+    """Return colours and their names in rows between pixels `x` and `until`, and where the rows
+    end."""
     parts = []
     at = x
     for colour, name in items:
@@ -116,5 +119,5 @@ def legend(
 
 
 def note(text: str, x: float, y: float, css: str = "muted") -> str:
-    """A line of text."""
+    """Return a line of text."""
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

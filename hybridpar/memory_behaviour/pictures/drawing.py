@@ -1,4 +1,4 @@
-"""Pictures of a rank's memory: blocks in their planned places over time, bytes by category, and
+"""Pictures of a rank's memory: blocks at their planned offsets over time, bytes by category, and
 access intervals."""
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SHADES = {
     Kind.W: ("#6fa3dc", ""),
     Kind.UPDATE: (INK, "on-dark"),
 }
-"""Actions in the row above a picture: colour, and style of the number in it."""
+"""Colour of an action in the row above a picture, and style of its number."""
 _BESIDE = "#c9d0d8"
-"""All other actions."""
+"""Colour of all other actions."""
 _LEGEND = "actions: forward light, backward dark, update black, others grey"
 _WIDTH = 1200
 _LEFT = 96
@@ -56,29 +56,28 @@ _PLOT = 420
 _BOXES = 1500
 _TICKS = 20_000
 _CELL = 4
-"""Most blocks and accesses that are drawn one by one; pixels of a cell in which intervals are one
-dot."""
+"""Largest number of blocks and accesses that are drawn separately; pixels of a cell in which
+intervals are drawn as one dot."""
 _SEEN = 0.3
-"""Least pixels of an action's width."""
+"""Smallest width of a visible action in pixels."""
 _SMALL = 1.5
-"""Pixels of height below which blocks are drawn together with their neighbours of the same
-category."""
+"""Height in pixels below which blocks are merged with neighbours of the same category."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as shapes; all are equally wide. Units: pixels."""
+    """A picture as shapes; all pictures have the same width. Units: pixels."""
 
     height: float
     shapes: Sequence[str]
 
     def svg(self) -> str:
-        """The picture as a file."""
+        """Return the picture as a file."""
         return stacked([self])
 
 
 def stacked(pictures: Iterable[Picture]) -> str:
-    """One SVG file with the pictures below each other."""
+    """Return one SVG file with the pictures below each other."""
     parts = []
     y = 0.0
     for picture in pictures:
@@ -88,15 +87,15 @@ def stacked(pictures: Iterable[Picture]) -> str:
 
 
 def pictures(account: Account) -> list[Picture]:
-    """All pictures of an account."""
+    """Return all pictures of an account."""
     return [draw_blocks(account), draw_strip(account), draw_intervals(account)]
 
 
 def draw_blocks(account: Account) -> Picture:
-    """Blocks over time at their offsets in the planned arena, with their reads and writes.
+    """Draw blocks over time at their offsets in the planned arena, with their reads and writes.
 
-    The largest are drawn one by one; neighbours of a category that are too small to be seen are one
-    shape.
+    The largest blocks are drawn separately; neighbours of a category that are too small to be seen
+    form one shape.
     """
     bytes_axis = _bytes_axis(
         "offset in the planned arena", account.arena.num_bytes, _TOP + _PLOT, _TOP
@@ -149,8 +148,9 @@ def draw_blocks(account: Account) -> Picture:
 
 
 def draw_strip(account: Account) -> Picture:
-    """Bytes by category over time, the peak marked."""
-    peak, time = account.behaviour.peak, _time_axis(account)
+    """Draw bytes by category over time, with the peak marked."""
+    peak = account.behaviour.peak
+    time = _time_axis(account)
     held = _columns(account, time)
     most = max((sum(numbers.values()) for numbers in held), default=0)
     bytes_axis = _bytes_axis("bytes", max(most, peak.num_bytes, 1) * 1.06, _TOP + _PLOT, _TOP)
@@ -193,8 +193,8 @@ def draw_strip(account: Account) -> Picture:
 
 
 def draw_intervals(account: Account) -> Picture:
-    """Access intervals by length and bytes of the block; below a link's line the block could leave
-    meanwhile."""
+    """Draw access intervals by length and bytes of the block; below a link's line the block could
+    be swapped out during the interval."""
     points = [p for p in account.gaps if p.seconds > 0 and p.num_bytes > 0]
     unit = "time" if account.timed else f"time in {account.time_unit}"
     shortest, longest = (f((p.seconds for p in points), default=1.0) for f in (min, max))
@@ -236,8 +236,8 @@ def draw_intervals(account: Account) -> Picture:
 
 
 def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
-    """The lines S = ATI / (1/B_d2h + 1/B_h2d), and a row of text for each: how many intervals are
-    under it."""
+    """Return the lines S = ATI / (1/B_d2h + 1/B_h2d), and for each a row of text with the number of
+    intervals under it."""
     shapes = []
     for number, (link, colour) in enumerate(zip(LINKS.values(), cycle(_LINKS), strict=False)):
         per_second = swappable(1.0, link)
@@ -299,7 +299,7 @@ def _within(time: float, account: Account) -> float:
 
 
 def _actions(account: Account, time: Axis) -> Iterator[str]:
-    """Yields the row of actions above a picture."""
+    """Yield the row of actions above a picture."""
     y = _TOP - 30
     height = 18
     yield rect(_LEFT, y, _WIDTH - _RIGHT - _LEFT, height, IDLE)
@@ -352,8 +352,7 @@ def _block_tip(life: Life, account: Account) -> str:
 
 
 def _merged(boxes: Sequence[_Box]) -> Iterator[str]:
-    """Yields boxes that are too small to be seen, by category and row of pixels; near ones are one
-    shape."""
+    """Yield boxes that are too small to be seen, merged by category and row of pixels."""
     rows: dict[tuple[Category, int], list[tuple[float, float]]] = {}
     for box in boxes:
         rows.setdefault((box.life.category, int((box.y + box.height / 2) // 2)), []).append(
@@ -371,7 +370,7 @@ def _merged(boxes: Sequence[_Box]) -> Iterator[str]:
 
 
 def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Spans that are no more than `gap` apart, as one."""
+    """Merge spans that are at most `gap` apart."""
     found: list[tuple[float, float]] = []
     for left, right in sorted(spans):
         if found and left <= found[-1][1] + gap:
@@ -382,8 +381,8 @@ def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[floa
 
 
 def _accesses(boxes: Sequence[_Box], time: Axis) -> Iterator[str]:
-    """Yields ticks of reads, in the upper half of a box, and of writes, over all of it; the largest
-    boxes first."""
+    """Yield ticks of reads, in the upper half of a box, and of writes, over its full height; the
+    largest boxes first."""
     paths: dict[bool, list[str]] = {False: [], True: []}
     left = _TICKS
     for box in boxes:
@@ -409,7 +408,7 @@ def _accesses(boxes: Sequence[_Box], time: Axis) -> Iterator[str]:
 
 
 def _columns(account: Account, time: Axis) -> list[dict[Category, int]]:
-    """Bytes by category in each column of pixels, when they are the most in it."""
+    """Return bytes by category in each column of pixels, at the column's maximum."""
     most: list[dict[Category, int]] = [{} for _ in range(_WIDTH - _RIGHT - _LEFT)]
     column = 0
     held = most[0]
@@ -428,7 +427,7 @@ def _columns(account: Account, time: Axis) -> list[dict[Category, int]]:
 
 
 def _band(below: Sequence[int], above: Sequence[int], place: Axis) -> str:
-    """The outline of what is between two staircases, a step a pixel."""
+    """Return the outline of the area between two step functions, with one step per pixel."""
     path = f"M{_LEFT} {place(below[0]):.1f}V{place(above[0]):.1f}"
     for i in range(1, len(above)):
         if above[i] != above[i - 1]:

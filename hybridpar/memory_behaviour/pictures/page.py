@@ -1,4 +1,4 @@
-"""Files to look at: an HTML page that needs no other, with report and pictures; and a trace for
+"""Files for viewing: a self-contained HTML page with report and pictures, and a trace for
 ui.perfetto.dev."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridpar.schedules.draw.perfetto import Slice, counter_entries, process_en
 from hybridpar.schedules.draw.shapes import INK, MUTED
 
 _SEEN = 500
-"""A change is shown from one part of so many of the peak on."""
+"""Divisor of the peak: smallest change that is shown."""
 _HTML = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -42,7 +42,7 @@ svg {{ max-width: 100%; height: auto; margin-top: 1.5em; }}
 
 
 def html_page(account: Account, sections: Iterable[Section]) -> str:
-    """The page of an account and the report on it."""
+    """Return the page of an account and its report."""
     body = [
         *(picture.svg() for picture in pictures(account)),
         *(line for part in sections for line in _lines(part)),
@@ -57,7 +57,7 @@ def html_page(account: Account, sections: Iterable[Section]) -> str:
 
 
 def _lines(section: Section) -> Iterator[str]:
-    """Yields a heading, a table and paragraphs."""
+    """Yield a heading, a table and paragraphs."""
     yield f"<h2>{escape(section.title)}</h2>"
     if section.rows:
         yield f"<table><thead>{_row(section.rows[0], section.num_left, 'th')}</thead><tbody>"
@@ -75,7 +75,7 @@ def _row(cells: Sequence[str], num_left: int, tag: str) -> str:
 
 
 def perfetto(account: Account) -> str:
-    """Actions, and below them bytes by category. What takes one forward where nothing is timed is
+    """Return a trace of actions, and below them bytes by category. Without times, one forward is
     shown as 1 ms."""
     rank = account.header.rank
     per_second = 1.0 if account.timed else 1e3
@@ -93,7 +93,7 @@ def perfetto(account: Account) -> str:
 
 
 def _samples(account: Account) -> Iterator[tuple[float, dict[str, int]]]:
-    """Yields bytes by category where they change by what can be seen."""
+    """Yield bytes by category at every change that is large enough to be seen."""
     least = account.behaviour.peak.num_bytes / _SEEN
     last = 0
     for time, numbers in account.levels:

@@ -18,15 +18,20 @@ from hybridpar.prediction.walk import StageMemory
 
 _MIB = 2**20
 _MOST = 8
-"""Rows of a table of blocks or layers; what is left over is one more."""
+"""Most rows of a table of blocks or layers; the rest is summed up in one more row."""
 _SAID = 1000
-"""A saving is said from one part of so many of the peak on."""
+"""Divisor of the peak: smallest saving that is reported."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. rows: of a table, the first its heading. num_left: columns of texts.
-    notes: lines below."""
+    """A section of a report.
+
+    Args:
+        rows: Rows of a table, starting with its heading.
+        num_left: Number of text columns.
+        notes: Lines below the table.
+    """
 
     title: str
     rows: Sequence[Sequence[str]] = ()
@@ -35,10 +40,13 @@ class Section:
 
 
 def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> list[Section]:
-    """Who owns the peak and when it is, knobs, how long blocks live, what could leave,
+    """Return the report: owners and time of the peak, knobs, lifetimes, possible swaps,
     fragmentation, stability.
 
-    memory: predicted of the rank. savings: of the knobs, of its peak.
+    Args:
+        account: The account.
+        memory: The predicted memory of the rank.
+        savings: Savings of the knobs at the rank's peak.
     """
     return [
         *_peak(account),
@@ -52,7 +60,7 @@ def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> 
 
 
 def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
-    """The peaks of ranks."""
+    """Return a section with the peaks of ranks."""
     rows = []
     for header, behaviour in traces:
         peak = behaviour.peak
@@ -71,7 +79,7 @@ def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
 
 
 def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
-    """The report as plain values. Units: bytes."""
+    """Return the report as plain values. Units: bytes."""
     behaviour = account.behaviour
     usage = account.usage
     peak = behaviour.peak
@@ -102,7 +110,7 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
 
 
 def as_text(sections: Iterable[Section]) -> str:
-    """Sections below each other, columns aligned."""
+    """Return sections below each other, with aligned columns."""
     return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 
@@ -119,7 +127,7 @@ def _mib(num_bytes: float) -> str:
 
 
 def _parts(title: str, what: str, parts: Mapping[str, int]) -> Section:
-    """A table of parts in MiB and percent, and their sum."""
+    """Return a table of parts in MiB and percent, and their sum."""
     percent = shares(parts)
     rows = [[name, _mib(part), f"{percent[name]:.1f}"] for name, part in parts.items()]
     return Section(title, [[what, "MiB", "%"], *rows, ["all", _mib(sum(parts.values())), "100.0"]])
@@ -189,7 +197,7 @@ def _saving(one: Saving) -> list[str]:
 
 
 def _lifetimes(account: Account) -> Section:
-    """Times are percentiles; a gap is the time between two accesses of a block."""
+    """Return a section of percentiles; a gap is the time between two accesses of a block."""
     gaps: dict[Category, Distribution] = defaultdict(Distribution)
     for gap in account.gaps:
         gaps[gap.category].add(gap.seconds)
@@ -281,11 +289,10 @@ def _stability(behaviour: Behaviour) -> Section:
     number = behaviour.num_steps
     first = behaviour.stable_from
     last = behaviour.stable_until
-    text = (
-        "One step only: nothing to compare it with"
-        if number == 1
-        else "No two steps in a row do the same"
-        if first is None
-        else f"Steps {first} to {last} do the same, event by event"
-    )
+    if number == 1:
+        text = "One step only: nothing to compare it with"
+    elif first is None:
+        text = "No two steps in a row do the same"
+    else:
+        text = f"Steps {first} to {last} do the same, event by event"
     return Section("stability", notes=[f"{text} (of {number})."])

@@ -1,1 +1,1 @@
-"""Recorders of the memory events of an engine, and the trace that is predicted on ghosts."""
+"""Recorders of the memory events of an engine, and the predicted trace on ghosts."""

@@ -1,15 +1,14 @@
-"""The history of CUDA's caching allocator beside recorded memory events: whether both saw the same
-births and deaths.
+"""Compare recorded memory events with the history of CUDA's caching allocator: whether both saw the
+same allocations and frees.
 
-    torch.cuda.memory._record_memory_history(context=None, max_entries=..)   .. training, recorded ..
-    compare(spans, torch.cuda.memory._snapshot()["device_traces"][device])
+torch.cuda.memory._record_memory_history(context=None, max_entries=..)   .. training, recorded ..
+compare(spans, torch.cuda.memory._snapshot()["device_traces"][device])
 
-The allocator rounds sizes up to 512 bytes, and sees also what operators take for themselves and
-libraries keep. So the recorded mallocs, rounded, are some of its allocs, in the same order. What
-else it saw is scratch.
+The allocator rounds sizes up to 512 bytes, and also sees scratch memory of operators and memory of
+libraries. So the recorded mallocs, rounded, are a subsequence of its allocs; the rest is scratch.
 
 Source: torch's docs, "Understanding CUDA Memory Usage": entries with action, addr, size, stream.
-    Units: bytes.
+Units: bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +23,23 @@ from hybridpar.memory_behaviour.events import Span, What
 
 ALLOC = "alloc"
 FREE = "free_requested"
-"""What of a history is compared; "free_completed" may come later, once other streams are through
-with a block."""
+"""The history entry that is compared; "free_completed" may come later, when other streams have
+finished with a block."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A recording beside the allocator's history.
+    """Agreement of a recording with the allocator's history.
 
-    births, deaths: of recorded blocks. found_births: those that the allocator had, too;
-    found_deaths: of these, those that it had before the next recorded birth. scratch: allocs of the
-    history that were not recorded. peak, allocator_peak: of recorded blocks, rounded, and of all
-    that the allocator handed out since the history began.
+    Args:
+        births: Recorded allocations.
+        deaths: Recorded frees.
+        found_births: Recorded allocations that are in the history.
+        found_deaths: Frees of these that the history has before the next recorded allocation.
+        scratch: Allocations in the history that were not recorded.
+        peak: Peak of the recorded blocks, rounded.
+        allocator_peak: Peak of everything that the allocator handed out since the history began.
+
     Units: bytes.
     """
 
@@ -69,18 +73,18 @@ class _Given:
 
 
 def compare(spans: Iterable[Span], history: Sequence[Mapping[str, Any]]) -> Agreement:
-    """Looks for what was recorded in the history of one device, which began with the recording.
+    """Compare a recording with the history of one device that began at the same time.
 
-    A recorded birth is the first alloc of its size behind those of the births before. Memory: of
-    both.
+    A recorded allocation matches the first alloc of its size after the matches of earlier ones.
+    Needs memory for both.
     """
     given = _blocks(history)
     by_size: dict[int, list[_Given]] = defaultdict(list)
     for block in reversed(given):
-        by_size[block.size].append(block)  # the next one last
+        by_size[block.size].append(block)  # in reverse, so that `pop` returns the next one
     seen: dict[int, _Given] = {}
     sizes: dict[int, int] = {}
-    waiting: list[_Given] = []  # recorded deaths since the last birth
+    waiting: list[_Given] = []  # recorded frees since the last allocation
     births = deaths = found_deaths = place = now = peak = 0
     for event in (event for span in spans for event in span.events):
         size = round_up(event.num_bytes, ROUND)
@@ -115,7 +119,7 @@ def compare(spans: Iterable[Span], history: Sequence[Mapping[str, Any]]) -> Agre
 
 
 def _blocks(history: Sequence[Mapping[str, Any]]) -> list[_Given]:
-    """The blocks that were handed out, in that order."""
+    """Return the blocks in the order of allocation."""
     found: list[_Given] = []
     living: dict[int, _Given] = {}
     for number, entry in enumerate(history):

@@ -1,8 +1,7 @@
-"""Memory events of training, recorded while an engine runs, or predicted by an engine that runs on
-ghosts.
+"""Memory events of training, recorded while an engine runs, or predicted by an engine on ghosts.
 
-The prediction is the engine's own code, schedule and all, on tensors without memory, with
-neighbours that are silent. So it is what a rank of any grid would record, on whatever machine.
+The prediction runs the engine's own code and schedule on tensors without memory, with simulated
+neighbours. So any machine can predict what a rank of any grid would record.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from hybridpar.train.reporting.records import Records
 Write = Callable[[Span], object]
 _MOST_ENTRIES = 1_000_000
 _MOST_SPANS = 256
-"""Actions that wait in memory at most while the disk is full."""
+"""Largest number of actions that are buffered while the disk is full."""
 
 
 class EngineRecorder:
-    """Records what an engine's training does to memory, whatever the number of stretches.
+    """A recorder of an engine's training, over any number of `train` calls.
 
-        recorder = EngineRecorder(engine, write)
-        with recorder.active():
-            engine.train(recorder.loader(loader), ...)
-        recorder.close()
+    recorder = EngineRecorder(engine, write)
+    with recorder.active():
+        engine.train(recorder.loader(loader), ...)
+    recorder.close()
 
-    Takes the memory of the optimizer's state now. Micro-batches are made unseen. What the host's
-    threads do is done by this one while it is open.
+    Allocates the optimizer's state in the constructor. The creation of micro-batches is not
+    recorded. While the recorder is open, this thread does the work of the host threads.
     """
 
     def __init__(self, engine: Engine, write: Write):
@@ -76,7 +75,7 @@ class EngineRecorder:
         if self._host is not None:
             self._host.work_here(True)
         for slot in state.slots:
-            partial_rows(slot.placement, tp.name, tp.rank)  # which it remembers
+            partial_rows(slot.placement, tp.name, tp.rank)  # the function caches its result
         for kind in state.kinds:
             for i, tensor in enumerate(kind.memory()):
                 self._recorder.adopt(f"{kind.column} {i}", [tensor])
@@ -108,7 +107,7 @@ class EngineRecorder:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Records while in it, or until `close`."""
+        """Record inside this context, or until `close`."""
         if not self.is_open:
             yield
             return
@@ -120,16 +119,16 @@ class EngineRecorder:
                 self._recorder.__exit__(None, None, None)
 
     def loader(self, loader: Loader) -> Loader:
-        """`loader`, whose micro-batches are told by name."""
+        """Wrap `loader`, so that its micro-batches are recorded by name."""
         return _Unseen(loader, self._recorder)
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """A message that dispatch does not see."""
+        """Record a message that does not go through the dispatcher."""
         self._recorder.communicate(op, reads, writes)
 
     def close(self) -> None:
-        """Ends the recording, also in the middle of training; operators cost what they did
-        before."""
+        """End the recording, even in the middle of training; operators then run at full speed
+        again."""
         if self.is_open:
             self.is_open = False
             if self._recorder.is_active:
@@ -145,7 +144,7 @@ class EngineRecorder:
 
 
 def has_history(device: torch.device) -> bool:
-    """Whether torch's allocator of the device writes down what it does."""
+    """Return whether torch's allocator of the device can record a history."""
     return (
         device.type == "cuda"
         and torch.cuda.is_available()
@@ -154,16 +153,16 @@ def has_history(device: torch.device) -> bool:
 
 
 class AllocatorHistory:
-    """What the caching allocator of a GPU does from now on, without stacks, to be compared with
-    what is recorded."""
+    """The history of a GPU's caching allocator from now on, without stacks, for comparison with a
+    recording."""
 
     def __init__(self, device: torch.device):
         self._device = device
         torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_ENTRIES)
 
     def compare(self, path: Path) -> str:
-        """Ends it, and says how far a trace agrees. Raises: DataError where the file is no
-        trace."""
+        """End the history, and return how far a trace agrees with it. Raises: DataError if the file
+        is not a trace."""
         history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
         torch.cuda.memory._record_memory_history(enabled=None)
         if len(history) >= _MOST_ENTRIES:
@@ -175,10 +174,10 @@ class AllocatorHistory:
 
 
 class MemoryLog:
-    """The file of a run's memory events on this rank: of `train.record_memory` steps, from its
-    first one on.
+    """The file of this rank's memory events: `train.record_memory` steps, from the first one on.
 
-    `say`: told where it cannot be written.
+    Args:
+        say: Called with a message if the file cannot be written.
     """
 
     def __init__(self, engine: Engine, resumed: int, say: Callable[[str], None]):
@@ -208,12 +207,12 @@ class MemoryLog:
         self._records.append(self._name, line.encode())
 
     def after_step(self, step: int) -> None:
-        """To be called after every update."""
+        """Record the end of a step; must be called after every update."""
         if step >= self._last:
             self.close()
 
     def close(self) -> None:
-        """Ends the recording, if it has not ended."""
+        """End the recording, if it has not ended."""
         if self._recorder.is_open:
             self._recorder.close()
             self._records.close()
@@ -222,7 +221,7 @@ class MemoryLog:
 
 
 def _blocks(engine: Engine) -> Iterator[tuple[int, nn.Module]]:
-    """The model's blocks on this rank, with their numbers."""
+    """Yield the model's blocks on this rank, with their numbers."""
     return ((int(number), block) for number, block in engine.stage.blocks.items())
 
 
@@ -252,11 +251,12 @@ class _Unseen:
 
 
 class SampleLoader:
-    """Micro-batches of full sequences, all alike."""
+    """A loader of equal micro-batches of full sequences."""
 
     def __init__(self, config: Config):
         self._sample = sample_microbatch(config)
-        del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
+        # the loader's source provides these
+        del self._sample["num_targets"], self._sample["num_samples"]
         self._samples = config.train.micro_batch_size * config.parallel.replicas
         model = config.model
         b = config.train.micro_batch_size
@@ -294,19 +294,25 @@ class _Nowhere:
     work_per_move = seconds_per_move
 
     def restart(self) -> None:
-        """Nothing counts."""
+        """Do nothing, because there are no counters."""
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, because there is nothing to free."""
 
 
 def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
-    """The memory events of the first steps of training on a rank of the configuration's grid.
-    Nothing is computed.
+    """Return the memory events of the first steps of training on a rank of the configuration's
+    grid, without computing anything.
 
-    Times have no meaning (see analysis.excerpt.retimed). With memory.budget all state is there.
-    `config`: resolved; the device that it names need not be on this machine.
-    Raises: ConfigError with a compression.gradients that decides by numbers what it runs.
+    Times have no meaning (see analysis.excerpt.retimed). With memory.budget all state is resident.
+
+    Args:
+        config: A resolved configuration; this machine need not have its device.
+        rank: The rank.
+        steps: Number of steps.
+
+    Raises:
+        ConfigError: compression.gradients is a method whose operators depend on computed values.
     """
     if config.compression.depends_on_values:
         raise config_error(
@@ -331,7 +337,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
 
         def watched(actions: Actions) -> Actions:
             for action in actions:
-                # these actions look into the micro-batch only
+                # these actions read the values of integers only in the micro-batch
                 tracker.make_ghosts_of_integers(action.kind in COMPUTE)
                 yield action
 

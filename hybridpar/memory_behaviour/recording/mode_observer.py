@@ -1,8 +1,8 @@
-"""Observes what operators do to blocks of memory as a dispatch mode: of ghosts, and of real tensors
+"""Observe what operators do to blocks of memory as a dispatch mode, for ghosts and for real tensors
 on any device.
 
-While a mode is active, autograd makes sums of two gradients anew which else it makes in place: here
-they are in place.
+While a mode is active, autograd allocates a new tensor for sums of two gradients that it otherwise
+makes in place; this mode makes them in place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hybridpar.prediction.ghost import Ghost, cast_bytes, is_in_place_without_a_
 from hybridpar.prediction.operators import Operator, Use, adds_nothing, in_place_form
 
 Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]
-"""Gives events, once told how a clock's stamps are read as seconds."""
+"""A function that returns events, given a function from a clock's stamp to seconds."""
 
 
 class _Block(weakref.ref[Any]):
-    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the
+    """A watched owner of memory. `key`: identity of the owner. `number`, `num_bytes`: as in the
     trace."""
 
     __slots__ = ("key", "num_bytes", "number")
@@ -40,13 +40,14 @@ _Raw = tuple[What, int, int, str, Any, int, str]
 
 
 class ModeObserver(QuietMode):
-    """An Observer (see memory.recorder). `now`: stamps of a clock."""
+    """An Observer (see recorder.py). `now` returns stamps of a clock."""
 
     def __init__(self, now: Callable[[], Any]):
         super().__init__()
         self._layer = -1
         self._is_paused = False
-        self._operators: dict[int, Operator] = {}  # by identity: torch hashes them in Python
+        # by identity, because torch hashes operators in Python
+        self._operators: dict[int, Operator] = {}
         self._blocks: dict[int, _Block] = {}  # by owner
         self._freed: deque[_Block] = deque()  # by other threads
         self._thread = get_ident()
@@ -62,11 +63,11 @@ class ModeObserver(QuietMode):
         self.__exit__(None, None, None)
 
     def enter_layer(self, layer: int) -> None:
-        """See Observer."""
+        """Note which block of the model runs; see Observer."""
         self._layer = layer
 
     def pause(self, paused: bool) -> None:
-        """See Observer."""
+        """Stop or resume observing operators; see Observer."""
         self._is_paused = paused
 
     def adopt(self, name: str, tensors: list[Tensor]) -> None:
@@ -99,7 +100,7 @@ class ModeObserver(QuietMode):
 
     def take(self) -> Reading | None:
         self._note_freed()
-        # blocks may be given back at any point of this, and say so
+        # any statement here may free blocks, whose finalizers add events
         events = self._events
         self._events = []
         return (lambda since: _read(events, since)) if events else None
@@ -167,7 +168,7 @@ class ModeObserver(QuietMode):
                 What.WRITE,
                 What.READ,
                 What.FREE,
-            ):  # a block that only this operator has
+            ):  # a block that only this operator uses
                 self._events.append((what, self._next, scratch, op, now, layer, ""))
             self._next += 1
         note = self._events.append
@@ -179,7 +180,7 @@ class ModeObserver(QuietMode):
             note((What.WRITE, block.number, block.num_bytes, op, now, layer, ""))
 
     def _move(self, old: Tensor, new: Tensor) -> None:
-        """`new` has the block of `old` from now on."""
+        """Assign the block of `old` to `new` from now on."""
         key = id(_owner(old))
         other = id(_owner(new))
         if key not in self._blocks:
@@ -215,7 +216,7 @@ class ModeObserver(QuietMode):
             self._freed.append(block)
 
     def _note_freed(self) -> None:
-        """Tells what other threads gave back since."""
+        """Record the frees that other threads have made since."""
         while self._freed:
             self._free(self._freed.popleft(), self._now())
 
@@ -233,7 +234,7 @@ def _read(events: list[_Raw], since: Callable[[Any], float]) -> list[MemoryEvent
 
 
 def _owner(tensor: Tensor) -> Any:
-    """The object that lives as long as the tensor's memory."""
+    """Return the object that lives as long as the tensor's memory."""
     return tensor.block if isinstance(tensor, Ghost) else tensor.untyped_storage()
 
 
@@ -244,7 +245,8 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
-    """A tensor for each block that takes memory, in order, by the block's owner, and its bytes."""
+    """Return one tensor and the bytes for each block that takes memory, in order, by the block's
+    owner."""
     found: dict[int, tuple[Tensor, int]] = {}
     for tensor in tensors:
         if isinstance(tensor, Ghost):
@@ -260,7 +262,7 @@ def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
 
 
 def _is_on_cpu(args: Any) -> bool:
-    """Whether an operator makes copies for its arithmetic as a CPU does."""
+    """Return whether an operator makes copies for its arithmetic as a CPU does."""
     first = args[0]
     return (
         not first.block.tracker.is_cuda if isinstance(first, Ghost) else first.device.type == "cpu"

@@ -1,19 +1,18 @@
-"""Records what every operator does to every block of memory, of real tensors as of ghosts.
+"""Record what every operator does to every block of memory, for real tensors and ghosts.
 
-    recorder = Recorder(write)
-    with recorder:
-        loss = model(x).sum()
-        loss.backward()
-    recorder.close()                     # write() got Spans: mallocs, frees, reads and writes, in
-                                         order
+recorder = Recorder(write)
+with recorder:
+    loss = model(x).sum()
+    loss.backward()
+recorder.close()                     # write() got Spans: mallocs, frees, reads and writes, in order
 
-An observer stands between autograd and the operators, so it sees those of a backward, fused ones,
-torch's lists of tensors (foreach), and our own in C++ and Triton, whose schemas say what they
-write. Views are no access. Scratch space inside an operator is not seen. An asynchronous message
-reads and writes when it is started.
+An observer sits between autograd and the operators, so it sees operators of a backward, fused ones,
+torch's operators on lists of tensors (foreach), and hybridpar's own in C++ and Triton, whose
+schemas declare what they write. Views are no access. Scratch space inside an operator is not seen.
+An asynchronous message counts as reading and writing when it is started.
 
-There are two observers, with the same events: one in C++ (csrc/recorder), for tensors on CPUs; and
-a dispatch mode in Python (mode_observer.py), for ghosts and tensors on GPUs, or where the other is
+There are two observers with equal events: one in C++ (csrc/recorder), for tensors on CPUs; and a
+dispatch mode in Python (mode_observer.py), for ghosts and tensors on GPUs, or if the extension was
 not built.
 """
 
@@ -37,8 +36,8 @@ from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 
 
 class Clock(Protocol):
-    """Says what time it is; what `now` returns may be read off, as seconds since another one, once
-    it `is_over`."""
+    """A clock. A stamp from `now` can be converted to seconds since another one, once it
+    `is_over`."""
 
     def now(self) -> Any: ...
     def since(self, begun: Any, stamp: Any) -> float: ...
@@ -75,14 +74,14 @@ HOST_CLOCK: Clock = _HostClock()
 
 
 class Observer(Protocol):
-    """Sees what happens to blocks while it is entered, and when they are given back until it is
+    """An observer of blocks of memory: of operators while it is entered, and of frees until it is
     closed."""
 
     def enter_layer(self, layer: int) -> None:
-        """Note which block of the model runs; -1: none."""
+        """Note which block of the model runs; -1 for none."""
 
     def pause(self, paused: bool) -> None:
-        """Let operators pass unseen, or see them again."""
+        """Stop observing operators, or resume."""
 
     def enter(self) -> None: ...
     def exit(self) -> None: ...
@@ -90,13 +89,14 @@ class Observer(Protocol):
     def resized(self, name: str, tensor: Tensor) -> None: ...
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
     def take(self) -> Reading | None:
-        """What happened since the last call, to be read when the time is over; None: nothing."""
+        """Return a reader of the events since the last call, to be called when the time is over;
+        None if there are none."""
 
     def close(self) -> None: ...
 
 
 class _NativeObserver:
-    """The observer in C++. It keeps events as text, and times of the host's clock."""
+    """The observer in C++. It stores events as text, with times of the host's clock."""
 
     def __init__(self, begun: int):
         self._inner = native.recorder().Observer(described, begun)
@@ -125,8 +125,8 @@ class _NativeObserver:
 
 
 def observer_for(clock: Clock, begun: Any) -> Observer:
-    """The observer in C++ where it can be: the host tells the time, and no other mode is active, as
-    that of ghosts."""
+    """Return the observer in C++ if possible: it requires the host's clock, and no other active
+    mode, such as that for ghosts."""
     is_native = (
         clock is HOST_CLOCK
         and not torch._C._len_torch_dispatch_stack()
@@ -136,19 +136,23 @@ def observer_for(clock: Clock, begun: Any) -> Observer:
 
 
 class Recorder:
-    """Hands spans of memory events to `write`, one when the next begins, while it is entered.
+    """A recorder that passes spans of memory events to `write` while it is entered, each when the
+    next begins.
 
-    `num_microbatches`: of a step; an action tells its step by it. `clock`: a device's tells when an
-    operator's turn came; its spans are handed over once that is known, as nobody waits for it.
+    Records operators of the thread that enters it, and of the backwards that this thread starts.
 
-    Operators of the thread that enters it, and of the backwards that this one starts, are recorded.
+    Args:
+        write: Called with each span.
+        num_microbatches: Micro-batches of a step, which determine the step of an action.
+        clock: A clock. A device's clock is read only after its operators have run, because nothing
+            waits for the device, so its spans are passed on later.
     """
 
     def __init__(
         self, write: Callable[[Span], object], num_microbatches: int = 1, clock: Clock = HOST_CLOCK
     ):
         self.is_active = False
-        """Whether it is entered."""
+        """Whether the recorder is entered."""
         self._write = write
         self._num_microbatches = num_microbatches
         self._clock = clock
@@ -168,34 +172,33 @@ class Recorder:
         self._observer.exit()
 
     def enter_layer(self, layer: int) -> None:
-        """Note which block of the model runs; -1: none."""
+        """Note which block of the model runs; -1 for none."""
         self._observer.enter_layer(layer)
 
     def pause(self, paused: bool) -> None:
-        """Let operators pass unseen, or see them again."""
+        """Stop recording operators, or resume."""
         self._observer.pause(paused)
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Names blocks: from now on in the trace those that were there, from their birth those made
-        in this span."""
+        """Name the blocks of tensors in the trace: existing blocks from now on, blocks of this span
+        from their allocation."""
         self._observer.adopt(name, list(tensors))
 
     def resized(self, name: str, tensor: Tensor) -> None:
-        """A tensor's storage was emptied, or has memory again, which is a block of this name: no
-        operator does so.
+        """Record that a tensor's storage was emptied, or has memory again as a block of this name,
+        because no operator does that.
 
-        What is made while nothing is recorded is seen when it is first used.
+        Blocks that are allocated while nothing is recorded are seen when they are first used.
         """
         if self.is_active:
             self._observer.resized(name, tensor)
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """An operator on tensors that dispatch does not see."""
+        """Record an operator that does not go through the dispatcher."""
         self._observer.communicate(op, reads, writes)
 
     def begin(self, action: Action | None) -> None:
-        """Ends a span: `action` runs from now on; None: nothing that has a name, and `step` says in
-        which step."""
+        """End a span. `action` runs from now on; None: unnamed work in step `step`."""
         self._end_span()
         self._running = action
         if action is not None and action.kind not in PER_ITEM:
@@ -206,7 +209,7 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """Number of the step that runs, from 1. Setting it ends a span."""
+        """Number of the current step, from 1. Setting it ends a span."""
         return self._step
 
     @step.setter
@@ -215,12 +218,12 @@ class Recorder:
         self._step = step
 
     def close(self) -> None:
-        """Hands over what is left. Blocks are not watched any more."""
+        """Pass on the remaining spans, and stop watching blocks."""
         self._observer.close()
         self._end_span(finish=True)
 
     def _end_span(self, *, finish: bool = False) -> None:
-        """Hands over the spans whose times are known; with `finish` waits for them."""
+        """Pass on the spans whose times are known; with `finish`, wait for all of them."""
         start = self._start
         self._start = self._clock.now()
         if (reading := self._observer.take()) is not None:

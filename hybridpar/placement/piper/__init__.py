@@ -1,10 +1,10 @@
-"""Piper: splits a graph of layers into stages, and picks tensor and data parallelism and
-recomputation for each.
+"""Piper: split a graph of layers into stages, with tensor and data parallelism and recomputation
+for each stage.
 
-    plan = plan_stages(read_instance("bert32a100.json"))
+plan = plan_stages(read_instance("bert32a100.json"))
 
 Source: Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN
-    Parallelization", NeurIPS 2021.
+Parallelization", NeurIPS 2021.
 """
 
 from hybridpar.placement.piper.equal import Allowed, plan_equal_stages

@@ -1,8 +1,8 @@
-"""The baseline of PipeDream-2BW's planner: equal stages, one degree of each parallelism, all
-recomputed or nothing.
+"""The baseline of PipeDream-2BW's planner: equal stages, one degree of each parallelism, and either
+full recomputation or none.
 
 Source: Narayanan et al., PipeDream-2BW, ICML 2021, section 5; Piper (NeurIPS 2021), section 5
-    ("equi").
+("equi").
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from hybridpar.placement.workload import order_of
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Features that a plan may use; less of it gives the paper's ablations noDP, noTP and noAR."""
+    """Features that a plan may use; without one of them it is the paper's ablation noDP, noTP or
+    noAR."""
 
     data: bool = True
     tensor: bool = True
@@ -34,11 +35,11 @@ class Allowed:
 
 
 def plan_equal_stages(instance: Instance, allowed: Allowed | None = None) -> StagePlan:
-    """The best plan of equal stages.
+    """Return the best plan of equal stages.
 
-    Where half of the layers or more have one name (transformer layers), those are dealt out evenly,
-    what comes before and after them joins the first and last stage, or makes stages of its own.
-    Else all layers are dealt out in order.
+    If at least half of the layers have one name (transformer layers), these are divided evenly, and
+    the layers before and after them join the first and last stage, or form separate stages.
+    Otherwise all layers are divided in order.
     """
     start = time.monotonic()
     best: tuple[float, Sequence[LayerGroup]] = (float("inf"), ())
@@ -73,7 +74,8 @@ def _splits(instance: Instance) -> Iterator[list[list[int]]]:
 
 
 def _deal(items: Sequence[int], p: int) -> list[list[int]]:
-    """p consecutive parts; the last ones are one longer where it does not come out even."""
+    """Return p consecutive parts; the last ones are one longer if the items do not divide
+    evenly."""
     size, longer = divmod(len(items), p)
     ends = [size * (i + 1) + max(0, i + 1 - (p - longer)) for i in range(p)]
     return [list(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
@@ -82,7 +84,8 @@ def _deal(items: Sequence[int], p: int) -> list[list[int]]:
 def _ends(
     instance: Instance, layers: set[int], order: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """The others: those that come after a layer, last, and the rest, first."""
+    """Return the layers that are not in `layers`: the layers before them, and the layers after any
+    of them."""
     after = set(layers)
     for u in order:
         if u in after:

@@ -1,8 +1,8 @@
-"""Layers that cost nothing, wherever they are: the search leaves them out, for each may double the
-downsets.
+"""Layers that cost nothing on any stage. The search leaves them out, because each may double the
+number of downsets.
 
-A free layer goes to the stage of the first layer that it leads to. Layers before and behind it keep
-their order. So the best plan of the others is the best of all.
+A free layer goes to the stage of the first layer that depends on it. Layers before and after it
+keep their order, so the best plan of the other layers is the best plan of all.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from hybridpar.placement.workload import order_of
 
 
 def without_free(instance: Instance) -> tuple[list[int], dict[int, set[int]]]:
-    """The layers that are not free, each after all that it leads to; and those that any layer leads
-    to at once, or past free ones."""
+    """Return the layers that are not free, each after all its successors; and the successors of
+    every layer, direct or through free layers."""
     free = _free(instance)
     after: dict[int, list[int]] = {v: [] for v in range(instance.num_layers)}
     for u, v, _ in instance.edges:
         after[u].append(v)
-    free -= {v for v in free if not after[v]}  # one that leads nowhere has no stage to go to
+    free -= {v for v in free if not after[v]}  # a layer without successors has no stage to go to
     behind: dict[int, set[int]] = {}
     for u in order_of(instance.num_layers, [(u, v) for u, v, _ in instance.edges])[::-1]:
         behind[u] = set().union(*(behind[v] if v in free else {v} for v in after[u]))
@@ -26,7 +26,7 @@ def without_free(instance: Instance) -> tuple[list[int], dict[int, set[int]]]:
 
 
 def _free(instance: Instance) -> set[int]:
-    """Layers with nothing to run, keep or send, at any degree."""
+    """Return the layers with nothing to compute, keep or send, at any degree."""
     free = {
         v
         for v, ways in enumerate(instance.ways)

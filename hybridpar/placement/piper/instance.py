@@ -1,4 +1,4 @@
-"""Layers with the ways to run each: an instance of Piper's planning problem, and its JSON file."""
+"""An instance of Piper's planning problem, layers with ways to run each, and its JSON file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PLAIN = "vanilla"
 class Way:
     """A way to run a layer on some number of devices ("TMPC" in the paper). Units: s, bytes.
 
-    Memory of a device: `memory_a` for each micro-batch in flight, and `memory_b`.
-    `sync_forward[u]`, `sync_backward[w]`: bytes that the group exchanges if layer u before it, or w
-    after it, is in another stage.
+    A device needs `memory_a` bytes for each micro-batch in flight, and `memory_b` once.
+    `sync_forward[u]` and `sync_backward[w]` are bytes that the group exchanges if the preceding
+    layer u, or the following layer w, is in another stage.
     """
 
     name: str
@@ -34,22 +34,22 @@ class Way:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Instance:
-    """n layers, by position in the file, and the devices for them. Made by `make_instance`, which
+    """n layers, by position in the file, and the devices for them. `make_instance` creates and
     checks it."""
 
     ids: tuple[int, ...]
     names: tuple[str, ...]
     ways: tuple[Mapping[int, tuple[Way, ...]], ...]
-    """Ways to run each layer, by degree of tensor parallelism."""
+    """Ways to run each layer, by tensor-parallel degree."""
     edges: tuple[tuple[int, int, float], ...]
-    """(from, to, bytes): positions."""
+    """Edges (source, destination, bytes), by position."""
     memory: float
     """Bytes of a device."""
     num_devices: int
     bandwidth: float
-    """Bytes a second, from a device to the others."""
+    """Bytes per second from a device to the others."""
     num_microbatches: int
-    """Micro-batches of a batch, of all replicas together."""
+    """Micro-batches of a batch, over all replicas."""
 
     @property
     def num_layers(self) -> int:
@@ -57,7 +57,7 @@ class Instance:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees of tensor parallelism that some layer has a way for."""
+        """Tensor-parallel degrees for which some layer has a way."""
         return tuple(sorted({t for ways in self.ways for t in ways}))
 
     def with_devices(
@@ -68,7 +68,7 @@ class Instance:
         bandwidth: float | None = None,
         num_microbatches: int | None = None,
     ) -> Instance:
-        """This instance on other devices. Raises: ConfigError."""
+        """Return this instance on other devices. Raises: ConfigError if they are not valid."""
         given = {
             "maxDevices": num_devices,
             "maxMemoryPerDevice": memory,
@@ -88,18 +88,26 @@ class Instance:
 
 
 def is_instance(document: object) -> bool:
-    """Whether a document is meant to be of Piper's format, right or wrong."""
+    """Return whether a document is meant to be in Piper's format, valid or not."""
     return isinstance(document, Mapping) and not {"maxDevices", "mbsInBatch"}.isdisjoint(document)
 
 
 def read_instance(path: str | Path) -> Instance:
-    """Raises: DataError if the file is no JSON, ConfigError if it holds no instance."""
+    """Read an instance from a file.
+
+    Raises:
+        DataError: The file is not JSON.
+        ConfigError: The file is not an instance.
+    """
     return make_instance(read_document(path))
 
 
 def make_instance(document: object) -> Instance:
-    """Checks a document of Piper's format (a dict). Raises: ConfigError with what is wrong (the
-    first 10 fields)."""
+    """Return the instance of a document in Piper's format (a dict).
+
+    Raises:
+        ConfigError: Lists the first 10 errors.
+    """
     check = Checker()
     top = check.mapping(document, "instance")
     check.finish()
@@ -243,7 +251,7 @@ def _sync(
     neighbours: set[int],
     position: Mapping[int, int],
 ) -> dict[int, float]:
-    """Bytes by neighbour; one for each edge there is, and no others."""
+    """Return bytes by neighbour, and check that there is exactly one for each edge."""
     given = check.mapping(entry.get(key), f"{where}{key}")
     ids = {str(node): i for node, i in position.items()}
     for name in given:

@@ -1,5 +1,5 @@
-"""Piper's knapsack: the layers of a stage change to leaner ways, the cheapest first, until they
-fit."""
+"""Piper's knapsack: layers of a stage change to ways that need less memory, the cheapest first,
+until the stage fits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ ENOUGH = 1e-9  # bytes
 
 
 def leaner(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
-    """Changes ways, the cheapest first by time lost for memory gained, until `excess` bytes are
-    saved.
+    """Change ways, ordered by time lost per memory saved, until `excess` bytes are saved.
 
     Shapes: cost [layers, ways], memory [y, layers, ways], fastest [layers], excess [y]. Returns
-        ways [y, layers].
+    ways [y, layers].
     """
     return (_of_many if cost.shape[1] > 2 else _of_two)(cost, memory, fastest, excess)
 
@@ -37,7 +36,7 @@ def _of_two(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints
 
 
 def _of_many(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
-    """A layer may change several times."""
+    """Solve the case of more than two ways, in which a layer may change several times."""
     rows = np.arange(len(fastest))
     found = np.repeat(fastest[None], len(memory), 0)
     for way, used, left in zip(found, memory, excess.tolist(), strict=True):

@@ -1,11 +1,11 @@
-"""Cost of a plan of stages, and the rules that it keeps, straight from the layers. It shares no
-code with the planners.
+"""Cost and validity of a plan of stages, computed directly from the layers, without code of the
+planners.
 
-    time of a stage   = compute / d + (edges / d + 4 (d - 1) / d * weights / N) / bandwidth
-    edges             = 2 (bytes + bytes exchanged in the group) over edges that lead into the
-                      stage, or out of it
-    memory of a stage = sum of a y + b,  y = ceil(d of this and of all later stages / d):
-    micro-batches in flight
+time of a stage   = compute / d + (edges / d + 4 (d - 1) / d * weights / N) / bandwidth
+edges             = 2 (bytes + bytes exchanged in the group) over edges that lead into the
+                    stage, or out of it
+memory of a stage = sum of a y + b,  y = ceil(d of this and of all later stages / d):
+                    micro-batches in flight
 
 Source: Piper (NeurIPS 2021), section 3; 4 (d - 1) / d is PipeDream's all-reduce.
 """
@@ -22,8 +22,8 @@ from hybridpar.placement.piper.instance import Instance, Way
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """A stage. `ways`: the name of the way that each layer (its position) is run. It takes
-    `data * tensor` devices."""
+    """A stage on `data * tensor` devices. `ways`: the name of the way that each layer (its
+    position) is run."""
 
     ways: Mapping[int, str]
     data: int
@@ -32,8 +32,8 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class StageScore:
-    """By stage: seconds a micro-batch, bytes of a device, micro-batches in flight. `time`: of the
-    slowest."""
+    """Seconds per micro-batch, bytes of a device, and micro-batches in flight, by stage. `time` is
+    the maximum over stages."""
 
     time: float
     times: tuple[float, ...]
@@ -44,8 +44,8 @@ class StageScore:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagePlan:
-    """A plan that a planner found, scored by `score_stages`. No stages: nothing that it looks for
-    fits the memory."""
+    """A planner's plan, scored by `score_stages`. No stages: the planner found nothing that fits
+    the memory."""
 
     instance: Instance = field(repr=False)
     planner: str
@@ -54,9 +54,9 @@ class StagePlan:
     seconds: float
     stats: dict[str, float] = field(default_factory=dict)
     note: str = ""
-    """Why there may be faster plans: the time ran out, for instance."""
+    """Reason why there may be faster plans, such as the time limit."""
     bound: float = 0.0
-    """No plan is faster."""
+    """Lower bound on the time of any plan."""
 
     @property
     def fits(self) -> bool:
@@ -64,11 +64,11 @@ class StagePlan:
 
     @property
     def time(self) -> float:
-        """Seconds a micro-batch when the pipeline is full; infinite if nothing fits."""
+        """Seconds per micro-batch when the pipeline is full; infinite if nothing fits."""
         return self.score.time
 
     def document(self) -> dict[str, Any]:
-        """Plain values only: the stages, first to last, with the ids of their layers and the way
+        """Return plain values: the stages, first to last, with the ids of their layers and the way
         each is run."""
         parts = zip(
             self.stages, self.score.times, self.score.memory, self.score.in_flight, strict=True
@@ -94,7 +94,7 @@ class StagePlan:
 
     @property
     def failure(self) -> str:
-        """In words, where nothing was found."""
+        """Why nothing was found, in words."""
         found = "was found in time that" if self.note else ""
         return " ".join(
             f"{self.planner}: nothing {found} fits {self.instance.num_devices} devices of "
@@ -103,7 +103,7 @@ class StagePlan:
 
     @property
     def quality(self) -> str:
-        """The plan's time in words, and what is known of it."""
+        """The plan's time and what is known of its quality, in words."""
         text = f"{self.planner}: {self.time:.6g} s a micro-batch; {self.seconds:.2f} s to find"
         if not self.note:
             return text
@@ -143,14 +143,14 @@ def make_plan(
     note: str = "",
     bound: float = 0.0,
 ) -> StagePlan:
-    """Scores a planner's stages, which may be none."""
+    """Return a scored plan from a planner's stages, which may be empty."""
     score = score_stages(instance, stages) if stages else NOTHING
     assert not score.problems, f"{planner}: {score.problems[0]}"
     return StagePlan(instance, planner, tuple(stages), score, seconds, stats or {}, note, bound)
 
 
 def score_stages(instance: Instance, stages: Sequence[LayerGroup]) -> StageScore:
-    """Costs of the stages, in their order, and what is wrong with them."""
+    """Return the costs of the stages in order, and raise an error if they are not valid."""
     found: list[Problem] = _structure(instance, stages)
     if found:
         return StageScore(float("inf"), (), (), (), tuple(found))

@@ -1,12 +1,14 @@
-"""Piper's dynamic program over downsets: sets of layers that hold everything after their members.
+"""Piper's dynamic program over downsets: sets of layers that contain all successors of their
+members.
 
-    best[D][k][s] = min over downsets D' in D, tensor degree t and data degree d of
-        max(best[D'][k - d t][s - d], time of stage D - D' on d t devices, with ceil(s / d)
-        micro-batches in flight)
+best[D][k][s] = min over downsets D' in D, tensor degree t and data degree d of
+                max(best[D'][k - d t][s - d], time of stage D - D' on d t devices, with
+                ceil(s / d) micro-batches in flight)
 
-on at most k devices with a sum of data degrees of at most s. A stage's ways to run its layers are a
-knapsack: all fastest, if that fits; else layers change to a leaner way in the order of time lost
-for memory gained, until it does. With two ways a layer that is optimal to within one layer.
+on at most k devices with a sum of data degrees of at most s. Choosing a way for each layer of a
+stage is a knapsack: all layers use the fastest way if that fits; else layers change to ways with
+less memory, in the order of time lost per memory saved. With two ways per layer that is optimal to
+within one layer.
 
 Source: Piper (NeurIPS 2021), section 4 and appendix A.
 """
@@ -34,10 +36,10 @@ SLACK = 1e-9
 FIRST_LIMIT = 1.15
 NEXT_LIMIT = 1.4
 LIMITS = 3
-"""First limit, as a multiple of the least time; factor from a limit to the next; how many before
-there is none."""
+"""The search first tries limits on the time of a stage: FIRST_LIMIT times the least time, then
+NEXT_LIMIT times the previous limit. After LIMITS of them it runs without a limit."""
 LONG = 0.7
-"""Share of the time limit after which one order has to do."""
+"""Share of the time limit after which only one order is searched."""
 
 
 def plan_stages(
@@ -46,12 +48,12 @@ def plan_stages(
     max_downsets: int = MAX_IDEALS,
     time_limit: float = np.inf,
 ) -> StagePlan:
-    """The best stages. A plan without stages says that nothing fits, or, with a note, that nothing
-    was found.
+    """Return the best stages. A plan without stages means that nothing fits or, with a note, that
+    nothing was found.
 
-    Where there are more downsets than `max_downsets`, or the time limit (seconds) is near, those of
-    one order of the layers are searched instead; where there is no time for that either, equal
-    stages. `note` says so.
+    With more than `max_downsets` downsets, or close to the time limit (seconds), only the downsets
+    of one linear order of the layers are searched; if there is no time for that either, equal
+    stages are returned. `note` says so.
     """
     start = time.monotonic()
     allowed = allowed or Allowed()
@@ -102,12 +104,12 @@ class _Degree:
     memory_a: Floats
     memory_b: Floats
     edge_bytes: Floats
-    """[edges, 2, ways]: twice the bytes if the edge leaves its source's stage, or enters its
+    """Array [edges, 2, ways]: twice the bytes if the edge leaves its source's stage, or enters its
     destination's."""
 
     def useful(self, inside: Bools, table: _Table) -> Bools:
-        """Which of many stages [stages, layers] can run at this degree, in the limit and memory, at
-        best."""
+        """Return which of many stages [stages, layers] can at best run at this degree, within the
+        limit and memory."""
         leanest = np.where(np.isinf(self.time), np.inf, self.memory_a + self.memory_b).min(1)
         known = np.where(self.runs, np.stack([self.time.min(1), leanest]), 0.0)
         compute, memory = known @ inside.T
@@ -153,10 +155,11 @@ def _sync(way: Way, side: int, other: int) -> float:
 
 
 class _Table:
-    """The table best[D][k][s], and how each entry came about.
+    """The table best[D][k][s], with the choice behind each entry.
 
-    order: the layer of each element of the downsets. Any other is in a downset if all of `behind`
-    it are.
+    Args:
+        order: The layer of each element of the downsets.
+        behind: Layers that must be in a downset for each further layer to be in it.
     """
 
     def __init__(
@@ -196,26 +199,32 @@ class _Table:
         self.choices: list[tuple[int, _Degree, int]] = []
 
     def least_work(self) -> Floats:
-        """[layers] the least device time of each: run the fastest way, without communication."""
+        """Least device time of each layer [layers]: with the fastest way, without communication."""
         return np.min(
             [degree.time.min(1) * degree.t for degree in self.degrees], axis=0, initial=np.inf
         )
 
     def least(self) -> float:
-        """No plan is faster: all devices equally busy with that."""
+        """Lower bound on the time of any plan: all devices equally busy with the least work."""
         return float(self.least_work().sum()) / self.instance.num_devices
 
     def solve(self, known: float) -> list[LayerGroup]:
-        """The best stages, none if nothing fits. `known`: some plan takes so long. Raises:
-        OutOfTime."""
-        # stages that take longer than a limit are not looked at; where the limit was too low,
-        # nothing is found
+        """Return the best stages, or [] if nothing fits.
+
+        Args:
+            known: Time of a known plan.
+
+        Raises:
+            OutOfTime: The time limit passed.
+        """
+        # skip stages above a limit; if nothing is found, the limit was too low
         limit = FIRST_LIMIT * self.least()
         if not np.isfinite(limit):
             return []
         for _ in range(LIMITS):
             self.fill(min(limit, known) * (1 + SLACK))
-            if limit >= known or self.best[-1, -1, -1] <= limit:  # a longer one may not be the best
+            # a plan above the limit need not be the best
+            if limit >= known or self.best[-1, -1, -1] <= limit:
                 break
             limit *= NEXT_LIMIT
         else:
@@ -223,15 +232,17 @@ class _Table:
         return self.stages()
 
     def fill(self, limit: float) -> None:
-        """The table for plans that take `limit` at most; what takes longer may be infinite.
+        """Fill the table for plans that take at most `limit`; entries above it may be infinite.
 
-        With fewer devices than `lowest`, a downset takes more than that; with more than `highest`,
-        the rest does.
+        With fewer devices than `lowest`, a downset takes more than the limit; with more than
+        `highest`, the remaining layers do.
 
-        Raises: OutOfTime.
+        Raises:
+            OutOfTime: The time limit passed.
         """
         self.limit = limit
-        self.best[...], self.came[...] = np.inf, -1
+        self.best[...] = np.inf
+        self.came[...] = -1
         self.best[0] = 0.0
         self.choices.clear()
         work = self.layers @ self.least_work()
@@ -258,8 +269,8 @@ class _Table:
                 np.minimum.accumulate(row, axis, out=row)
 
     def _try(self, downset: int, below: int, degree: _Degree) -> None:
-        """Makes a stage of what is in `downset` and not in `below`, with every degree of data
-        parallelism."""
+        """Try the stage of layers in `downset` and not in `below`, with every data-parallel
+        degree."""
         inside = self.layers[downset] & ~self.layers[below]
         highest = int(self.highest[downset])
         data = self.data_of(degree, highest - int(self.lowest[below]))
@@ -273,7 +284,7 @@ class _Table:
         in_time = np.flatnonzero(times <= self.limit)
         if first > last or not len(in_time):
             return
-        most = min(self.most, last, d * int(in_time[-1] + 1))  # of replicas
+        most = min(self.most, last, d * int(in_time[-1] + 1))  # largest number of replicas
         flight = -(-np.arange(d, most + 1) // d)
         value = np.maximum(
             self.best[below, first - used : last + 1 - used, : most + 1 - d], times[flight - 1]
@@ -287,14 +298,14 @@ class _Table:
             self.choices.append((below, degree, d))
 
     def data_of(self, degree: _Degree, devices: int) -> Ints:
-        """The degrees of data parallelism that so many devices suffice for."""
+        """Return the data-parallel degrees that `devices` devices are enough for."""
         return self.data[self.data * degree.t <= devices]
 
     def _stage_times(
         self, degree: _Degree, inside: Bools, data: Ints, most: int
     ) -> Iterator[tuple[int, Floats]]:
-        """For each degree of data parallelism: the stage's time by micro-batches in flight, from 1;
-        of up to `most` replicas."""
+        """Yield for each data-parallel degree the stage's time by micro-batches in flight from 1,
+        for up to `most` replicas."""
         cost = self._costs(degree, inside, data)
         useful = np.flatnonzero(cost.min(2).sum(1) <= self.limit)
         if len(useful):
@@ -303,14 +314,15 @@ class _Table:
                 yield int(data[i]), self._knapsack(cost[i], memory[: -(-most // int(data[i]))])[0]
 
     def _memory(self, degree: _Degree, inside: Bools) -> Floats:
-        """[micro-batches in flight, from 1; layers of the stage; ways]"""
+        """Return bytes [micro-batches in flight, from 1; layers of the stage; ways]."""
         flight = np.arange(1, self.most + 2)[:, None, None]
         memory = degree.memory_a[inside] * flight + degree.memory_b[inside]
         memory[:, np.isinf(degree.time[inside])] = np.inf
         return memory
 
     def _costs(self, degree: _Degree, inside: Bools, data: Ints) -> Floats:
-        """[data degrees, layers of the stage, ways]: seconds that each layer adds to the stage."""
+        """Return seconds that each layer adds to the stage [data degrees, layers of the stage,
+        ways]."""
         crossing = np.zeros(degree.time.shape)
         source, to = self.edges.T
         for side, own, other in ((0, source, to), (1, to, source)):
@@ -321,8 +333,8 @@ class _Table:
         return (crossing[inside] / d + sync) / self.instance.bandwidth + degree.time[inside] / d
 
     def _knapsack(self, cost: Floats, memory: Floats) -> tuple[Floats, Ints]:
-        """The stage's time by micro-batches in flight, infinite if it does not fit, and ways [in
-        flight, layers]."""
+        """Return the stage's time by micro-batches in flight, infinite if it does not fit, and the
+        ways [in flight, layers]."""
         rows = np.arange(len(cost))
         fastest = cost.argmin(1)
         way = np.repeat(fastest[None], len(memory), 0)
@@ -337,7 +349,7 @@ class _Table:
         return total, way
 
     def stages(self) -> list[LayerGroup]:
-        """The stages, first to last; none if nothing fits."""
+        """Return the stages, first to last; [] if nothing fits."""
         downset = len(self.downsets) - 1
         k = self.best.shape[1] - 1
         s = self.most
@@ -345,9 +357,7 @@ class _Table:
         if not np.isfinite(self.best[downset, k, s]):
             return []
         while downset:
-            value = self.best[
-                downset, k, s
-            ]  # found with as few devices and replicas as have this value
+            value = self.best[downset, k, s]  # the fewest devices and replicas with this value
             while k and self.best[downset, k - 1, s] == value:
                 k -= 1
             while s and self.best[downset, k, s - 1] == value:

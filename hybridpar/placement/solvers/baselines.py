@@ -1,4 +1,4 @@
-"""Baselines to compare with: one accelerator, greedy packing, and PipeDream's optimizer."""
+"""Baselines for comparison: one accelerator, greedy packing, and PipeDream's optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridpar.placement.workload import Ints, Workload
 
 
 def one_accelerator(workload: Workload) -> Ints:
-    """Everything on accelerator 0. Raises: ConfigError if it cannot run, or hold, everything."""
+    """Put everything on accelerator 0. Raises: ConfigError if it cannot run or hold everything."""
     if not workload.supported.all():
         node = workload.ids[int((~workload.supported).argmax())]
         raise config_error(
@@ -29,13 +29,14 @@ def one_accelerator(workload: Workload) -> Ints:
 
 
 def greedy(graph: ClassGraph, share: float) -> Ints | None:
-    """Classes in order: each accelerator takes them until its memory is full or its time reaches
-    `share`.
+    """Assign classes in order: each accelerator takes classes until its memory is full or its time
+    reaches `share`.
 
-    What cannot run there, or comes when all are full, goes to the first CPU. Returns a device for
-    each class; None if there is no CPU and something is left.
+    Classes that cannot run on accelerators, or that come when all are full, go to the first CPU.
+    Returns a device for each class, or None if classes remain and there is no CPU.
+
     Source: arXiv 2006.16423, appendix F, where only memory ends an accelerator's turn: `share` =
-        infinity.
+    infinity.
     """
     w = graph.workload
     device = np.empty(graph.num_classes, np.int64)
@@ -55,31 +56,32 @@ def greedy(graph: ClassGraph, share: float) -> Ints | None:
             d = d + 1
             size = 0.0
             load = 0.0
-        device[c] = d  # number k, when all are full, is the first CPU
+        device[c] = d  # once all are full, number k is the first CPU
         size = size + bytes_more
         load = load + more
     return device if w.num_cpus or device.max() < w.num_accelerators else None
 
 
 def packed_evenly(graph: ClassGraph) -> Ints | None:
-    """`greedy`, where accelerators take equal shares of the work."""
+    """Run `greedy` with equal shares of the work for all accelerators."""
     finite = graph.accelerator_time[np.isfinite(graph.accelerator_time)]
     return greedy(graph, float(finite.sum()) / graph.workload.num_accelerators)
 
 
 def pipedream_groups(workload: Workload, ignored: Collection[int] | None = None) -> list[list[int]]:
-    """Groups of nodes (positions) that PipeDream's optimizer keeps together before it splits a line
-    of layers.
+    """Return groups of nodes (positions) that PipeDream's optimizer keeps together before it splits
+    a line of layers.
 
-    Of the graph of colour classes, forward and backward apart, the edges of a biconnected component
-    have their sources merged. Edges from `ignored` nodes (ids) do not count: by default forward
-    nodes that take no time and feed several others, such as inputs and masks, which PipeDream's
-    profiles leave out. (The authors leave out nodes by number. Where the backward node of a mask
-    counts, nearly all of a training graph is merged, as in their results.)
+    In the graph of colour classes, forward and backward apart, the sources of the edges of a
+    biconnected component are merged. Edges from `ignored` nodes (ids) do not count. By default
+    these are forward nodes that take no time and feed several others, such as inputs and masks,
+    which PipeDream's profiles leave out. (The authors leave out nodes by number. If the backward
+    node of a mask counts, nearly all of a training graph is merged, as in their results.)
+
     Source: arXiv 2006.16423, section 6.1 and appendix; Narayanan et al., PipeDream, SOSP 2019,
-        section 3.1.
+    section 3.1.
     """
-    import networkx  # torch needs it too; a quarter of a second to import
+    import networkx  # takes a quarter of a second to import; torch depends on it, too
 
     w = workload
     vertices = np.unique(np.stack([w.colour, w.backward]), axis=1, return_inverse=True)[1].ravel()

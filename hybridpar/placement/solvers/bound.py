@@ -1,4 +1,4 @@
-"""A bound that no placement can beat, and graphs that cannot be placed at all."""
+"""A lower bound for every placement, and the check that a graph can be placed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridpar.placement.classes import ClassGraph
 
 
 def work_bound(graph: ClassGraph) -> float:
-    """A load that some device must have: work shared out evenly, in fractions, without transfers.
+    """Return a load that some device must have: work divided evenly, in fractions, without
+    transfers.
 
-    Fractions go to the kind of device that is best at them, relative to the other: a fractional
-    knapsack.
+    Fractions go to the kind of device that is relatively best at them: a fractional knapsack.
     """
     k = graph.workload.num_accelerators
     num_cpus = graph.workload.num_cpus
@@ -30,7 +30,7 @@ def work_bound(graph: ClassGraph) -> float:
     c = cpu[order]
     on_cpu = fixed + np.concatenate([[0.0], np.cumsum(c)])  # the first i classes go to CPUs
     rest = np.concatenate([np.cumsum(a[::-1])[::-1], [0.0]])
-    for i in range(len(a)):  # find the class at which both kinds are equally loaded
+    for i in range(len(a)):  # find the class at which both kinds have equal load
         if on_cpu[i + 1] / num_cpus >= rest[i + 1] / k:
             x = _balance(on_cpu[i] / num_cpus, c[i] / num_cpus, rest[i] / k, a[i] / k)
             shared = max((on_cpu[i] + x * c[i]) / num_cpus, (rest[i] - x * a[i]) / k)
@@ -42,14 +42,14 @@ def work_bound(graph: ClassGraph) -> float:
 
 
 def _balance(left: float, grows: float, right: float, shrinks: float) -> float:
-    """The fraction x of 0 to 1 with left + x grows = right - x shrinks, or the nearest."""
+    """Return the x in 0 .. 1 with left + x grows = right - x shrinks, or the nearest."""
     if grows + shrinks <= 0:
         return 0.0
     return min(max((right - left) / (grows + shrinks), 0.0), 1.0)
 
 
 def check_possible(graph: ClassGraph) -> None:
-    """Raises: ConfigError if the classes cannot be placed, where that is easy to see."""
+    """Raise a ConfigError if the classes evidently cannot be placed."""
     w = graph.workload
     if w.num_cpus:
         return

@@ -1,15 +1,15 @@
-"""A bound on the largest load that sees whole classes: no devices with loads up to U hold all
-classes, even in part.
+"""A lower bound on the largest load that keeps classes intact: no devices with loads up to U can
+hold all classes, even fractionally.
 
-    a column    a set of classes that one device can hold with a load of at most U
-    covering    can k columns of accelerators, and l of CPUs, in fractions, hold every class once?
+a column    a set of classes that one device can hold with a load of at most U
+covering    can k columns of accelerators, and l of CPUs, in fractions, hold every class once?
 
-If not, every placement has a larger load. Columns are made where they are needed: prices of classes
-that the covering of known columns is short of, and for each kind of device the set of the highest
-price (a small integer program). Where all prices together exceed what so many devices can hold at
-best, there is no covering. The largest U without one is found by bisection.
+If not, every placement has a larger load. Columns are generated as needed: dual prices of the
+covering by known columns show which classes it lacks, and for each kind of device a small integer
+program finds the set with the highest price. If all prices together exceed what the devices can
+hold at best, there is no covering. Bisection finds the largest U without one.
 
-Source: Gilmore and Gomory's column generation (1961), for devices that also pay for what moves.
+Source: Gilmore and Gomory's column generation (1961), for devices with additional transfer costs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hybridpar.placement.solvers.highs import Highs, Program
 from hybridpar.placement.workload import Bools, Floats
 
 MAX_CLASSES = 64
-"""Limit beyond which the sets of the highest price take too long to find."""
+"""Number of classes above which the sets of the highest price take too long to find."""
 TOLERANCE = 2e-7
-"""Relative, of the bound."""
+"""Relative tolerance of the bound."""
 SCALE = 1e3
 SLACK = 1e-8
-"""Factor on rows of loads: HiGHS keeps rows to within 1e-6, and so loads to within less than SLACK,
-relative."""
+"""Factor on the load constraints: HiGHS satisfies rows to within 1e-6, and so loads to within less
+than SLACK, relative."""
 COLUMN_GAP = 1e-4
-"""Relative: a set whose price is so near to the highest will do."""
+"""Relative gap to the highest price that is good enough."""
 MARGIN = 1e-6
-"""Relative: by so much more than they can hold must the prices be, as HiGHS keeps rows only to
-within that."""
+"""Relative margin by which prices must exceed what devices can hold, because HiGHS satisfies rows
+only to within that."""
 
 
 class _Unknown(Exception):
@@ -45,8 +45,14 @@ class _Unknown(Exception):
 
 
 def cover_bound(graph: ClassGraph, known: float, deadline: float, highs: Highs) -> float:
-    """No placement has a smaller largest load; `known`: some placement has that. Until `deadline`
-    (monotonic)."""
+    """Return a lower bound on the largest load of any placement.
+
+    Args:
+        graph: The classes.
+        known: Largest load of a known placement.
+        deadline: Time limit (monotonic).
+        highs: The solver process.
+    """
     low = work_bound(graph)
     high = known
     if graph.num_classes > MAX_CLASSES or not np.isfinite(known) or high - low <= TOLERANCE * high:
@@ -67,7 +73,7 @@ def cover_bound(graph: ClassGraph, known: float, deadline: float, highs: Highs) 
 
 
 class _Covering:
-    """Columns: (classes, whether of a CPU, load)."""
+    """Columns: (classes, whether it is for a CPU, load)."""
 
     def __init__(self, graph: ClassGraph, unit: float, deadline: float, highs: Highs):
         self.graph = graph
@@ -99,7 +105,8 @@ class _Covering:
         self._limits = np.concatenate([np.zeros(last + 1), [w.room / w.memory]])
 
     def possible(self, limit: float) -> bool:
-        """Whether there is a covering with loads up to that. Raises: _Unknown."""
+        """Return whether there is a covering with loads up to `limit`. Raises: _Unknown if there is
+        no time."""
         while True:
             usable = [column for column in self.columns if column[2] <= limit * (1 + SLACK)]
             short, prices, worth = self._cover(usable)
@@ -118,8 +125,8 @@ class _Covering:
             self.columns += new
 
     def _cover(self, usable: list[tuple[Bools, int, float]]) -> tuple[float, Floats, Floats]:
-        """How many classes are not covered at best; the prices of classes, and of a device of each
-        kind."""
+        """Return the number of classes that the best covering leaves uncovered, the prices of
+        classes, and the price of a device of each kind."""
         n = self.graph.num_classes
         held = np.array([classes for classes, _, _ in usable], np.float64).reshape(-1, n).T
         kinds = np.array([[kind == i for _, kind, _ in usable] for i in (0, 1)], np.float64)
@@ -132,8 +139,8 @@ class _Covering:
         return float(answer.fun), prices[:n], prices[n:]
 
     def _best_accelerator(self, prices: Floats, limit: float) -> tuple[float, Bools, float]:
-        """The classes of the highest price that an accelerator can hold: no more than that price,
-        which, their load."""
+        """Return an upper bound on the price of the classes that an accelerator can hold, the best
+        set found, and its load."""
         n = len(prices)
         limits = self._limits.copy()
         limits[-2] = limit / self.unit

@@ -1,14 +1,14 @@
 """The exact dynamic program over pairs of ideals: the best placement whose devices form a pipeline.
 
-    best[I][a][c] = least largest load of ideal I on at most a accelerators and c CPUs
-                  = min over ideals I' in I of  max(best[I'][a-1][c], accelerator(I - I')),  same
-                  with a CPU
+best[I][a][c] = least largest load of ideal I on at most a accelerators and c CPUs
+              = min over ideals I' in I of  max(best[I'][a-1][c], accelerator(I - I')),
+                and likewise with a CPU
 
-Pairs are walked depth first: from I one class after the other is taken away, always one with a
-smaller number than the last, which meets each I' once. Loads are kept up to date on the way, and a
-branch ends where its difference is already too much for an accelerator and for a CPU: more than
-`limit`, the load of a placement known before. hybridpar._C does that where it is built; without it,
-numpy computes an ideal's pairs at once, from how many classes of each net are in each ideal.
+Pairs are enumerated depth first: classes are removed from I one by one, in decreasing order, which
+reaches each I' once. Loads are updated incrementally, and a branch ends when its difference is too
+much for an accelerator and for a CPU: above `limit`, the load of a known placement. The extension
+hybridpar._C does this if it was built; otherwise numpy computes all pairs of an ideal at once, from
+the number of classes of each net in each ideal.
 
 Source: arXiv 2006.16423, section 5.1, theorem 5.1.
 """
@@ -33,8 +33,8 @@ BLOCK = 1 << 22  # numbers in a temporary array of numpy's way
 
 
 class PairLoads:
-    """Loads of differences of ideals, by numpy. `all_pairs`: most of them will be asked for, so a
-    table pays."""
+    """Loads of differences of ideals, by numpy. `all_pairs`: whether most of them will be needed,
+    so that a table pays."""
 
     def __init__(self, graph: ClassGraph, ideals: Ideals, all_pairs: bool):
         self.graph = graph
@@ -54,13 +54,14 @@ class PairLoads:
         self._table = self._count(np.arange(len(ideals))) if all_pairs else None
 
     def _count(self, ideals: Ints) -> NDArray[np.int32]:
-        """[ideals, nets]: how many of a net's classes are in the ideal."""
+        """Return how many of a net's classes are in each ideal [ideals, nets]."""
         return np.ascontiguousarray((self._pins @ self.ideals.members[ideals].T.astype(np.int32)).T)
 
     def __call__(self, ideal: int, limit: float) -> tuple[Ints, Floats, Floats]:
-        """Subsets of the ideal, and what an accelerator and a CPU have to do that hold the rest.
+        """Return subsets of the ideal, and the loads of an accelerator and a CPU that hold the
+        rest.
 
-        Left out: those where both surely take more than `limit`.
+        Subsets for which both loads certainly exceed `limit` are left out.
         """
         subsets = self.ideals.subsets(ideal)
         accelerator, cpu, size, unsupported = (self._totals[ideal] - self._totals[subsets]).T
@@ -91,16 +92,18 @@ class PairLoads:
 
 
 def best_loads(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float) -> Floats:
-    """The table best[I, a, c]; values above `limit` may be infinite instead.
+    """Return the table best[I, a, c]; values above `limit` may be infinite.
 
-    Raises: OutOfTime once `time.monotonic()` is past `deadline`.
+    Raises:
+        OutOfTime: `time.monotonic()` is past `deadline`.
     """
     way = _best_loads_numpy if native.missing() else _best_loads_native
     return way(graph, ideals, _above(graph, limit), deadline)
 
 
 def _above(graph: ClassGraph, limit: float) -> float:
-    """A little more than the limit, as sums differ in their last bits by the order of addition."""
+    """Return slightly more than the limit, because sums in another order differ in their last
+    bits."""
     total = graph.accelerator_time[np.isfinite(graph.accelerator_time)].sum() + graph.cpu_time.sum()
     return limit * (1 + SLACK) + ROUNDING * float(total)
 
@@ -165,8 +168,8 @@ def _best_loads_numpy(graph: ClassGraph, ideals: Ideals, limit: float, deadline:
 
 
 def trace(graph: ClassGraph, ideals: Ideals, best: Floats) -> Ints:
-    """The device of each class, from a table whose last value is finite. Devices: accelerators,
-    then CPUs."""
+    """Return the device of each class from a table whose last value is finite; accelerators, then
+    CPUs."""
     loads = PairLoads(graph, ideals, all_pairs=False)
     device = np.full(graph.num_classes, -1, np.int64)
     next_accelerator = 0

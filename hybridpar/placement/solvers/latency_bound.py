@@ -1,4 +1,4 @@
-"""Lower bounds on one sample's time on any placement: the time of a path, alone or cut into
+"""Lower bounds on the latency of any placement: the time of a path, as it is or cut into
 accelerator calls."""
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from hybridpar.placement.classes import ClassGraph
 from hybridpar.placement.workload import Floats, Ints, Workload, order_of
 
 PRICES = 64
-"""Number of prices of a byte that are tried."""
+"""Number of prices per byte to try."""
 MOST_CALLS = 64
-"""Calls that are counted at most; where more may be made, any number is allowed."""
+"""Largest number of calls that is counted; above it, any number of calls is allowed."""
 Order = list[tuple[int, list[int]]]
-"""Nodes with what they read, each after that."""
+"""Nodes with their inputs, each after its inputs."""
 
 
 def path_bound(colours: ClassGraph, deadline: float) -> float:
-    """The time of the longest path, with every node on its fastest device and no transfers.
+    """Return the time of the longest path, with every node on its fastest device and without
+    transfers.
 
-    If accelerators cannot hold everything, nodes pay for each byte there, and the price of the
-    whole memory is given back (a Lagrangian relaxation). Each price gives a bound; the best of
-    those tried until `deadline` counts.
+    If accelerators cannot hold everything, nodes pay a price for each byte there, and the price of
+    the total memory is subtracted (a Lagrangian relaxation). Each price gives a bound; the best one
+    found until `deadline` counts.
     """
     w = colours.workload
     runs = np.isfinite(colours.accelerator_time)[
         colours.class_of
-    ]  # what must be with it fits an accelerator too
+    ]  # a node and everything that must be with it fit on an accelerator
     accelerator = np.where(runs, w.accelerator_time, np.inf)
     cpu = w.cpu_time if w.num_cpus else np.full(w.num_nodes, np.inf)
     order = in_order(w)
@@ -51,16 +52,21 @@ def path_bound(colours: ClassGraph, deadline: float) -> float:
 
 
 def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
-    """The least time of a path whose nodes run on CPUs or in accelerator calls: the best bound of
-    three paths.
+    """Return the least time of a path whose nodes run on CPUs or in accelerator calls: the best
+    bound of three paths.
 
-    No path comes back to a call, which would wait for itself. So a call holds one part of a path
-    and all between its ends, and whoever waits for it waits for all that it runs and moves. A call
-    fits on an accelerator, and there are no more than `slots` for each. 0 if there is no time.
+    A path cannot return to a call, because the call would wait for itself. So a call holds one
+    contiguous part of the path and everything between its ends, and a node that depends on the call
+    waits for all its computations and transfers. A call must fit on an accelerator, and each
+    accelerator has at most `slots` calls. Returns 0 if there is no time.
 
-    colours: classes of nodes that must share a device.
+    Args:
+        colours: Classes of nodes that must share a device.
+        slots: Calls of each accelerator.
+        deadline: Time limit (monotonic).
     """
-    w, order = colours.workload, in_order(colours.workload)
+    w = colours.workload
+    order = in_order(w)
     compute, size = (
         x / (x.sum() or 1.0)
         for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size)
@@ -75,8 +81,9 @@ def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
 class _CutPath:
     """A path of L nodes, and the time of a call that holds a part of it.
 
-    Outside the call are the rest of the path, what leads to it before the part, and what follows
-    from it behind the part. Outputs that go from one side to the other may have to be moved.
+    The rest of the path is outside the call, and so are the nodes that lead to it before the part
+    or follow from it after the part. Outputs that cross between inside and outside may have to be
+    moved.
     """
 
     colours: ClassGraph
@@ -90,16 +97,16 @@ class _CutPath:
 
     @cached_property
     def read_at(self) -> Ints:
-        """[n] the largest end of a part that is known to have a reader of the node behind it."""
+        """Array [n]: the largest end of a part that is known to have a reader of the node after
+        it."""
         source, to = self.colours.workload.edges.T
         return _extreme(np.maximum, source, self.reach[0][to], self.colours.workload.num_nodes, -1)
 
     @cached_property
     def detours(self) -> list[tuple[int, int, Ints, float]]:
-        """Ways around parts of the path, with no node or start in common: start, end, nodes
-        between, and the least time that moves an output on the way. One is moved where only one of
-        the ends is in a call.
-        """
+        """Detours around parts of the path that share no node or start: start, end, nodes between,
+        and the least time that moves an output on the way. The output is moved only if exactly one
+        of the ends is in a call."""
         w = self.colours.workload
         of = self.colours.class_of
         before = dict(self.order)
@@ -118,7 +125,7 @@ class _CutPath:
                     source = np.array([*way[1:], u])
                     apart = source[
                         (of[source] != of[to]) | (self.slots > 1)
-                    ]  # in one call, where the class is
+                    ]  # in one call, because the class is
                     if len(apart):
                         found[position[u]] = (
                             position[v],
@@ -128,8 +135,8 @@ class _CutPath:
         return [(a, *rest) for a, rest in found.items()]
 
     def calls_from(self, i: int) -> Floats:
-        """[L + 1] the time of a call that holds the path from i on, by its end; infinite where
-        there is none."""
+        """Return [L + 1], the time of a call that holds the path from i on, by its end; infinite if
+        impossible."""
         w = self.colours.workload
         of = self.colours.class_of
         length = len(self.path)
@@ -142,7 +149,7 @@ class _CutPath:
         classes = _extreme(np.minimum, of, enters, self.colours.num_classes, never)
         size = self._sums(classes, np.bincount(of, np.where(w.supported, w.size, np.inf)))
         apart = np.zeros(length + 1)
-        if self.slots == 1:  # a class is in one call, so none of it may be before or behind
+        if self.slots == 1:  # a class is in one call, so none of it may be before or after the call
             enters = classes[of]
             until = np.where(first < i, length, last)
             apart = self._sums(enters, np.ones_like(of), np.maximum(until + 1, enters))
@@ -161,7 +168,7 @@ class _CutPath:
         return took
 
     def _sums(self, at: Ints, by: Floats | Ints, until: Ints | None = None) -> Floats:
-        """[L + 1] running sums of `by`, each counted from its position `at` to `until`."""
+        """Return [L + 1] running sums of `by`, each counted from its position `at` to `until`."""
         room = len(self.path) + 2
         added = np.bincount(at, by, room)
         return np.cumsum(added if until is None else added - np.bincount(until, by, room))[
@@ -169,14 +176,14 @@ class _CutPath:
         ]
 
     def least(self, deadline: float) -> float:
-        """The least time of the path; 0 if it is not found by the deadline."""
+        """Return the least time of the path, or 0 if it is not found by the deadline."""
         w = self.colours.workload
         length = len(self.path)
         calls = self.colours.workload.num_accelerators * self.slots
         counted = calls <= MOST_CALLS
         best = np.full(
             (calls + 1 if counted else 1, length + 1), np.inf
-        )  # of the path up to there, by calls
+        )  # of the path up to there, by number of calls
         best[0, 0] = 0.0
         for i, v in enumerate(self.path.tolist()):
             if time.monotonic() > deadline:
@@ -191,15 +198,15 @@ class _CutPath:
 
 
 def _extreme(which: np.ufunc, at: Ints, of: Ints, number: int, start: int) -> Ints:
-    """[number] the least or the largest value at each place, or `start`."""
+    """Return [number], the minimum or maximum at each index, or `start`."""
     found = np.full(number, start)
     which.at(found, at, of)
     return found
 
 
 def reach(path: Ints, order: Order, n: int) -> tuple[Ints, Ints]:
-    """[n] the last position on the path that leads to a node, or -1; the first that the node leads
-    to, or L."""
+    """Return [n] the last position on the path that leads to each node, or -1; and the first
+    position that each node leads to, or L."""
     last = np.full(n, -1)
     first = np.full(n, len(path))
     last[path] = first[path] = np.arange(len(path))
@@ -211,7 +218,7 @@ def reach(path: Ints, order: Order, n: int) -> tuple[Ints, Ints]:
 
 
 def heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
-    """The largest sum along a path, and the path."""
+    """Return the largest sum along a path, and the path."""
     done = weights.tolist()
     came = [-1] * len(weights)
     for v, before in order:
@@ -228,7 +235,7 @@ def heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
 
 
 def in_order(w: Workload) -> Order:
-    """Nodes, each after all that it reads."""
+    """Return the nodes, each after all its inputs."""
     before: list[list[int]] = [[] for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():
         before[v].append(u)

@@ -1,23 +1,23 @@
-"""A lower bound on one sample's time where the graph branches, and a placement near it: a program
-over gates.
+"""A lower bound on the latency of a branching graph, and a placement near it: a program over gates.
 
-A gate is a node of a path that nothing goes around; a section is what is between two gates. Only
-these are counted. A call that has both gates has the section too, or it would wait for itself.
-Between gates in different units a node is in the call of the gate before (`before`, with its
-inputs), in that of the gate behind (`behind`, with its readers), on the CPUs (`cpu`), or in a call
-apart, which then lies in this section alone (`apart`). So units of gates run in turn:
+A gate is a node of a path that no other path bypasses; a section is everything between two gates.
+Only gates and sections are counted. A call that has both gates of a section has the section, too,
+or it would wait for itself. If two consecutive gates are in different units, a node between them is
+in the call of the earlier gate (`before`, with its inputs), in the call of the later gate
+(`behind`, with its readers), on the CPUs (`cpu`), or in a separate call, which then lies in this
+section alone (`apart`). So the units of gates run one after the other:
 
-    time of a sample >= times of the units that hold gates + for each section the delay of what is
-    in neither
+time of a sample >= times of the units that hold gates + for each section the delay of its nodes
+                    in neither unit
 
-Delays: ready[v] >= ready[u] + time of v (+ u's transfer where only one of them is apart). All calls
-apart together take at most number x delay. Nobody gains by a delay over D, the time of all the
-section's nodes on CPUs, as calls apart could be there as well. So that product is at most  delay +
+Delays: ready[v] >= ready[u] + time of v (+ u's transfer if only one of them is apart). All separate
+calls together take at most number x delay. A delay over D, the time of all the section's nodes on
+CPUs, is useless, because nodes apart could run there as well. So that product is at most  delay +
 (number - 1) D. Memory: filled[i] counts from where the call of gate i begins.
 
-Colours, sharing of an accelerator by several calls, and nodes that are on no path between two gates
-are left out. That only lowers the bound: what is left of a placement, without them, meets every
-row, and takes no longer.
+Colours, several calls that share an accelerator, and nodes that are on no path between two gates
+are ignored. That only lowers the bound: a placement without them satisfies every row and takes no
+longer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,17 @@ SCALE = 1e3
 def gate_bound(
     w: Workload, slots: int, known: float, deadline: float, highs: Highs
 ) -> tuple[float, list[Ints]]:
-    """The bound, and at most one placement (one call an accelerator), a device for each node, that
-    may break rules.
+    """Return the bound, and at most one placement (a device for each node, one call per
+    accelerator) that may break rules.
 
-    known: the time of some placement. 0 and nothing where there are no CPUs, no branches or no
-    time.
+    Returns 0 and no placement if there are no CPUs, no branches or no time.
+
+    Args:
+        w: The workload.
+        slots: Calls of each accelerator.
+        known: Latency of a known placement.
+        deadline: Time limit (monotonic).
+        highs: The solver process.
     """
     order = in_order(w)
     compute = np.where(w.supported, w.accelerator_time, w.cpu_time)
@@ -60,19 +66,22 @@ def gate_bound(
 
 
 class _Gates:
-    """Numbers of variables: [g] of gates, [g - 1] of sections, [n] of nodes (`zero`: it has none).
+    """Numbers of variables: [g] for gates, [g - 1] for sections, [n] for nodes (`zero`: no
+    variable).
 
-    `of`: [n] the section of a node, or the one that follows a gate. `inner`: nodes in sections.
-    `edges`: those counted.
+    `of`: [n] the section of a node, or the section after a gate. `inner`: nodes in sections.
+    `edges`: the edges that count.
     """
 
     def __init__(
         self, w: Workload, path: Ints, order: Order, calls: int, unit: float, deadline: float
     ) -> None:
-        self.w, self.calls, self.model = w, calls, ProgramBuilder(deadline)
+        self.w = w
+        self.calls = calls
+        self.model = ProgramBuilder(deadline)
         self.cpu_time, self.took, self.moving, self.size = (
             np.minimum(x, 2 * SCALE)
-            for x in (  # `took`: accelerators
+            for x in (  # `took`: number of accelerators
                 w.cpu_time / unit,
                 np.where(w.supported, w.accelerator_time, 0.0) / unit,
                 w.transfer_time / unit,
@@ -83,14 +92,15 @@ class _Gates:
         between = (last >= 0) & (first < len(path))
         length = len(path)
         edges = w.edges[between[w.edges].all(1)]
-        # an edge goes around these positions
+        # an edge bypasses these positions
         after = last[edges[:, 0]] + 1
         until = first[edges[:, 1]]
         around = np.bincount(after, minlength=length + 1) - np.bincount(
             np.maximum(after, until), minlength=length + 1
         )
         at = np.flatnonzero(np.cumsum(around)[:length] == 0)
-        self.gates, self.of = path[at], np.searchsorted(at, last, side="right") - 1
+        self.gates = path[at]
+        self.of = np.searchsorted(at, last, side="right") - 1
         counted = between & (self.of >= 0) & (self.of < len(at) - 1)
         counted[self.gates] = True
         self.edges = edges[counted[edges].all(1)].T
@@ -104,8 +114,10 @@ class _Gates:
         self.cut, self.alone, self.more = (
             variables((g - 1,), 0.0, x, integer=True) for x in (1.0, 1.0, float(calls))
         )
-        self.delay, self.filled = variables((g - 1,)), variables((g,), 0.0, 1 + 1e-9)
-        self.begins, self.ends = variables((2, g), 0.0, 1.0)  # a call, at the gate
+        self.delay = variables((g - 1,))
+        self.filled = variables((g,), 0.0, 1 + 1e-9)
+        # times at which the call of the gate begins and ends
+        self.begins, self.ends = variables((2, g), 0.0, 1.0)
         self.on_cpu = variables((g,), ~w.supported[self.gates], 1.0, integer=True)
         self.before, self.behind, self.apart, self.cpu, self.ready = self.roles = np.full(
             (5, n), zero
@@ -115,10 +127,10 @@ class _Gates:
         self.ready[inner] = variables((len(inner),))
         self.leaves, self.enters, self.comes, self.goes = variables(
             (4, n), 0.0, 1.0
-        )  # outputs; the last two, apart
+        )  # outputs; the last two, of separate calls
 
     def program(self) -> Program:
-        """All of it."""
+        """Return the complete program."""
         self._along_edges()
         self._in_sections()
         model = self.model
@@ -147,15 +159,14 @@ class _Gates:
         return model.program()
 
     def _along_edges(self) -> None:
-        model, (u, v) = self.model, self.edges
+        model = self.model
+        u, v = self.edges
         first = self.before.copy()
         last = self.behind.copy()
         late = self.ready.copy()
-        first[self.gates], last[self.gates], late[self.gates[1:]] = (
-            self.ends,
-            self.begins,
-            self.delay,
-        )
+        first[self.gates] = self.ends
+        last[self.gates] = self.begins
+        late[self.gates[1:]] = self.delay
         model.at_most([(1.0, self.before[v]), (-1.0, first[u])], 0.0)
         model.at_most([(1.0, self.behind[u]), (-1.0, last[v])], 0.0)
         for here, there, moved in (
@@ -188,10 +199,8 @@ class _Gates:
         for i, own in enumerate(self.size[self.gates[1:]].tolist()):
             one = slice(i, i + 1)
             two = slice(i + 1, i + 2)
-            mine, sources = (
-                self.inner[self.of[self.inner] == i],
-                np.unique(source[self.of[source] == i]),
-            )
+            mine = self.inner[self.of[self.inner] == i]
+            sources = np.unique(source[self.of[source] == i])
             total = self.size[mine].sum()
             before, behind = ((self.size[mine], x[mine][None]) for x in (self.before, self.behind))
             model.at_most(
@@ -219,8 +228,8 @@ class _Gates:
             )
 
     def placed(self, on: Bools) -> Ints:
-        """A device for each node, by whether each variable is 1. What is in no section is on the
-        CPUs."""
+        """Return a device for each node, by whether each variable is 1. Nodes outside of sections
+        are on the CPUs."""
         begins = on[self.begins]
         cpu = self.w.num_accelerators
         at = self.of[self.inner]

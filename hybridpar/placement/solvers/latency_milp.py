@@ -1,15 +1,14 @@
-"""The least time of one sample: integer programming, from what greedy packing and a dynamic program
-find.
+"""Minimize the latency of one sample by integer programming, starting from greedy packing and a
+dynamic program.
 
-Accelerators run what they hold in `slots` calls each; every operator on the CPUs has a core of its
-own. `load.latency` says what a placement takes. A unit is placed as a whole: with one slot, colour
-classes; with more slots, single nodes.
+Accelerators run their nodes in `slots` calls each; every operator on the CPUs has a core of its
+own. `scoring.latency` defines the latency. A unit is placed as one: with one slot, a colour class;
+with more slots, a single node.
 
-    x[u, j]          unit u runs in call j (0: on the CPUs)
-    comes, goes[v]   node v's output is moved into call j, out of it
-    start[j] >= done[v] if v's output comes;   finish[j] = start[j] + times + transfers
-    done[v] >= finish[j] if v is in j;   done[v] >= done[u] + CPU's time if v is on a CPU and reads
-                                         u
+x[u, j]          unit u runs in call j (0: on the CPUs)
+comes, goes[v]   node v's output is moved into call j, out of it
+start[j] >= done[v] if v's output comes;   finish[j] = start[j] + times + transfers
+done[v] >= finish[j] if v is in j;   done[v] >= done[u] + CPU's time if v is on a CPU and reads u
 
 Source: arXiv 2006.16423, figure 3 and appendix A; the greedy baseline of appendix F.
 """
@@ -37,19 +36,19 @@ from hybridpar.placement.workload import Floats, Ints, Workload
 
 SLACK = 1e-6
 GATES_SHARE = 0.6
-"""Share of the time limit, at most, for the program over gates."""
+"""Largest share of the time limit for the program over gates."""
 SEARCH_SHARE = 0.4
-"""Share of the time that is left then, at most, for the search that integer programming begins
-with."""
+"""Largest share of the remaining time for the search that integer programming starts from."""
 
 
 def minimise_latency(
     workload: Workload, slots: int, seconds: float, *, search: bool = True
 ) -> Assignment:
-    """The placement of the least latency that is found in that time; without `search`, the best
+    """Return the placement of the least latency found within `seconds`; without `search`, the best
     simple one.
 
-    Raises: ConfigError for training graphs, and if nothing fits.
+    Raises:
+        ConfigError: The graph is a training graph, or nothing fits.
     """
     start = time.monotonic()
     deadline = start + seconds
@@ -62,8 +61,8 @@ def minimise_latency(
             "solver = 'dp', for the throughput of training",
         )
     colours, graph = (class_graph(workload, pipeline=x, merge_leaves=False) for x in (False, True))
-    # Of classes on a common cycle no call could start before the other: on accelerators they are in
-    # one.
+    # Classes on a common cycle need each other's outputs, so on accelerators they must be in one
+    # call.
     check_possible(graph if slots == 1 else colours)
     name = "latency-milp" if search else "latency-greedy"
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
@@ -119,8 +118,8 @@ def minimise_latency(
 
 
 class _Solution(NamedTuple):
-    """Placements that were found (none or one), a bound, and whether nothing is better than they,
-    or what was known before; `note`: why that is not proven."""
+    """Placements that were found (none or one), a bound, and whether nothing is better than they or
+    the known one. `note`: reason why that is not proven."""
 
     placements: list[tuple[Ints, Ints]]
     bound: float
@@ -130,7 +129,8 @@ class _Solution(NamedTuple):
 
 @dataclass(eq=False)
 class _Problem:
-    """`known`: the least latency found before, in which everything must end."""
+    """The integer program. `known`: the least latency found before, within which everything must
+    end."""
 
     workload: Workload
     colours: ClassGraph
@@ -164,7 +164,7 @@ class _Problem:
         return _Solution([(devices, slots)], bound, answer.proven, answer.note)
 
     def _horizon(self) -> float:
-        """Within that time there are placements of the least latency."""
+        """Return a time within which there are placements of the least latency."""
         w = self.workload
         return (
             self.known * (1 + SLACK)
@@ -215,7 +215,7 @@ class _Problem:
         largest = np.argsort(-np.bincount(unit, w.cpu_time, count), kind="stable")
         for i, u in enumerate(
             largest[: w.num_accelerators]
-        ):  # accelerators are equal: tell them apart
+        ):  # break the symmetry between equal accelerators
             upper[u, 1 + (i + 1) * q :] = 0.0
         return upper
 
@@ -270,7 +270,8 @@ class _Problem:
         n = self.workload.num_nodes
         q = self.slots
         horizon = SCALE
-        cpu_time, accelerator_time, transfer_time = (  # what takes too long takes twice too long
+        # times that are too long count as twice too long
+        cpu_time, accelerator_time, transfer_time = (
             np.minimum(times / unit, 2 * horizon)
             for times in (w.cpu_time, w.accelerator_time, w.transfer_time)
         )

@@ -1,7 +1,7 @@
-"""Placements of little latency without integer programming: packed in order, split along orders,
-then improved.
+"""Placements of low latency without integer programming: packed in order, split along orders, then
+improved.
 
-All run each accelerator once (one slot). `load.latency` says what they take.
+All of them run each accelerator once (one slot). `scoring.latency` defines the latency.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GAIN = 1e-9
 
 
 def simple_placements(graph: ClassGraph, deadline: float) -> list[Ints]:
-    """Packed greedily, split along the order (in time), all on CPUs: those that fit, a device for
-    each node."""
+    """Return the simple placements that fit, as a device for each node: greedy packing, a split
+    along the order (if in time), everything on CPUs."""
     w = graph.workload
     found = [greedy(graph, np.inf)]
     with suppress(OutOfTime):
@@ -37,10 +37,14 @@ def simple_placements(graph: ClassGraph, deadline: float) -> list[Ints]:
 def searched_placements(
     graph: ClassGraph, colours: ClassGraph, known: list[Ints], deadline: float
 ) -> list[Ints]:
-    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a
-    local optimum.
+    """Return the best split along several orders, improved until `deadline` (`time.monotonic()`) or
+    a local optimum.
 
-    `graph`: of a pipeline; `colours`: of what must share a device in any placement.
+    Args:
+        graph: The classes of a pipeline.
+        colours: The classes that must share a device in any placement.
+        known: Known placements.
+        deadline: Time limit.
     """
     w = graph.workload
     found = list(known)
@@ -60,7 +64,7 @@ def searched_placements(
 
 
 def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:
-    """Moves single classes to the devices of their neighbours, or to the CPUs, while that helps."""
+    """Move single classes to the devices of their neighbours, or to the CPUs, while that helps."""
     w = graph.workload
     zeros = np.zeros(w.num_nodes, np.int64)
     best = devices.copy()
@@ -85,7 +89,8 @@ def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:
 
 
 def _moves(graph: ClassGraph, devices: Ints) -> Iterator[tuple[int, int]]:
-    """(class, device) of the moves that may help, from a placement that may change meanwhile."""
+    """Yield (class, device) of moves that may help, from a placement that may change between
+    yields."""
     w = graph.workload
     at = graph.of_classes(devices)
     for c in range(graph.num_classes):
@@ -100,19 +105,19 @@ def _moves(graph: ClassGraph, devices: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _split(graph: ClassGraph, deadline: float) -> Ints | None:
-    """The split of the order whose loads, one after the other, add up to least. None if nothing
-    fits.
+    """Return the split of the order with the least sum of loads, or None if nothing fits.
 
-    Raises: OutOfTime once `time.monotonic()` is past `deadline`.
+    Raises:
+        OutOfTime: `time.monotonic()` is past `deadline`.
     """
     w = graph.workload
     n = graph.num_classes
     k = graph.workload.num_accelerators
-    best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
+    best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by largest number of accelerators
     best[0] = 0.0
     came = np.zeros(
         (n + 1, k + 1), np.int64
-    )  # where the last accelerator's part starts; -1: last class on a CPU
+    )  # start of the last accelerator's part; -1: the last class is on a CPU
     segments = Segments(graph)
     for j in range(1, n + 1):
         accelerator, _ = segments.extend()
@@ -124,7 +129,8 @@ def _split(graph: ClassGraph, deadline: float) -> Ints | None:
         best[j] = np.minimum(best[j], on_cpu)
         for a in range(1, k + 1):
             if best[j, a - 1] <= best[j, a]:
-                best[j, a], came[j, a] = best[j, a - 1], came[j, a - 1]
+                best[j, a] = best[j, a - 1]
+                came[j, a] = came[j, a - 1]
         if time.monotonic() > deadline:
             raise OutOfTime
     if not np.isfinite(best[n, k]):

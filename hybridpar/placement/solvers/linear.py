@@ -1,8 +1,9 @@
-"""DPL: the exact dynamic program on one order of the classes, whose ideals are its n + 1 prefixes.
+"""DPL: the exact dynamic program on one linear order of the classes, whose ideals are its n + 1
+prefixes.
 
-Every device gets a contiguous part of the order, whose work, transfers aside, is no more than
-`limit`, a guess of the largest load, which is raised until a placement keeps it. Parts that end at
-one place are a window of w classes then: time O(n w (k+1)(l+1)), where w is about n / k, memory O(n
+Every device gets a contiguous part of the order, whose work without transfers is at most `limit`, a
+guess of the largest load that is raised until some placement satisfies it. Then the parts that end
+at one place form a window of w classes: time O(n w (k+1)(l+1)), where w is about n / k, memory O(n
 (k+1)(l+1)).
 
 Source: arXiv 2006.16423, section 5.1.2 (linearisation).
@@ -22,7 +23,7 @@ from hybridpar.placement.ideals import OutOfTime
 from hybridpar.placement.solvers.bound import work_bound
 from hybridpar.placement.workload import Floats, Ints
 
-ORDERS = 20  # that are tried besides the first
+ORDERS = 20  # that are tried in addition to the first
 GUESSES = (1.25, 2.0, 8.0)
 """Limits of the largest load, as multiples of its lower bound."""
 MAX_TABLE = 1 << 28
@@ -30,7 +31,7 @@ MAX_TABLE = 1 << 28
 
 
 class Segments:
-    """Loads of all segments [i, j) of the order that end at j, for growing j; and i from `first`
+    """Loads of all segments [i, j) of the order that end at j, for growing j and for i from `first`
     on, which may grow."""
 
     def __init__(self, graph: ClassGraph, first: int = 0):
@@ -40,8 +41,8 @@ class Segments:
         self._transfer, self._accelerator, self._cpu, self._size = (np.zeros(n) for _ in range(4))
 
     def extend(self) -> tuple[Floats, Floats]:
-        """Ends one class later. Returns the loads of an accelerator and of a CPU, by i = first .. j
-        - 1."""
+        """Advance the end by one class, and return the loads of an accelerator and of a CPU for i =
+        first .. j - 1."""
         g = self.graph
         j = self.j
         first = self.first
@@ -50,10 +51,11 @@ class Segments:
             cost = g.net_cost[e]
             at = bisect_left(net, j)
             self._transfer[max(net[at - 1] + 1 if at else 0, first) : j + 1] += (
-                cost  # segments that touch it from now on
+                cost  # segments that touch the net from now on
             )
             if at == len(net) - 1:
-                self._transfer[first : net[0] + 1] -= cost  # segments that now hold all of it
+                # segments that now contain the complete net
+                self._transfer[first : net[0] + 1] -= cost
         self.j = j + 1
         for total, values in (
             (self._accelerator, g.accelerator_time),
@@ -66,8 +68,8 @@ class Segments:
         return load, self._cpu[first : j + 1]
 
     def narrow(self, limit: float) -> int:
-        """Leaves out the segments that are more work than that for any device, now and when they
-        grow. How many."""
+        """Drop the segments whose work exceeds `limit` on any device, now and when they grow, and
+        return their number."""
         here = slice(self.first, self.j)
         some = (self._accelerator[here] <= limit) & (self._size[here] <= self.graph.workload.room)
         if self.graph.workload.num_cpus:
@@ -78,13 +80,15 @@ class Segments:
 
 
 def solve_linear(graph: ClassGraph, deadline: float = np.inf) -> tuple[float, Ints]:
-    """The best split of the order 0 .. n - 1: its largest load, and the device of each class.
+    """Return the best split of the order 0 .. n - 1: its largest load, and the device of each
+    class.
 
-    Devices: 0 .. k - 1 accelerators, k .. k + l - 1 CPUs. Infinite, and no devices, if nothing
-    fits.
+    Devices: 0 .. k - 1 accelerators, k .. k + l - 1 CPUs. If nothing fits, the load is infinite and
+    there are no devices.
 
-    Raises: OutOfTime once `time.monotonic()` is past `deadline`; ConfigError if the table were
-        larger than `MAX_TABLE`.
+    Raises:
+        OutOfTime: `time.monotonic()` is past `deadline`.
+        ConfigError: The table would be larger than `MAX_TABLE`.
     """
     for limit in _limits(graph):
         value, device = _solve_within(graph, limit, deadline)
@@ -101,7 +105,7 @@ def _limits(graph: ClassGraph) -> Iterator[float]:
 
 
 def _solve_within(graph: ClassGraph, limit: float, deadline: float) -> tuple[float, Ints]:
-    """Solves as `solve_linear`, with segments whose work is no more than `limit`."""
+    """Solve like `solve_linear`, with segments whose work is at most `limit`."""
     k = graph.workload.num_accelerators
     num_cpus = graph.workload.num_cpus
     n = graph.num_classes
@@ -116,7 +120,7 @@ def _solve_within(graph: ClassGraph, limit: float, deadline: float) -> tuple[flo
         )
     best = np.full(
         (n + 1, k + 1, num_cpus + 1), np.inf
-    )  # of a prefix, by how many accelerators and CPUs it may use
+    )  # of a prefix, by largest numbers of accelerators and CPUs
     best[0] = 0.0
     segments = Segments(graph)
     first = [0]
@@ -172,10 +176,11 @@ def _trace(graph: ClassGraph, best: Floats, first: list[int]) -> Ints:
 
 
 def solve_orders(graph: ClassGraph, deadline: float, first: float) -> tuple[float, Ints, int]:
-    """The best of `solve_linear` over several orders until `deadline` (`time.monotonic()`), and how
-    many they were.
+    """Return the best result of `solve_linear` over several orders until `deadline`
+    (`time.monotonic()`), and the number of orders.
 
-    Raises: OutOfTime if not even one was done when `first` had passed.
+    Raises:
+        OutOfTime: Not even one order was finished by `first`.
     """
     best, device = solve_linear(graph, first)
     generator = np.random.default_rng(0)
@@ -195,7 +200,7 @@ def solve_orders(graph: ClassGraph, deadline: float, first: float) -> tuple[floa
 
 
 def random_order(graph: ClassGraph, generator: np.random.Generator) -> list[int]:
-    """Depth first, with random choices."""
+    """Return a depth-first order with random choices."""
     missing = [len(x) for x in graph.predecessors]
     ready = [c for c in range(graph.num_classes) if not missing[c]]
     generator.shuffle(ready)

@@ -1,9 +1,8 @@
-"""Local search: from a random placement, the best move of one class after the other, until none
-helps.
+"""Local search: from a random placement, repeat the best move of one class until none helps.
 
-Moves are compared by the p-norm of the loads, a smooth maximum: while two devices share the largest
-load, a move that relieves one of them still counts. Memory beyond an accelerator's is penalised, so
-that a start may have too much of it. Placements need not be contiguous.
+Moves are compared by the p-norm of the loads, a smooth maximum: if two devices share the largest
+load, a move that relieves one of them still counts. Excess memory of an accelerator is penalized,
+so a start may use too much. Placements need not be contiguous.
 
 Source: the baseline of arXiv 2006.16423, section 6.1, which compares maxima and ignores memory.
 """
@@ -28,8 +27,8 @@ GAIN = 1e-9  # relative; moves that gain less are rounding
 
 @dataclass(eq=False)
 class _State:
-    """A placement of classes, and what it costs. Shapes: D devices; `held` [nets, D] counts classes
-    of each net."""
+    """A placement of classes and its cost. Shapes: D devices; `held` [nets, D] counts classes of
+    each net."""
 
     device: Ints
     held: Floats
@@ -38,7 +37,7 @@ class _State:
 
 
 class LocalSearch:
-    """Searches over the placements of one graph."""
+    """A search over the placements of one graph."""
 
     def __init__(self, graph: ClassGraph):
         w = graph.workload
@@ -70,20 +69,20 @@ class LocalSearch:
 
     @staticmethod
     def size(graph: ClassGraph) -> int:
-        """Numbers in a table that it keeps, of which there are some."""
+        """Return the numbers in one of the tables that a search keeps."""
         rows = graph.num_classes + len(graph.nets)
         return rows * (graph.workload.num_accelerators + graph.workload.num_cpus)
 
     def random(self, generator: np.random.Generator) -> Ints:
-        """Every class on any accelerator that can run it, else on any CPU."""
+        """Put every class on a random accelerator that can run it, else on a random CPU."""
         device = generator.integers(0, self.k, self.graph.num_classes)
         only_cpu = ~self.allowed[:, 0]
         device[only_cpu] = generator.integers(self.k, self.num_devices, int(only_cpu.sum()))
         return device.astype(np.int64)
 
     def descend(self, device: Ints, deadline: float) -> tuple[float, Ints]:
-        """The local optimum below a placement: its largest load (infinite if memory does not
-        suffice) and devices."""
+        """Descend from a placement to a local optimum, and return its largest load (infinite if
+        memory does not suffice) and devices."""
         state = self._state(device.copy())
         while time.monotonic() < deadline:
             value = self._value(state.loads, state.memory)
@@ -92,7 +91,7 @@ class LocalSearch:
             if not change[v, to] < value * (1 - GAIN):
                 break
             self._move(state, int(v), int(to))
-        state = self._state(state.device)  # without what rounding has gathered
+        state = self._state(state.device)  # recomputed, to remove accumulated rounding
         fits = bool((state.memory[: self.k] <= self.graph.workload.room).all())
         return (float(state.loads.max()) if fits else np.inf), state.device
 
@@ -112,22 +111,22 @@ class LocalSearch:
         return top * float(((values / top) ** NORM).sum() ** (1 / NORM))
 
     def _penalised(self, loads: Floats, memory: Floats, accelerator: Bools) -> Floats:
-        """Loads, and a penalty for memory that an accelerator has not. `accelerator`: whether the
-        device is one."""
+        """Return the loads plus a penalty for exceeding an accelerator's memory. `accelerator`:
+        whether each device is one."""
         limit = self.graph.workload.memory
         return loads + np.where(
             accelerator, np.maximum(memory / limit - 1, 0) * (PENALTY * self.scale), 0.0
         )
 
     def _moves(self, s: _State) -> Floats:
-        """[n, D]: the value after the move of each class to each device; infinite where it may not
-        go."""
+        """Return [n, D], the value after moving each class to each device; infinite if the move is
+        not allowed."""
         g = self.graph
         n = self.graph.num_classes
         rows = np.arange(n)
         size = self.net_size[:, None]
         cost = g.net_cost[:, None]
-        leaves = cost * ((s.held > 1).astype(float) - (s.held < size))  # on its own device
+        leaves = cost * ((s.held > 1).astype(float) - (s.held < size))  # on its current device
         enters = cost * ((s.held + 1 < size).astype(float) - (s.held > 0))
         leaves[:, self.k :] = enters[:, self.k :] = 0.0
         fewer = (
@@ -182,10 +181,11 @@ def local_search(
     starts: tuple[Ints, ...] = (),
     deadline: float = np.inf,
 ) -> tuple[float, Ints]:
-    """The best local optimum of `restarts` random placements, and of `starts` (a device for each
-    class).
+    """Return the best local optimum of `restarts` random placements and of `starts` (a device for
+    each class).
 
-    Returns its largest load, infinite if none has memory enough, and the devices.
+    Returns:
+        The largest load, infinite if no placement fits the memory, and the devices.
     """
     search = LocalSearch(graph)
     generator = np.random.default_rng(seed)

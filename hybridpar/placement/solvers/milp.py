@@ -1,16 +1,16 @@
-"""The least largest load by integer programming, contiguous or not.
+"""Minimize the largest load by integer programming, contiguous or not.
 
-    x[c, d]            class c is on device d
-    high, low[e, d]    the largest and least x[c, d] over the classes c of net e, so that
-                       accelerator d transfers it if they differ
-    L >= load[d] = sum of times * x + sum of cost(e) (high[e, d] - low[e, d])
+x[c, d]            class c is on device d
+high, low[e, d]    the largest and least x[c, d] over the classes c of net e, so that
+                   accelerator d transfers it if they differ
+L >= load[d] = sum of times * x + sum of cost(e) (high[e, d] - low[e, d])
 
 Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u]
-and z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
+and z[v] <= x[v] - x[u] + 1: after an edge that leaves a device, no node is on it.
 
-Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known
-before, which are improved two devices at a time (pairs.py), and from coverings (cover.py), and
-equal devices are told apart (the i-th largest class is on one of the first i).
+Differences from the paper: classes instead of nodes, nets instead of edges; bounds of L from known
+placements, which are improved two devices at a time (pairs.py), and from coverings (cover.py); and
+broken symmetry between equal devices (the i-th largest class is on one of the first i).
 
 Source: arXiv 2006.16423, figure 5 and section 5.2.
 """
@@ -35,31 +35,31 @@ from hybridpar.placement.workload import Floats, Ints
 
 PAIRS_SHARE = 0.4
 COVER_SHARE = 0.4
-"""Shares of the time that is left: for better placements by pairs of devices, then for the bound of
-coverings. The best contiguous placement is mostly far above that."""
+"""Shares of the remaining time: for improving placements by pairs of devices, then for the bound of
+coverings. The best contiguous placement is mostly far above that bound."""
 GAP = 1e-6
-"""Relative: what is so little above the bound is the best."""
+"""Relative difference from the bound up to which a placement is optimal."""
 SLACK = 1e-6
-"""Relative, of the upper bound of L: HiGHS keeps rows only to within 1e-6."""
+"""Relative slack of the upper bound of L, because HiGHS satisfies rows only to within 1e-6."""
 SCALE = 100.0
-"""The least that the largest load can be, in the program's unit of time."""
+"""Lower bound on the largest load, in the program's unit of time."""
 
 
 class Solution(NamedTuple):
-    """`device`: of each class, the best that is known; empty if there is none."""
+    """The best known placement. `device`: of each class; empty if there is none."""
 
     device: Ints
     bound: float
     proven: bool
     note: str = ""
-    """Why it is not proven."""
+    """Reason why it is not proven optimal."""
 
 
 def solve_max_load(
     graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float
 ) -> Solution:
-    """Looks for a placement whose largest load is below that of `start`, a device for each class
-    (or empty)."""
+    """Search for a placement whose largest load is below that of `start`, which has a device for
+    each class or is empty."""
     least = work_bound(graph)
     known = _largest(graph, start)
     if least >= known * (1 - GAP):
@@ -104,7 +104,7 @@ def _solve_whole(
             better = answer.proven or _largest(graph, device) < known
             return Solution(device if better else before.device, bound, answer.proven, answer.note)
         try:
-            for classes in full:  # by less than HiGHS can see: forbid just that
+            for classes in full:  # by less than HiGHS can see, so forbid exactly these classes
                 model.at_most([(1.0, x[classes, :k].T)], len(classes) - 1)
         except (TooLargeError, OutOfTime) as error:
             return before._replace(bound=bound, note=str(error))
@@ -116,14 +116,18 @@ def _largest(graph: ClassGraph, device: Ints) -> float:
 
 
 def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
-    """The classes of each accelerator whose memory does not suffice."""
+    """Return the classes of each accelerator whose memory does not suffice."""
     used = np.bincount(device, graph.size, int(device.max()) + 1)[: graph.workload.num_accelerators]
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
 def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = np.inf) -> Whole:
-    """For loads up to `known`: what takes longer, takes twice that. Raises: TooLargeError,
-    OutOfTime."""
+    """Return the program for loads up to `known`; longer times count as twice `known`.
+
+    Raises:
+        TooLargeError: The program is too large.
+        OutOfTime: The deadline passed.
+    """
     unit = work_bound(graph) / SCALE or 1.0
 
     def scaled(times: Floats) -> Floats:
@@ -167,15 +171,15 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = 
 
 
 def _allowed(graph: ClassGraph) -> Floats:
-    """1 where a class may be on a device."""
+    """Return 1 where a class may be on a device."""
     upper = np.ones((graph.num_classes, graph.workload.num_accelerators + graph.workload.num_cpus))
     upper[:, : graph.workload.num_accelerators] = np.isfinite(graph.accelerator_time)[:, None]
     return upper
 
 
 def _told_apart(graph: ClassGraph) -> Floats:
-    """`_allowed`, with symmetry broken: of equal devices, the i-th largest class takes one of the
-    first i."""
+    """Return `_allowed` with broken symmetry: among equal devices, the i-th largest class takes one
+    of the first i."""
     k = graph.workload.num_accelerators
     num_cpus = graph.workload.num_cpus
     upper = _allowed(graph)
@@ -198,7 +202,7 @@ def _contiguous(model: ProgramBuilder, graph: ClassGraph, x: Ints) -> None:
     for d in range(x.shape[1]):
         model.at_most([(1.0, of_node[forward, d]), (-1.0, z[forward, d])], 0.0)
         model.at_most([(1.0, z[v, d]), (-1.0, z[u, d])], 0.0)
-        other = graph.class_of[u] != graph.class_of[v]  # an edge inside a class leaves no device
+        other = graph.class_of[u] != graph.class_of[v]  # an edge within a class leaves no device
         model.at_most(
             [(1.0, z[v[other], d]), (-1.0, of_node[v[other], d]), (1.0, of_node[u[other], d])], 1.0
         )

@@ -1,9 +1,9 @@
-"""Better placements from good ones: what two devices hold is dealt out anew between them by integer
+"""Improve good placements: redistribute the classes of two devices between them by integer
 programming.
 
-One of the two is always the device with the largest load. Everything else stays where it is, which
-leaves a small program, where a whole graph's finds nothing better in minutes. Ends when no pair can
-be improved.
+One of the two is always the device with the largest load. Everything else stays, which leaves a
+small program, where a program of the full graph finds nothing better in minutes. Ends when no pair
+can be improved.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from hybridpar.placement.workload import Floats, Ints
 PATIENCE = 0.05
 """Share of all the time for one pair."""
 GAIN = 1e-6
-"""Relative; less is within HiGHS's tolerances."""
+"""Relative gain that counts; less is within HiGHS's tolerances."""
 ENOUGH = 2e-4
-"""Relative: a pair need not be better than within that of its best."""
+"""Relative gap to the best solution of a pair that is good enough."""
 
 
 class Whole(NamedTuple):
-    """A graph's program, in which equal devices are not told apart.
+    """A graph's program without broken symmetry between equal devices.
 
-    `x` [classes, devices]: variables; `loads` [devices]: the rows  load - objective <= 0; `unit`:
-    of its times.
+    Args:
+        x: Variables [classes, devices].
+        loads: Numbers of the rows  load - objective <= 0  [devices].
+        unit: Unit of time.
     """
 
     model: ProgramBuilder
@@ -45,7 +47,7 @@ class Whole(NamedTuple):
 def improve_pairs(
     graph: ClassGraph, whole: Whole, device: Ints, highs: Highs, deadline: float
 ) -> Ints:
-    """A placement at least as good as `device`, a device for each class, looked for until
+    """Return a placement at least as good as `device` (a device for each class), found until
     `deadline` (monotonic)."""
     program = whole.model.program()
     x = whole.x
@@ -53,7 +55,7 @@ def improve_pairs(
     current = _loads(graph, device)
     hopeless: set[tuple[bytes, bytes]] = (
         set()
-    )  # what two devices hold, of which nothing better was found
+    )  # sets of classes on two devices for which nothing better was found
     while time.monotonic() < deadline:
         worst = int(current.argmax())
         mine = (device == worst).tobytes()
@@ -67,7 +69,7 @@ def improve_pairs(
         other = others[0]
         below = current[worst] / whole.unit * (1 - GAIN)
         part = _of_pair(program, x, whole.loads, device, [worst, other], below)
-        with suppress(EOFError, OSError):  # then `solve` says why
+        with suppress(EOFError, OSError):  # `solve` then reports why
             highs.wait_until_ready(deadline)
         answer = highs.solve(part, min(time.monotonic() + patience, deadline))
         changed = answer.values[x].argmax(1) if len(answer.values) else device
@@ -83,8 +85,8 @@ def improve_pairs(
 def _of_pair(
     program: Program, x: Ints, loads: Ints, device: Ints, pair: list[int], below: float
 ) -> Program:
-    """Only what the two devices hold may move, between them, and only their loads count, which must
-    be `below` that."""
+    """Return a program in which only the classes of two devices may move, between these two, and
+    only their loads count, which must be below `below`."""
     upper = program.upper.copy()
     lower = program.lower.copy()
     limits = program.limits.copy()
@@ -96,7 +98,8 @@ def _of_pair(
     upper[x[~keep]] = 0.0
     lower[x[rows[~free], device[~free]]] = 1.0
     objective = int(program.cost.argmax())
-    lower[objective], upper[objective] = 0.0, below
+    lower[objective] = 0.0
+    upper[objective] = below
     limits[np.delete(loads, pair)] = np.inf
     return replace(program, upper=upper, lower=lower, limits=limits, gap=ENOUGH)
 

@@ -1,4 +1,4 @@
-"""Mixed-integer linear programs, put together row by row for HiGHS."""
+"""Mixed-integer linear programs for HiGHS, assembled row by row."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from hybridpar.placement.solvers.highs import OUT_OF_TIME, Program
 from hybridpar.placement.workload import Floats, Ints
 
 MAX_NUMBERS = 10_000_000
-"""Limit on variables and coefficients. With more, HiGHS hardly ends presolve within minutes, and
+"""Limit on variables and coefficients. Above it HiGHS hardly ends presolve within minutes, and
 takes gigabytes."""
 TOO_LARGE = "the graph is too large for integer programming on so many devices"
 
 
 class TooLargeError(Exception):
-    """The program has more than `MAX_NUMBERS`."""
+    """The program has more than `MAX_NUMBERS` variables or coefficients."""
 
 
 @dataclass(eq=False)
 class ProgramBuilder:
     """A program that minimises the variable of number `objective`.
 
-    Raises: while it is put together, TooLargeError, and OutOfTime once `time.monotonic()` is past
-        `deadline`; the
-    message is a note for a placement.
+    While it is assembled, it raises TooLargeError, and OutOfTime once `time.monotonic()` is past
+    `deadline`; the message serves as a placement's note.
     """
 
     deadline: float = np.inf
@@ -46,7 +45,7 @@ class ProgramBuilder:
     _num_numbers: int = 0
 
     def expect(self, more: int) -> None:
-        """Raises: TooLargeError if so many more variables or coefficients are too many;
+        """Raise TooLargeError if `more` further variables or coefficients are too many, or
         OutOfTime."""
         if self._num_numbers + more > MAX_NUMBERS:
             raise TooLargeError(TOO_LARGE)
@@ -64,7 +63,7 @@ class ProgramBuilder:
         upper: ArrayLike = np.inf,
         integer: bool = False,
     ) -> Ints:
-        """New variables; returns their numbers, in that shape."""
+        """Add variables, and return their numbers in the given shape."""
         count = math.prod(shape)
         self._count(count)
         for values, to in (
@@ -78,10 +77,9 @@ class ProgramBuilder:
         return np.arange(first, first + count).reshape(shape)
 
     def at_most(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], limit: ArrayLike) -> Ints:
-        """Rows  sum over terms of  coefficient * variable <= limit. Returns their numbers.
+        """Add rows  sum over terms of  coefficient * variable <= limit, and return their numbers.
 
-        A term's variables are [rows] or [rows, several], its coefficients something that broadcasts
-        to them.
+        A term's variables are [rows] or [rows, several]; its coefficients must broadcast to them.
         """
         rows = np.asarray(terms[0][1]).shape[0]
         first = self._num_rows
@@ -100,12 +98,12 @@ class ProgramBuilder:
         return np.arange(first, self._num_rows)
 
     def equal(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], value: float) -> None:
-        """Rows as of `at_most`, with =."""
+        """Add rows like `at_most`, with = instead of <=."""
         self.at_most(terms, value)
         self.at_most([(-np.asarray(c, np.float64), v) for c, v in terms], -value)
 
     def program(self) -> Program:
-        """All of it."""
+        """Return the complete program."""
         cost = np.zeros(self._num_variables)
         cost[self.objective] = 1.0
         row, column, value = (np.concatenate(x) for x in zip(*self._rows, strict=True))

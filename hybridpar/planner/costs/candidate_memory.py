@@ -1,5 +1,5 @@
-"""Memory of candidates: estimates from footprints of few layers, where recomputation is needed, and
-copies in hosts."""
+"""Memory of planning candidates: estimates from footprints of few layers, which stages need
+recomputation, and whether checkpoint copies fit into host memory."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ from hybridpar.train.forecasts.ghost_rank import GhostRank
 from hybridpar.validate import problems
 
 TIGHT = 0.9
-"""Share of the limit beyond which memory is short: fragments, or longer documents, may need the
+"""Share of the limit above which memory is short: fragmentation or longer documents may need the
 rest."""
 _MIB = 2**20
 _HOST_SHARE = 0.9
-"""Share of a host's memory, beside GPUs, that checkpoints' copies may take."""
+"""Share of a GPU host's memory that checkpoint copies may take."""
 _SURELY = 2 / 3
-"""Share of the limit below which a bound from above needs no closer look."""
+"""Share of the limit below which an upper bound needs no closer look."""
 _TRIES = 4
 _TIGHTER = 0.96
-"""Splits that are made for a limit, each for so much of the one before: an estimate may be too
-low."""
+"""Share of the limit for each further attempt at a split, relative to the previous attempt: the
+estimate may be too low."""
 
 
 def largest_budget(
     config: Config, limit: float, device: torch.device, trace: Tracer = trace_stage
 ) -> int:
-    """The largest memory.budget with which a resolved configuration fits into `limit` bytes, with
-    some room; 0 where there is none: a part of the state, or what else there is, is too much, or
-    settings do not go with a budget."""
+    """Return the largest memory.budget with which a resolved configuration fits into `limit` bytes,
+    with some margin.
+
+    Returns 0 if there is none: one item of the state, or the rest of the memory, is too large, or
+    the settings are not supported with a budget.
+    """
     nothing = replace(
         config, memory=replace(config.memory, budget=1)
-    )  # so all that is taken is beside it
+    )  # then the prediction counts only memory that no budget limits
     if device.type != "cpu" or problems(nothing, config.parallel.num_ranks):
         return 0
     stages = predict(JobPlan(nothing), device=device, trace=trace)
@@ -59,8 +62,8 @@ def largest_budget(
 
 
 def host_shortage(candidate: Candidate) -> str:
-    """What its checkpoints' copies lack of a server's memory; empty where nothing, or where that is
-    not known."""
+    """Return a message if checkpoint copies exceed a server's memory, or "" if they fit or the
+    memory is unknown."""
     cost = candidate.cost
     stages = [stage.host for stage in candidate.memory or ()]
     machine = cost.machine
@@ -85,20 +88,23 @@ def host_shortage(candidate: Candidate) -> str:
 
 
 class MemoryCheck:
-    """Peaks of candidates on devices of limited memory, from footprints that are traced once. They
-    differ in what a search chooses alone."""
+    """Peaks of candidates on devices of limited memory, from footprints that are traced once.
+
+    The candidates differ only in what a search chooses.
+    """
 
     def __init__(self, limit: float):
-        self.limit, self._footprints = limit, Footprints()
+        self.limit = limit
+        self._footprints = Footprints()
         self._known: dict[object, Footprint] = {}
 
     def measure(self, candidate: Candidate) -> None:
-        """Predicts its memory exactly."""
+        """Predict the candidate's memory exactly."""
         device = candidate.cost.machine.device
         candidate.set_memory(predict(candidate.cost.job, device=device, trace=self._footprints))
 
     def fits(self, cost: StepCost) -> bool:
-        """Whether the estimated peak of every rank is within the limit."""
+        """Return whether the estimated peak of every rank is within the limit."""
         if self.least(cost) > max(cost.limits):
             return False
         if self._most(cost) < _SURELY * min(cost.limits):
@@ -113,8 +119,8 @@ class MemoryCheck:
         )
 
     def least(self, cost: StepCost) -> float:
-        """Bytes of the fullest rank at least: its share of the state, if blocks were divided
-        evenly."""
+        """Return a lower bound in bytes for the fullest rank: its share of the state if blocks were
+        divided evenly."""
         whole = self._whole(cost)
         schedule = cost.schedule
         versions = min(map(cost.job.num_versions, range(cost.pp)))
@@ -131,8 +137,8 @@ class MemoryCheck:
         )
 
     def _most(self, cost: StepCost) -> float:
-        """Bytes of the fullest rank at most: all of the model, and as many micro-batches as any
-        rank has in flight."""
+        """Return an upper bound in bytes for the fullest rank: the unsharded model, with as many
+        micro-batches as any rank has in flight."""
         b = cost.config.train.micro_batch_size
         schedule = cost.schedule
         ranks = range(cost.pp)
@@ -154,7 +160,8 @@ class MemoryCheck:
         )
 
     def _whole(self, cost: StepCost) -> Footprint:
-        """The footprint of the whole model on one device, with micro-batches of one sample."""
+        """Return the footprint of the unsplit model on one device, with micro-batches of one
+        sample."""
         train = replace(cost.config.train, micro_batch_size=1)
         config = replace(cost.config, parallel=ParallelConfig(dp=1), train=train)
         key = config.optim.staleness, config.memory.host_optimizer, config.pipeline.split_backward
@@ -169,10 +176,10 @@ class MemoryCheck:
         return self._known[key]
 
     def recomputed(self, candidate: Candidate, *, exact: bool = True) -> Candidate | None:
-        """A split whose stages fit, recomputed where they must be; None where there is none.
+        """Return the candidate with a split whose stages fit, recomputed where necessary, or None.
 
-        The stages' peaks are estimated; so what comes out is checked exactly, and tried again with
-        less memory where it is too much.
+        The stages' peaks are estimates, so the result is checked exactly, and the search repeats
+        with less memory if it does not fit.
         """
         config = candidate.config
         cost = candidate.cost
@@ -209,9 +216,11 @@ class MemoryCheck:
         return None
 
     def in_file(self, candidate: Candidate) -> Candidate | None:
-        """The candidate with the largest memory.budget that fits, and all layers recomputed where
-        it must be; None where there is none: one part of the state, or the activations, are too
-        much."""
+        """Return the candidate with the largest memory.budget that fits, with all layers recomputed
+        if necessary.
+
+        Returns None if one item of the state, or the activations, are too large.
+        """
         for recompute in dict.fromkeys((candidate.config.pipeline.recompute, "all")):
             made = replace(
                 candidate.config, pipeline=replace(candidate.config.pipeline, recompute=recompute)
@@ -228,8 +237,8 @@ class MemoryCheck:
         return None
 
     def _state_fits(self, cost: StepCost, room: float) -> bool:
-        """Whether there is a split with room for the state alone: if not, no recomputation
-        helps."""
+        """Return whether some split leaves room for the state alone; if not, recomputation does not
+        help."""
         return (
             best_split(
                 *block_costs(cost),
@@ -243,8 +252,11 @@ class MemoryCheck:
     def _peaks(
         self, cost: StepCost, whole: bool, *, state_alone: bool = False
     ) -> Callable[[int, bool], Matrix]:
-        """By stage, [i, j]: about what blocks i .. j-1 take there; infinite where they cannot be on
-        it: the ends are on the first and the last stage alone."""
+        """Return a function of (stage, recomputed) that estimates memory.
+
+        Its result [i, j] is about the bytes that blocks i .. j-1 take on the stage; infinite if
+        they cannot be there, because the model's ends must be on the first and the last stage.
+        """
         count = cost.config.model.num_blocks
         p = cost.sizes.num_stages
         rows, columns = np.indices((count + 1, count + 1))
@@ -265,9 +277,9 @@ class MemoryCheck:
                 known[key] = found(cost, stage, whole if again else None, buffers)
             terms = known[key]
             taken = (terms[0] if state_alone else _at_peak(terms, in_flight)) * (self.limit / limit)
-            placed = (rows == 0 if first else rows > 0) & (
-                columns == count if last else columns < count
-            )
+            begins = rows == 0 if first else rows > 0
+            ends = columns == count if last else columns < count
+            placed = begins & ends
             return placed_once.setdefault(alike, np.where(placed & (columns > rows), taken, np.inf))
 
         return peaks
@@ -275,11 +287,14 @@ class MemoryCheck:
     def _terms_by_size(
         self, cost: StepCost, stage: int, whole: bool | None, buffers: Buffers
     ) -> Matrix:
-        """[term, i, j]: the terms of `_terms` of blocks i .. j-1, by their number, where every
-        other stage has one.
+        """Return [term, i, j]: the terms of `_terms` for blocks i .. j-1, if every other stage has
+        as many.
 
-        whole: whether recomputation is of stages, or of layers; None: there is none. Rough
-        footprints lie on a line where there are layers.
+        A rough footprint is linear in the number of layers.
+
+        Args:
+            whole: Whether recomputation covers whole stages (True) or layers (False). None: no
+                recomputation.
         """
         count = cost.config.model.num_blocks
         p = cost.sizes.num_stages
@@ -288,14 +303,16 @@ class MemoryCheck:
         line: list[tuple[int, Footprint]] = []
         most = count - p + 1 if p > 1 else count
         for size in range(1 if p > 1 else count, most + 1):
-            start = 0 if stage == 0 else count - size if stage == p - 1 else 1
+            start = 1
+            if stage == 0:
+                start = 0
+            elif stage == p - 1:
+                start = count - size
             blocks = range(start, start + size)
             layers = frozenset(n for n in blocks if 0 < n < count - 1)
-            again = (
-                Recomputation()
-                if whole is None
-                else Recomputation(frozenset(blocks) if whole else layers, whole)
-            )
+            again = Recomputation()
+            if whole is not None:
+                again = Recomputation(frozenset(blocks) if whole else layers, whole)
             fp = self._rough(cost, blocks, again, buffers)
             found[:, size] = _terms(cost, fp, is_first=start == 0)
             line += [(size, fp)] if layers else []
@@ -317,7 +334,7 @@ class MemoryCheck:
     def _terms_by_range(
         self, cost: StepCost, stage: int, whole: bool | None, buffers: Buffers
     ) -> Matrix:
-        """The same where blocks differ."""
+        """Return the same as `_terms_by_size`, for blocks that differ."""
         count = cost.config.model.num_blocks
         found = np.zeros((4, count + 1, count + 1))
         found[0] = np.inf
@@ -338,7 +355,8 @@ class MemoryCheck:
         return found
 
     def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
-        """About what `prediction.walk.walk` finds for these blocks on that stage."""
+        """Return an estimate of the peak that `prediction.walk.walk` finds for these blocks on that
+        stage."""
         fp = self._rough(cost, blocks, recompute, _buffers(cost, stage))
         return float(
             _at_peak(
@@ -349,9 +367,12 @@ class MemoryCheck:
     def _rough(
         self, cost: StepCost, blocks: range, recompute: Recomputation, buffers: Buffers
     ) -> Footprint:
-        """The rough footprint of a stage, which depends neither on where its layers are nor on the
-        other stages. Of chunks that replicas share it is as exact as it must be: they are not what
-        two layers have."""
+        """Return the rough footprint of a stage, which depends neither on the position of its
+        layers nor on the other stages.
+
+        Chunks that replicas shard are exact, because they are not proportional to the number of
+        layers.
+        """
         config = cost.config
         ends = (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (
@@ -387,14 +408,19 @@ def _buffers(cost: StepCost, stage: int) -> Buffers:
 
 
 def _in_flight(cost: StepCost, stage: int) -> int:
-    """Micro-batches that a stage holds."""
+    """Return the number of micro-batches that a stage holds."""
     held = cost.schedule.max_live_activations(cost.sizes, cost.sizes.rank_of(stage))
     return -(-held // cost.sizes.chunks)
 
 
 def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, float, float, float]:
-    """Of a peak: what is always there; each micro-batch in flight; the most that a backward takes
-    besides all of these, and that others take besides all but one."""
+    """Return the terms of a peak.
+
+    Returns:
+        The bytes that are always allocated, the bytes of each micro-batch in flight, the most that
+        a backward takes in addition to both, and the most that other actions take in addition to
+        all but one micro-batch.
+    """
     state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
     return (
         state + fp.message + fp.received + cost.sizes.num_microbatches * fp.factors,
@@ -410,14 +436,14 @@ def _at_peak(terms: Matrix, in_flight: int) -> Matrix:
 
 
 def _in_memory(cost: StepCost, state: float) -> float:
-    """What of so many bytes of state is in memory."""
+    """Return the resident bytes out of `state` bytes."""
     return np.minimum(state, cost.config.memory.budget) if cost.config.memory.budget else state
 
 
 def _recompute_text(
     sizes: Sequence[int], recomputed: Sequence[bool], num_layers: int, whole: bool
 ) -> str:
-    """`pipeline.recompute` for these stages."""
+    """Return `pipeline.recompute` for these stages."""
     if all(recomputed):
         return "stage" if whole else "all"
     if not any(recomputed):
@@ -433,7 +459,7 @@ def _recompute_text(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Such as '0,2-5'."""
+    """Return numbers as ranges, such as '0,2-5'."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][1] == n - 1:

@@ -1,5 +1,4 @@
-"""Compressed gradients as a planner counts them, and the codecs that it tries where training may
-change."""
+"""Cost of compressed gradients, and the codecs that the planner tries if training may change."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from hybridpar.state.compression.registry import gradient_method
 
 
 def _tried(rows: Mapping[str, GradientCompression | MessageCompression]) -> dict[str, float]:
-    """Loss in per cent of the methods that `plan --compression` tries, from the most exact on."""
+    """Return the loss increase in percent of the methods that `plan --compression` tries, most
+    exact first."""
     return {name: row.loss_percent for name, row in rows.items() if row.loss_percent is not None}
 
 
@@ -28,8 +28,8 @@ TRIED_GRADIENTS = _tried(GRADIENTS)
 
 
 def gradient_share(config: Config) -> float:
-    """Bytes of a replica's message over those of its gradients in `compression.gradients`, of large
-    tensors."""
+    """Return the compressed size of large gradients with `compression.gradients`, as a share of
+    their size."""
     item = max(DTYPES[config.train.dtype].itemsize, 4)
     if not config.feeds_back:
         return 1.0
@@ -37,7 +37,7 @@ def gradient_share(config: Config) -> float:
 
 
 def with_codecs(config: Config) -> Iterator[Config]:
-    """The configuration with codecs where something is sent that it does not compress yet."""
+    """Yield the configuration with codecs for traffic that it does not compress yet."""
     compression = config.compression
     parallel = config.parallel
     messages = TRIED_MESSAGES if parallel.pp > 1 and compression.messages == "none" else ()
@@ -51,7 +51,7 @@ def with_codecs(config: Config) -> Iterator[Config]:
 
 
 def loss_of_codecs(config: Config) -> str:
-    """What the codecs of a configuration that were tried cost in loss, in words."""
+    """Return in words how much loss the tried codecs of a configuration cost."""
     compression = config.compression
     named = (
         ("messages", compression.messages, TRIED_MESSAGES),

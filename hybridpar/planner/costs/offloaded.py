@@ -1,5 +1,4 @@
-"""Candidates whose activations wait for their backward in a file, in the place of being computed
-twice."""
+"""Candidates that offload activations to a file instead of recomputing them."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from hybridpar.validate import problems
 
 
 def knows_files(candidate: Candidate) -> bool:
-    """Whether costs of files are known for its machine, and nothing of it is in one or on a host
-    yet."""
+    """Return whether file costs are known for the candidate's machine, and the candidate keeps
+    nothing in a file or on a host yet."""
     config = candidate.config
     machine = candidate.cost.machine
     memory = config.memory
@@ -31,8 +30,8 @@ def knows_files(candidate: Candidate) -> bool:
 
 
 def with_activations_away(candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with nothing recomputed and micro-batches away: as many as cost no time, and as
-    many as can be."""
+    """Yield the candidate without recomputation and with offloaded micro-batches: as many as cost
+    no time, and as many as possible."""
     cost = candidate.cost
     if not any(most_away(cost.schedule, cost.sizes, rank) for rank in range(cost.pp)):
         return

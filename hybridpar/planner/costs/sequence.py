@@ -1,10 +1,11 @@
-"""What blocks of GPT and BERT cost with sequence parallelism, from what they cost without:
+"""Cost of GPT and BERT blocks with sequence parallelism, derived from their cost without it:
 collectives and norms.
 
-A sum over tp becomes a scatter and a gather of half its time each. What goes into a split product
-is gathered once more in the backward pass, and so is what the embedding gets back. Norms, with what
-is added before them, have a part of the rows: their forward takes twice what making their outputs
-again does, their backward 2.5 times (kernels.py).
+An all-reduce over tp becomes a reduce-scatter and an all-gather of half its time each. The backward
+pass gathers the input of a column-parallel linear layer once more, and also the gradient of the
+embedding's output. Norms and the additions before them process a shard of the rows. A norm's
+forward takes twice the time that recomputing its output takes, its backward 2.5 times
+(kernel_times.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _BACKWARD = 2.5
 
 
 def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, BlockCost]:
-    """Costs of blocks, by kind, with parallel.sequence; given those without it, at the
-    configuration's parallel.tp."""
+    """Return the costs of blocks with parallel.sequence, by kind.
+
+    Args:
+        costs: Costs without sequence parallelism, at the configuration's parallel.tp.
+    """
     layer = costs["layer"]
     if not layer.forward_messages:  # measured without collectives
         return dict(costs)
@@ -47,14 +51,20 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
 
 
 def _formulas(config: Config) -> ModelConfig:
-    """Return the GPT or BERT whose formulas hold for the blocks. Raises: ConfigError without
-    one."""
+    """Return the GPT or BERT configuration whose formulas hold for the blocks.
+
+    Raises:
+        ConfigError: The model has no such formulas.
+    """
     return config.model.cost_model or config.transformer
 
 
 def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
-    """Of a block of each kind, forward and backward: sums of activations that are no more, and
-    gathers and scatters in their stead. Its code is run on ghosts."""
+    """Return the changed collectives of each kind of block, in forward and backward: the number of
+    removed all-reduces, and of all-gathers and reduce-scatters that replace them.
+
+    Runs the block's code on ghosts (tensors without memory).
+    """
     whole = activation_bytes(model, 1)
     plain, split = (messages_by_kind(model, tp, sequence) for sequence in (False, True))
     return {
@@ -67,8 +77,8 @@ def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def _norms(config: Config) -> float:
-    """Share of a layer's `remake` that its norms are; the rest is the activation, which tp ranks
-    split."""
+    """Return the norms' share of a layer's `remake` time; the rest is the activation function,
+    which tp ranks split."""
     model = _formulas(config)
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size / config.parallel.tp
     return 4 * model.hidden_size / (4 * model.hidden_size + activation)
@@ -110,8 +120,8 @@ def _split(
 
 
 def may_split_rows(config: Config) -> bool:
-    """Whether sequence parallelism is there to be tried: it has an effect, is not set, and all goes
-    with it."""
+    """Return whether to try sequence parallelism: it has an effect, is not set, and is supported
+    with the other settings."""
     return (
         config.parallel.tp > 1
         and not config.parallel.sequence
@@ -121,5 +131,5 @@ def may_split_rows(config: Config) -> bool:
 
 
 def with_split_rows(config: Config) -> Config:
-    """The same with sequence parallelism."""
+    """Return the configuration with sequence parallelism."""
     return replace(config, parallel=replace(config.parallel, sequence=True))

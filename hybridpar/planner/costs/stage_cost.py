@@ -35,11 +35,15 @@ GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()
 
 @dataclass(frozen=True)
 class StageCost:
-    """Time and parameters of a stage, or of all stages of a rank; `blocks`: the numbers of those it
-    holds.
+    """Time and parameters of a stage, or of all stages of a rank.
 
-    forward, backward: of a micro-batch, with recomputation and collectives over tp. norm, update:
-    of a batch. tied: those of `parameters` that the other end holds too.
+    Args:
+        blocks: Numbers of the blocks.
+        forward: Seconds of a micro-batch's forward, with collectives over tp.
+        backward: Seconds of a micro-batch's backward, with recomputation and collectives over tp.
+        norm: Seconds of the gradient norm of a batch.
+        update: Seconds of the optimizer update of a batch.
+        tied: Number of `parameters` that the other end of the model holds, too.
     """
 
     blocks: Sequence[int]
@@ -50,7 +54,7 @@ class StageCost:
     parameters: int
     tied: int
     idle: float = 0.0
-    """Of forward and backward, what the device waits for launches of kernels."""
+    """Seconds of forward and backward in which the device waits for kernel launches."""
 
     @property
     def compute(self) -> float:
@@ -58,12 +62,11 @@ class StageCost:
 
 
 class StageCosts:
-    """Costs of the blocks, stages and ranks of one configuration (resolved: dp is known) on a
-    machine.
+    """Costs of the blocks, stages and ranks of one resolved configuration on a machine.
 
-    Raises: ConfigError where the profile has nothing of its tp degree, or of what moves its state;
-        or the split does
-    not fit the model.
+    Raises:
+        ConfigError: The profile lacks this tp degree or the speed of moved state, or the split does
+            not fit the model.
     """
 
     def __init__(self, config: Config, machine: Machine):
@@ -77,27 +80,26 @@ class StageCosts:
         self.moves = Moves.of(self.job, machine)
         self.zero_share = self.dp if parallel.zero else 1
         self.splits = parallel.zero if self.dp > 1 else 0
-        """State that replicas split: 2: gradients, too; 3: weights, too. These come and go block by
-        block, but for gradients that are compressed."""
+        """ZeRO stage that shards more than the optimizer state: 2 shards gradients, 3 also weights.
+        These move block by block, except compressed gradients."""
         self.updates_here = not config.memory.host_optimizer
-        """Whether ranks update on their own time."""
+        """Whether the update takes time of the ranks, instead of the host optimizer."""
         self.sizes = self.job.shape
         profile = machine.profile
         self.is_cpu = profile.hardware.cores > 0
         self.launches_ahead = (
             not self.is_cpu and config.train.cuda_graphs and unsupported(self.job) is None
         )
-        """Whether CUDA graphs save what a device waits for launches of kernels."""
+        """Whether CUDA graphs remove the device's waits for kernel launches."""
         self._kind_of = block_kinds(config.model)
         self.kinds_on = self._kinds_on()
-        """By rank of the pipeline, cost of each kind of block: that of the slowest of its
-        devices."""
+        """Cost of each kind of block by pipeline rank, on the slowest of the rank's devices."""
         self.kinds = self.kinds_on[0]
         self.item = DTYPES[config.train.dtype].itemsize
         self.gradient_bytes = GRADIENT_BYTES[config.train.dtype]
         self.codecs = CodecCosts(self.job, profile)
         self.message_bytes = self.codecs.message_bytes
-        """Bytes of an activation."""
+        """Bytes of an activation between stages."""
 
     def _kinds_on(self) -> list[dict[str, BlockCost]]:
         machine = self.machine
@@ -135,7 +137,7 @@ class StageCosts:
 
     @property
     def _inner(self) -> tuple[str, ...]:
-        """The kinds of the blocks between the ends, or of all."""
+        """The kinds of the blocks between the ends; if there are none, of all blocks."""
         return self._kind_of[1:-1] or self._kind_of
 
     def _layers_time(self, costs: dict[str, BlockCost]) -> float:
@@ -143,12 +145,12 @@ class StageCosts:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """That of the configuration."""
+        """The schedule of the configuration."""
         return self.job.schedule
 
     @cached_property
     def slowness(self) -> list[float]:
-        """By stage, the time of the layers there over that on the first rank."""
+        """Time of each stage's layers relative to the first rank."""
         if not self.machine.others:
             return [1.0] * self.sizes.num_stages
         times = [
@@ -159,7 +161,8 @@ class StageCosts:
 
     @cached_property
     def limits(self) -> list[float]:
-        """By rank of the pipeline, bytes that training may take of the smallest of its devices."""
+        """Bytes that training may use, by pipeline rank: the smallest limit of the rank's
+        devices."""
         machine = self.machine
         size = self.tp * self.dp
         if not machine.others:
@@ -168,7 +171,7 @@ class StageCosts:
 
     @cached_property
     def waits(self) -> dict[str, tuple[float, float]]:
-        """Time of a block's collectives over tp, forward and backward, by its kind."""
+        """Seconds of a block's collectives over tp, forward and backward, by kind."""
         return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
 
     def _waits(self, cost: BlockCost) -> tuple[float, float]:
@@ -181,7 +184,8 @@ class StageCosts:
             return cost.forward_wait, cost.backward_wait
         own = machine.profile.links.get("local") or machine.profile.links.get("network")
 
-        part = 2 if self.config.parallel.sequence else 1  # a scatter or a gather is half of a sum
+        # a reduce-scatter or an all-gather is half of an all-reduce
+        part = 2 if self.config.parallel.sequence else 1
 
         def on_this_machine(wait: float, messages: Sequence[int]) -> float:
             here = sum(machine.all_reduce(part * n, group, self._groups) for n in messages) / part
@@ -199,13 +203,14 @@ class StageCosts:
 
     @property
     def _groups(self) -> int:
-        """Number of tp groups that leave a server at the same time."""
+        """Number of tp groups that send out of a server at the same time."""
         return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
 
     def gathers(self, blocks: Sequence[int]) -> tuple[float, float]:
-        """Time in which tp ranks gather a stage's input, and the gradient of its output: of a ring,
-        the second half."""
-        if self.config.parallel.sequence:  # ranks work on the part that they receive
+        """Return the seconds in which tp ranks gather a stage's input, and the gradient of its
+        output: the second half of a ring all-reduce."""
+        # with sequence parallelism ranks compute on the shard that they receive
+        if self.config.parallel.sequence:
             return 0.0, 0.0
 
         def gather(flow: int, first: int) -> float:
@@ -214,22 +219,22 @@ class StageCosts:
 
         first = blocks[0]
         behind = blocks[-1] + 1
-        return (
-            gather(1, first) if first else 0.0,
-            gather(-1, behind) if behind < self.config.model.num_blocks else 0.0,
-        )
+        forward = gather(1, first) if first else 0.0
+        backward = gather(-1, behind) if behind < self.config.model.num_blocks else 0.0
+        return forward, backward
 
     def kind(self, number: int) -> str:
-        """The kind of a block, by its number in the model."""
+        """Return the kind of a block, by its number in the model."""
         return self._kind_of[number]
 
     def block(self, number: int, rank: int = 0) -> BlockCost:
-        """The cost of a block, by its number in the model, on a rank of the pipeline."""
+        """Return the cost of a block on a rank of the pipeline, by its number in the model."""
         return self.kinds_on[rank][self.kind(number)]
 
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
-        """Forward and backward of a block, collectives over tp included."""
-        cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
+        """Return the seconds of forward and backward of a block, including collectives over tp."""
+        cost = self.block(number, rank)
+        forward, backward = self.waits[self.kind(number)]
         return cost.forward + forward, cost.backward + backward
 
     @cached_property
@@ -251,14 +256,14 @@ class StageCosts:
                 tuple(n in self.codecs.exact for n in ends),
                 rank if self.machine.others else 0,
             )
-            if key not in known:  # most are alike
+            if key not in known:  # most stages are equal
                 known[key] = self._stage(blocks, one, rank)
             found.append(replace(known[key], blocks=blocks))
         return found
 
     def _stage(self, blocks: range, recompute: Recomputation, rank: int) -> StageCost:
-        """The cost of these blocks there, of which some are recomputed, or what is cheap of
-        them."""
+        """Return the cost of these blocks on a rank, with some of them recomputed fully or
+        selectively."""
         again = set(blocks) if recompute.whole else set(recompute.blocks)
         selective = recompute.selective
         model = self.config.model
@@ -274,7 +279,12 @@ class StageCosts:
         )
         both = 0 in blocks and last in blocks
         ends = 0 in blocks or last in blocks
-        twice = embedding if both and model.tie_embeddings else None  # held once
+        # a tied weight is held and updated once
+        twice = both and model.tie_embeddings
+        twice_norm = embedding.norm if twice else 0.0
+        twice_update = embedding.update if twice else 0.0
+        twice_parameters = tied if twice else 0
+        other_end = ends and not both and not self.sizes.is_v
         return StageCost(
             blocks,
             sum(f for f, _ in times) + profile.per_microbatch + gather_input + coding,
@@ -283,13 +293,11 @@ class StageCosts:
             + gather_gradient
             + coding_back
             + sum(self.block(n, rank).remake for n in selective),
-            sum(c.norm for c in costs) - (twice.norm if twice else 0.0),
-            (sum(c.update for c in costs) - (twice.update if twice else 0.0))
-            / self.zero_share
-            * self.updates_here
+            sum(c.norm for c in costs) - twice_norm,
+            (sum(c.update for c in costs) - twice_update) / self.zero_share * self.updates_here
             + profile.per_batch,
-            sum(c.parameters for c in costs) - (tied if twice else 0),
-            tied if ends and not both and not self.sizes.is_v else 0,
+            sum(c.parameters for c in costs) - twice_parameters,
+            tied if other_end else 0,
             sum(
                 c.forward_idle * (1 + (n in again)) + c.backward_idle
                 for n, c in zip(blocks, costs, strict=True)
@@ -298,15 +306,15 @@ class StageCosts:
 
     @cached_property
     def ranks(self) -> list[StageCost]:
-        """Cost of every rank of the pipeline, for its stages together."""
+        """Cost of every rank of the pipeline, for all its stages."""
         return [
             self._together([self.stages[stage] for stage in self.sizes.stages_of(r)])
             for r in range(self.pp)
         ]
 
     def _together(self, stages: Sequence[StageCost]) -> StageCost:
-        """The cost of stages on one rank, which pays once for what a batch takes besides its
-        parameters."""
+        """Return the cost of stages on one rank, which pays once for the part of a batch that does
+        not depend on its parameters."""
         if len(stages) == 1:
             return stages[0]
         more_than_once = (len(stages) - 1) * self.machine.profile.per_batch

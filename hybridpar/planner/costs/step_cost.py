@@ -1,18 +1,18 @@
-"""Costs a step of a configuration on a machine: its stages, the links between them, and its time by
-simulation.
+"""Cost of a step of a configuration on a machine: its stages, the links between them, and its
+simulated time.
 
-    stages       stage_cost.py
-    pp           messages, a slice from each tp rank, on links that all pipelines across them share;
-                 their CPU time
-    dp           ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather),
-                 or compressed messages to all; tied weights over both ends; hidden or not, by the
-                 schedule
-    moves        of state that is split over replicas (ZeRO-2 and 3), on a host, or in a file:
-                 moves.py
+stages       stage_cost.py
+pp           messages, a slice from each tp rank, on links that all pipelines across them share;
+             their CPU time
+dp           ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather),
+             or compressed messages to all; tied weights over both ends; overlapped or not, as
+             the schedule decides
+moves        state that is sharded over replicas (ZeRO-2 and 3), on a host, or in a file:
+             transfer_costs.py
 
-`schedules.simulate.simulator` puts these together, so bubbles, slack and warm-up are those of the
-plan that would run. All replicas and tp ranks of a stage run in step, so one pipeline stands for
-all.
+`schedules.simulate.simulator` combines these, so bubbles, slack and warm-up match the plan that
+would run. All replicas and tp ranks of a stage run in step, so one pipeline represents all.
+
 Units: seconds, bytes.
 """
 
@@ -40,36 +40,39 @@ from hybridpar.state.reduction.partition import BUCKET_BYTES
 TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 _NORM_BYTES = 64
 _FEWEST_MOVED = 16
-"""Micro-batches, beyond a full pipeline's, whose moves are simulated where there are many."""
+"""Number of micro-batches, in addition to a full pipeline, that are simulated with moved state if a
+batch has more."""
 
 
 class StepCost(StageCosts):
     """Cost of a step of one configuration on a machine: stages, and traffic between ranks.
 
-    Raises: ConfigError, as its stages do.
+    Raises:
+        ConfigError: As `StageCosts`.
     """
 
-    # -- what goes between ranks
+    # -- traffic between ranks
 
     def ranks_of(self, stage: int) -> range:
-        """The replicas of a stage, each by its first tp rank."""
+        """Return the replicas of a stage, each by its first tp rank."""
         size = self.dp * self.tp
         return range(stage * size, (stage + 1) * size, self.tp)
 
     @cached_property
     def links(self) -> list[tuple[float, float, float]]:
-        """Of each link between ranks: the time that an activation takes it, the latency after that,
-        the CPU time.
+        """Costs of an activation on each link between ranks: seconds of occupying the link, latency
+        after that, CPU time.
 
-        A link leads from a rank to the next, in a ring also from the last to the first. All
-        pipelines and links run in step, so messages that leave a server one way share its
+        A link leads from a rank to the next one, in a ring also from the last to the first. All
+        pipelines and links run in step, so messages that leave a server in one direction share its
         bandwidth.
         """
         return self._links(1)
 
     @cached_property
     def links_back(self) -> list[tuple[float, float, float]]:
-        """The same for a gradient, from the later rank to the earlier."""
+        """Costs of a gradient on each link, from the later rank to the earlier one, as in
+        `links`."""
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
@@ -77,8 +80,10 @@ class StepCost(StageCosts):
         sources = np.arange(self.sizes.num_links * size).reshape(-1, size)
         targets = (sources + size) % (self.pp * size)
         crossed: list[list[tuple[AnyLink, float]]] = [
-            [] for _ in sources
-        ]  # by link: what it crosses, and its flows
+            []
+            for _ in sources
+            # by link: the links of the machine that it crosses, and the flows that share each of them
+        ]
         for of_group, link, links in self.machine.borders:
             groups = sources // of_group
             others = targets // of_group
@@ -112,8 +117,8 @@ class StepCost(StageCosts):
     def _link(
         self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]
     ) -> tuple[float, float, float]:
-        """The slowest of the links that a message crosses, each shared by all messages that leave a
-        group there."""
+        """Return the cost on the slowest of the links that a message crosses, each shared by all
+        messages that leave the same group."""
         whole, link = max(
             ((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
             key=lambda pair: pair[0],
@@ -123,14 +128,14 @@ class StepCost(StageCosts):
         return max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work
 
     def _sent_bytes(self, flow: int, r: int) -> int:
-        """Bytes that a tp rank sends of a message between pipeline ranks r and r + 1."""
+        """Return the bytes that a tp rank sends of a message between pipeline ranks r and r + 1."""
         return -(
             -self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.sizes.num_stages].blocks[0])
             // self.tp
         )
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
-        """Seconds, and CPU time, to reduce those of a rank's gradients that are reduced once a
+        """Return seconds and CPU time of reducing a rank's gradients that are reduced once per
         batch."""
         machine = self.machine
         ranks = self.ranks_of(index)
@@ -152,7 +157,8 @@ class StepCost(StageCosts):
     def _compressed(
         self, own: float, ranks: Sequence[int], stage: StageCost
     ) -> tuple[float, float]:
-        """The same where every replica sends compressed messages to all."""
+        """Return seconds and CPU time of a reduction in which every replica sends compressed
+        messages to all others."""
         share = gradient_share(self.config)
         method = self.config.compression.gradients
         speeds = None
@@ -177,18 +183,19 @@ class StepCost(StageCosts):
         return seconds, work
 
     def _in_buckets(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of all-reduces over these ranks, of all tp parts at the same time."""
+        """Return the seconds of bucketed all-reduces over these ranks, with all tp shards at the
+        same time."""
         whole, rest = divmod(num_bytes, BUCKET_BYTES)
         return sum(
             times * self.machine.all_reduce(size, ranks, self.tp)
             for times, size in ((whole, BUCKET_BYTES), (1, rest))
         )
 
-    # -- together
+    # -- stages and traffic together
 
     @cached_property
     def ordering(self) -> ScheduleOptions:
-        """The order of the plan's actions, with early_switch = "auto" settled."""
+        """Options of the schedule, with early_switch = "auto" resolved."""
         ordering = self.job.options
         if self.config.pipeline.early_switch == "auto":
             return replace(
@@ -212,12 +219,10 @@ class StepCost(StageCosts):
             calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
         halved = (
             self.splits > 0 and not self.config.feeds_back
-        )  # an all-reduce: sums, and what UPDATE makes of them
+        )  # an all-reduce: gradients are reduced, and UPDATE gathers the updated weights
         reduce = [max(0.0, seconds - work) / (1 + halved) for seconds, work in reductions]
         gather = list(reduce) if halved else [0.0] * p
-        if self.splits == 2 or (
-            self.splits == 1 and not halved
-        ):  # what UPDATE makes is whole again
+        if self.splits == 2 or (self.splits == 1 and not halved):  # UPDATE gathers the full weights
             gathers = [
                 machine.half_ring("gather", self.item * rank.parameters, self.ranks_of(r), self.tp)
                 for r, rank in enumerate(ranks)
@@ -227,7 +232,9 @@ class StepCost(StageCosts):
             calls[Kind.REDUCE] = [own + work for own, (_, work) in zip(tied, gathers, strict=True)]
         if (
             not self.is_cpu
-        ):  # half of a last backward hides them, on a stream of its own, in buckets
+            # gradients are reduced in buckets on a separate stream, hidden behind half of the last
+            # backward
+        ):
             reduce = [
                 max(t - 0.5 * rank.backward, min(t, t * BUCKET_BYTES / max(4 * rank.parameters, 1)))
                 for t, rank in zip(reduce, ranks, strict=True)
@@ -252,8 +259,9 @@ class StepCost(StageCosts):
                     for times in (transfer, back)
                 ),
             )
-        elif p > 1 and self._half_duplex:  # where cores are shared, each takes the time of both
+        elif p > 1 and self._half_duplex:  # on shared cores each direction takes the time of both
             transfer = back = [a + b for a, b in zip(transfer, back, strict=True)]
+        transfer_back = None if back == transfer else back
         costs = Costs(
             [s.forward for s in stages],
             [s.backward for s in stages],
@@ -263,7 +271,7 @@ class StepCost(StageCosts):
             norm=norm,
             gather=gather if self.splits else 0.0,
             transfer=transfer,
-            transfer_back=None if back == transfer else back,
+            transfer_back=transfer_back,
             latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu,
@@ -287,8 +295,8 @@ class StepCost(StageCosts):
 
     @property
     def backward_input(self) -> list[float] | None:
-        """The part of each stage's split backward that the stage before waits for; None: it was not
-        measured."""
+        """Seconds of the part of each stage's split backward that the previous stage waits for;
+        None if not measured."""
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None
         costs = [
@@ -302,7 +310,7 @@ class StepCost(StageCosts):
 
     @property
     def _at_work(self) -> float:
-        """Share of a forward and backward in which a CPU rank computes or sends, rather than waits
+        """Share of a forward and backward in which a CPU rank computes or sends instead of waiting
         for its tp group."""
         if self.tp == 1:
             return 1.0
@@ -321,11 +329,11 @@ class StepCost(StageCosts):
 
     @cached_property
     def step_time(self) -> float:
-        """Time of a batch in the steady state, simulated."""
+        """Simulated time of a batch in the steady state."""
         return self.simulated(self.costs)
 
     def simulated(self, costs: Costs) -> float:
-        """The step time with these costs."""
+        """Return the simulated step time with these costs."""
         ordering = self.ordering
         moves = self.moves
         sizes = self.sizes
@@ -351,5 +359,5 @@ class StepCost(StageCosts):
 
     @property
     def price(self) -> float:
-        """Price of a million tokens, in the currency of the machine's; 0: not known."""
+        """Price of a million tokens, in the machine's currency; 0 if unknown."""
         return self.machine.price * self.machine.num_devices / 3600 * 1e6 / self.tokens_per_s

@@ -1,18 +1,18 @@
-"""What a step costs where a rank's state moves: split over replicas (ZeRO-2 and 3), on a host, or
-in a file.
+"""Cost of moving a rank's state: sharded over replicas (ZeRO-2 and 3), on a host, or in a file.
 
-    ZeRO-2 and 3    FETCH gathers the weights of a part, RELEASE sums its gradients: as the link
-                    between replicas was measured; the rank's own is what they take beside computing
-                    (beside.py)
-    host            gradients leave, the host updates, weights arrive: at speeds of the profile; on
-                    CPUs, on their cores
-    budget          FETCH and RELEASE read and write the file, at speeds of the profile; what they
-                    take beside computing is the rank's own where ranks and their moves are more
-                    than the cores
-    activations     as the file of a budget
+ZeRO-2 and 3    FETCH gathers the weights of a segment, RELEASE reduces its gradients, at the
+                measured speed of the link between replicas; the rank's time that they take from
+                computing is measured, too (overlap_bench.py)
+host            gradients go to the host, which updates, and weights come back, at speeds of
+                the profile; on CPUs, on the ranks' cores
+budget          FETCH and RELEASE read and write the file, at speeds of the profile; the time
+                that they take from computing counts for the rank if ranks and transfers are
+                more than the cores
+activations     like the file of a budget
 
-The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds,
-bytes.
+The simulated plan contains all transfers that a run would make, from its state on ghosts.
+
+Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from hybridpar.train.forecasts.ghost_rank import GhostRank
 _SETTLING = 3
 _COUNTED = 3
 _AHEAD = 4
-"""Batches that are simulated: before those that count, these, and so many that the moves of a
-budget look ahead."""
+"""Number of batches to simulate: these before the batches that count, and as many as the transfers
+of a budget look ahead."""
 _GRADIENT_BYTES = 4
 _GIB = 2**30
 HOSTED = ("adamw", "sgd", "own")
-"""Optimizers that update each element alone; of others it is not known how long a part takes."""
+"""Optimizers that update each element separately. For other optimizers the time of a segment is
+unknown."""
 
 
 class Moves:
-    """The moves of a job, and their costs on a machine."""
+    """The state transfers of a job, and their costs on a machine."""
 
     def __init__(self, job: JobPlan, machine: Machine):
         config = job.config
@@ -61,25 +62,25 @@ class Moves:
 
     @staticmethod
     def of(job: JobPlan, machine: Machine) -> Moves | None:
-        """None where nothing moves. Raises: ConfigError where it is not known what moving costs."""
+        """Return the transfers of a job, or None if no state moves.
+
+        Raises:
+            ConfigError: The cost of a transfer is unknown.
+        """
         memory = job.config.memory
-        return (
-            Moves(job, machine)
-            if job.config.state_moves or memory.host_optimizer or memory.budget
-            else None
-        )
+        if job.config.state_moves or memory.host_optimizer or memory.budget:
+            return Moves(job, machine)
+        return None
 
     @property
     def what(self) -> str:
-        """What ranks wait for, where it is not hidden, in words."""
+        """The resource that ranks wait for if the transfer is not hidden, in words."""
         memory = self.config.memory
-        return (
-            "the optimizer on the host"
-            if memory.host_optimizer
-            else "the file of the state"
-            if memory.budget
-            else "weights and gradients of other replicas"
-        )
+        if memory.host_optimizer:
+            return "the optimizer on the host"
+        if memory.budget:
+            return "the file of the state"
+        return "weights and gradients of other replicas"
 
     @cached_property
     def ghosts(self) -> list[GhostRank]:
@@ -89,10 +90,12 @@ class Moves:
         return GhostRank.pipeline(JobPlan(replace(self.config, train=train)))
 
     def added_to(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
-        """The costs of the plan's actions, with those of its moves.
+        """Return the costs of the plan's actions, including the transfers.
 
-        replicas: of each rank of the pipeline, by number. rings: groups of replicas of a stage that
-        use links at once.
+        Args:
+            costs: Costs without transfers.
+            replicas: Ranks of the replicas of each pipeline rank.
+            rings: Number of replica groups that use a link at the same time.
         """
         memory = self.config.memory
         speeds = self.machine.profile.state
@@ -113,7 +116,7 @@ class Moves:
             whole = MIB / speeds.read, MIB / speeds.written
             if self._share_cores(
                 costs
-            ):  # all of a time is the rank's own where it is not known how much is
+            ):  # if the rank's share of a time is unknown, all of it counts for the rank
                 work = [
                     time if seconds is None else seconds / 1024
                     for time, seconds in zip(
@@ -129,7 +132,7 @@ class Moves:
         return shared
 
     def _collectives(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
-        """Those of collectives as moves, arguments as above."""
+        """Return the costs with collectives as transfers; arguments as for `added_to`."""
         gathers, sums = (
             [self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
             for op in ("gather", "scatter")
@@ -152,7 +155,8 @@ class Moves:
     def _collective(
         self, op: str, rank: int, replicas: Sequence[int], rings: int
     ) -> tuple[float, float]:
-        """Seconds that a MiB takes, of items of the usual size, and of these the rank's own."""
+        """Return the seconds of a MiB in items of the usual size, and the part that the rank cannot
+        overlap."""
         items = self.ghosts[rank].residency(self.job.shape)
         assert isinstance(items, SharedItems)
         sizes = [
@@ -168,12 +172,12 @@ class Moves:
         measured = hardware.devices_per_host * hardware.hosts
         number = len(replicas)
         beside = ((speeds.gathered_work if op == "gather" else speeds.summed_work) or 0.0) / 1024
-        if measured > 1:  # of a chunk, what other ranks have
+        if measured > 1:  # a rank receives the shards of all other ranks
             beside *= (1 - 1 / number) / (1 - 1 / measured)
         return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
 
     def step_time(self, ordering: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
-        """Time of a batch in the steady state, simulated."""
+        """Return the simulated time of a batch in the steady state."""
         number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1)
         ranks = self.ghosts
         if (ordering, sizes) not in self._plans:
@@ -191,8 +195,10 @@ class Moves:
 
 
 def with_activations(costs: Costs, job: JobPlan, machine: Machine) -> Costs:
-    """The costs with those of activations that wait in a file, which is as fast as that of a
-    budget; unchanged where none do, or no speeds are known."""
+    """Return the costs including activations in a file, which is as fast as the file of a budget.
+
+    Returns the costs unchanged if no activations are offloaded or no speeds are known.
+    """
     speeds = machine.profile.state
     if not job.config.memory.num_away or not (speeds.read and speeds.written):
         return costs
@@ -213,7 +219,7 @@ def with_activations(costs: Costs, job: JobPlan, machine: Machine) -> Costs:
 
 
 def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
-    """Settings whose moves have no known cost on a machine."""
+    """Yield the settings whose transfers have no known cost on a machine."""
     memory = config.memory
     speeds = machine.profile.state
     again = "measure this machine with hybridpar profile"

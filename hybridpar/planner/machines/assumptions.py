@@ -1,5 +1,4 @@
-"""What a plan takes for granted: values that nobody measured, and keys that a cluster file left
-out."""
+"""Assumptions of a plan: values that nobody measured, and keys that a cluster file omits."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from hybridpar.prediction.limit import RESERVED
 
 
 def assumption_lines(machine: Machine) -> list[str]:
-    """Return what a plan for this machine assumes, a line each; what can be said otherwise is named
-    by its key."""
+    """Return a line for each assumption about this machine. A key that can set the value is
+    named."""
     lines = (
         []
         if machine.measured

@@ -1,5 +1,4 @@
-"""cluster.toml: machines that are not at hand, and what the blocks of a model take on them,
-estimated.
+"""cluster.toml: machines that are not at hand, and estimated times of a model's blocks on them.
 
 docs/clusters.md explains the keys of the file.
 """
@@ -44,10 +43,10 @@ from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC = 4
 UPDATE_TRAFFIC = 28 + 2 + 2
-"""Bytes for each parameter: the norm reads the gradient; Adam reads and writes fp32 weight and two
-moments and reads the gradient, which is emptied; the new version is written."""
+"""Bytes per parameter of an update: the norm reads the gradient; Adam reads and writes the fp32
+weight and two moments, and reads and clears the gradient; the new weight version is written."""
 SWEPT = (1, 2, 4, 8, 16)
-"""Micro-batch sizes that are estimated; others lie between."""
+"""Micro-batch sizes that are estimated; others are interpolated."""
 
 _MOST = 1e9
 _MOST_DEVICES = 100_000
@@ -105,7 +104,7 @@ _USUAL = {
     "share": "0.8",
     "half_duplex": "true",
 }
-"""By key, a value that is always accepted, as TOML."""
+"""A value in TOML that is always accepted, by key."""
 
 
 _SAME = {
@@ -125,11 +124,15 @@ _SAME = {
     "memory_gb": "memory_gib",
     "flops": "tflops",
 }
-"""Names that others give to these keys."""
+"""Common other names of these keys."""
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
+    """Read a cluster.toml.
+
+    Raises:
+        ConfigError: Lists everything that is wrong with the file.
+    """
     try:
         document = read_toml(path, MAX_TOML)
     except OSError as error:
@@ -154,8 +157,11 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a document. Raises: ConfigError with everything that is wrong with
-    it."""
+    """Return the cluster of a document.
+
+    Raises:
+        ConfigError: Lists everything that is wrong with the document.
+    """
     problems = [
         *_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))
     ]
@@ -195,7 +201,7 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
 
 
 def _left_out(document: Mapping[str, Any], levels: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    """Yield keys of links that are left out, whose usual value of 1 may be far off."""
+    """Yield the omitted keys of links whose default of 1 may be far off."""
     if "outer" in document and "outer_links" not in document:
         yield "outer_links"
     yield from (f"levels[{i}].links" for i, level in enumerate(levels) if "links" not in level)
@@ -204,7 +210,8 @@ def _left_out(document: Mapping[str, Any], levels: Sequence[Mapping[str, Any]]) 
 def _wrong_count(
     document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
 ) -> Iterable[Problem]:
-    """Yield what is wrong if there are too many devices, or several servers that nothing joins."""
+    """Yield what is wrong if there are too many devices, or several servers without a link between
+    them."""
     servers = {"servers": document["servers"]}
     servers |= {f"others[{i}].servers": other["servers"] for i, other in enumerate(others)}
     number = sum(servers.values())
@@ -344,19 +351,25 @@ _MAKERS: dict[str, Callable[[Any, str], object]] = {
     "outer": _link,
     "link": _link,
 }
-"""Keys whose value is a name or a table, and what makes a device or a link of it."""
+"""Keys whose value is a name or a table, and the function that makes a device or a link of it."""
 
 
-# -- what it is to a planner
+# -- the cluster as a planner sees it
 
 
 def estimated(
     config: Config, cluster: Cluster, num_devices: int = 0, profile: Profile | None = None
 ) -> Machine:
-    """The cluster for a model whose blocks are estimated; profile: those of its first devices,
-    where they are known.
+    """Return a cluster as a machine, with estimated times of a model's blocks.
 
-    Raises: ConfigError as `estimate` and `machine_of`.
+    Args:
+        config: The configuration of the model.
+        cluster: The cluster.
+        num_devices: Number of devices to use; 0 for all.
+        profile: Measured times on its first devices; None to estimate these, too.
+
+    Raises:
+        ConfigError: As `estimate` and `machine_of`.
     """
     others = [estimate(config, replace(cluster, device=device)) for _, device in cluster.others]
     return machine_of(cluster, profile or estimate(config, cluster), num_devices, others)
@@ -365,10 +378,16 @@ def estimated(
 def machine_of(
     cluster: Cluster, profile: Profile, num_devices: int = 0, others: Sequence[Profile] = ()
 ) -> Machine:
-    """The cluster with these blocks; of its devices the first `num_devices` (0: all). others: of
-    its other devices.
+    """Return a cluster as a machine, with these times of blocks.
 
-    Raises: ConfigError if it has fewer.
+    Args:
+        cluster: The cluster.
+        profile: Times on its first kind of device.
+        num_devices: Number of devices to use, from the first on; 0 for all.
+        others: Times on its other kinds of devices.
+
+    Raises:
+        ConfigError: The cluster has fewer devices.
     """
     if num_devices > cluster.num_devices:
         raise config_error(
@@ -402,9 +421,14 @@ def machine_of(
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
-    """The machine that was measured; 0: as many devices as it has.
+    """Return the measured machine.
 
-    Raises: ConfigError if there are fewer, or nothing is known of a link that they need.
+    Args:
+        profile: The measurement.
+        num_devices: Number of devices to use; 0 for all.
+
+    Raises:
+        ConfigError: There are fewer devices, or a link that they need was not measured.
     """
     hardware = profile.hardware
     most = hardware.devices_per_host * hardware.hosts
@@ -445,10 +469,11 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
 def estimate(
     config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
 ) -> Profile:
-    """The profile of a model on a cluster's device: of GPT and BERT by formulas, of other models by
-    their operators.
+    """Return the estimated profile of a model on a cluster's device: GPT and BERT by formulas,
+    other models by their operators.
 
-    Raises: ConfigError if the model is not in 16 bits.
+    Raises:
+        ConfigError: The model is not in 16 bits.
     """
     if config.train.dtype not in ("bf16", "fp16"):
         raise config_error(
@@ -483,7 +508,8 @@ def _counted_costs(
     for tp, b in product(degrees, sizes):
         at = replace(
             config,
-            optim=replace(config.optim, groups=()),  # blocks of a kind may be trained or frozen
+            # otherwise blocks of one kind may differ in which parameters are trained
+            optim=replace(config.optim, groups=()),
             train=replace(config.train, micro_batch_size=b),
             parallel=replace(config.parallel, tp=tp, pp=1, dp=1, zero=0),
         )
@@ -520,7 +546,7 @@ def _transformer_costs(
         parameters = count_parameters(model, tp)
         messages = (
             messages_by_kind(model, 2) if tp > 1 else dict.fromkeys(KINDS, ((), ()))
-        )  # as large of more ranks
+        )  # a message of the same size over more ranks
         for b in sizes:
             times = block_times(model, b, device, tp, kernels)
             for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
@@ -542,7 +568,8 @@ def _transformer_costs(
 
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Parameters of each kind of block on the first of `tp` ranks; nothing is allocated."""
+    """Return the parameters of each kind of block on the first of `tp` ranks, without allocating
+    them."""
     built = build_blocks(
         replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3)
     )

@@ -1,9 +1,10 @@
-"""What codecs of messages between stages take: measured on all ranks of a job at the same time, and
-by stage.
+"""Cost of codecs for activations and gradients between stages: measured on all ranks of a job at
+the same time, and by stage.
 
-A rank of tp encodes its slice of an activation and decodes all of it, but of gradients of features
-that were sent (`Codec.follows`) its slice. A stage that is recomputed as a whole decodes its input
-twice.
+A tp rank encodes its slice of an activation and decodes all of it. A codec that sends only the
+gradients of transmitted features (`Codec.follows`) decodes only the rank's slice. A stage with full
+recomputation decodes its input twice.
+
 Units: seconds, bytes.
 """
 
@@ -32,12 +33,14 @@ _ROUNDS = 5
 
 
 def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
-    """By their names in compression.messages; `config` says which share dct keeps. None of those
-    that save nothing.
+    """Return the codec speeds by name in compression.messages, as means over the ranks.
 
-    Means over the ranks. Collectives: on all ranks of the job.
+    Codecs that save nothing are left out. `config` says which share dct keeps.
+
+    Collectives: on all ranks of the job.
     """
-    found, (*each, features) = {}, message_shape(config.model, 0)
+    found = {}
+    *each, features = message_shape(config.model, 0)
     rows = min(config.train.micro_batch_size * prod(each), 2048)
     x = torch.randn((rows, features), generator=torch.Generator().manual_seed(0))
     x = x.to(DTYPES[config.train.dtype])
@@ -55,8 +58,10 @@ def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
 
 
 def _speeds(forward: Codec, backward: Codec, x: torch.Tensor) -> tuple[float, float, float, float]:
-    """Bytes of numbers a second: encoded and decoded, of activations and of gradients."""
-    message, out = forward.encode(x), torch.empty_like(x)
+    """Return the bytes of numbers encoded and decoded per second, for activations and for
+    gradients."""
+    message = forward.encode(x)
+    out = torch.empty_like(x)
     if backward.follows:
         backward = backward.at(forward.places(message, x.shape[1]))
     back = backward.encode(x)
@@ -69,7 +74,7 @@ def _speeds(forward: Codec, backward: Codec, x: torch.Tensor) -> tuple[float, fl
 
 
 def _speed(call: Callable[[], object], num_bytes: int) -> float:
-    """Bytes a second: the median of a few calls."""
+    """Return bytes per second, from the median of a few calls."""
     times = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
@@ -79,11 +84,11 @@ def _speed(call: Callable[[], object], num_bytes: int) -> float:
 
 
 class CodecCosts:
-    """Bytes and times of the messages of a job; links are named by the first block of the
-    stage behind them.
+    """Bytes and times of the activations and gradients between stages of a job.
 
-    flow: 1 for activations, -1 for their gradients. A profile that has no speeds of a codec, such
-    as an estimated one, counts it as taking no time.
+    A link is named by the first block of the stage after it. `flow` is 1 for activations and -1 for
+    their gradients. If a profile has no speeds of a codec (an estimated one has none), the codec
+    counts as free.
     """
 
     def __init__(self, job: JobPlan, profile: Profile):
@@ -92,7 +97,7 @@ class CodecCosts:
         self._codecs = Codecs.of(job)
         self._tp = config.parallel.tp
         self.exact = self._codecs.exact
-        """First blocks behind links that have no codec."""
+        """First blocks after links that have no codec."""
         self._sliced = not config.parallel.sequence
         self._item = DTYPES[config.train.dtype].itemsize
         self._num_blocks = config.model.num_blocks
@@ -107,21 +112,23 @@ class CodecCosts:
         return self._rows * self._hidden * self._item
 
     def wire_bytes(self, flow: int, first: int) -> int:
-        """Bytes that go over a link for an activation or a gradient, of all ranks of tp."""
+        """Return the bytes of an activation or a gradient on a link, from all tp ranks together."""
         codec = self._codecs.on(flow, first)
         return self.message_bytes if codec is None else self._rows * codec.row_bytes(self._hidden)
 
     def gathered_bytes(self, flow: int, first: int) -> int:
-        """Bytes of it in the form in which ranks of tp gather it."""
+        """Return the bytes of a message in the form in which tp ranks gather it."""
         codec = self._codecs.on(flow, first)
         follows = codec is not None and codec.follows
         return self.message_bytes if follows else self.wire_bytes(flow, first)
 
     def times(self, blocks: Sequence[int], decodes_again: bool) -> tuple[float, float]:
-        """Seconds that encoding and decoding take in a forward and in a backward of the stage of
-        `blocks`.
+        """Return the seconds of encoding and decoding in a forward and in a backward of the stage
+        of `blocks`.
 
-        decodes_again: the stage is recomputed as a whole.
+        Args:
+            blocks: Numbers of the stage's blocks.
+            decodes_again: Whether the stage is fully recomputed, which decodes its input again.
         """
         first = blocks[0]
         last = blocks[-1]
@@ -136,7 +143,7 @@ class CodecCosts:
         return forward, backward
 
     def _encoded(self, flow: int, first: int) -> float:
-        """Seconds of one message, of which a rank has a slice."""
+        """Return the seconds of encoding one message, of which a rank has a slice."""
         if self._codecs.on(flow, first) is None:
             return 0.0
         speeds = self._speeds[flow < 0]
@@ -150,12 +157,10 @@ class CodecCosts:
             return 0.0
         speeds = self._speeds[flow < 0]
         is_whole = self._sliced and not codec.follows
-        return _seconds(
-            self.message_bytes / (1 if is_whole else self._tp),
-            speeds.decoded if flow > 0 else speeds.gradients_decoded,
-        )
+        speed = speeds.decoded if flow > 0 else speeds.gradients_decoded
+        return _seconds(self.message_bytes / (1 if is_whole else self._tp), speed)
 
 
 def _seconds(num_bytes: float, speed: float) -> float:
-    """0 where the speed is not known."""
+    """Return the seconds, or 0 if the speed is unknown."""
     return num_bytes / speed if speed else 0.0

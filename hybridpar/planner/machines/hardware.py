@@ -1,12 +1,12 @@
-"""Devices, links and clusters, and how long messages take on them: estimates. What kernels take is
-in kernels.py.
+"""Devices, links and clusters, and the time of messages on them: estimates. kernel_times.py
+estimates kernels.
 
-Nothing here is measured on the machine at hand. Peaks are the vendors'; shares of them are what
-well-tuned kernels and collectives are known to reach, and good for a tenth or two;
-`dataclasses.replace` puts in what was measured.
+Nothing here is measured on the machine at hand. Peaks are the vendors'. The shares of a peak are
+typical for well-tuned kernels and collectives, and accurate to 10 or 20 %. `dataclasses.replace`
+substitutes measured values.
 
-    time of a message    latency + bytes * flows / (bandwidth * share)
-    ring all-reduce      2 (n-1) steps of bytes / n each, over the slowest link of the ring
+time of a message    latency + bytes * flows / (bandwidth * share)
+ring all-reduce      2 (n-1) steps of bytes / n each, over the slowest link of the ring
 
 Units: seconds, bytes, bytes/s.
 """
@@ -29,28 +29,29 @@ GIGABIT = 1e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. `peak_flops`: dense fp16 or bf16 with fp32 sums. Source: the vendor's data
-    sheet."""
+    """One accelerator. `peak_flops`: dense fp16 or bf16 with fp32 accumulation. Source: the
+    vendor's data sheet."""
 
     name: str
     peak_flops: float
     memory_bytes: float
     memory_bandwidth: float
     matmul_share: float
-    """Share of `peak_flops` that an endless matrix product reaches; others reach less (kernels.py).
-    Measured on the H200 (802 TFLOP/s, benchmarks/results/gpu_ops.json), fitted on the V100
-    (benchmarks/paper.py), else an estimate."""
+    """Share of `peak_flops` that an infinitely large matrix product reaches; smaller ones reach
+    less (kernel_times.py). Measured on the H200 (802 TFLOP/s, benchmarks/results/gpu_ops.json),
+    fitted on the V100 (benchmarks/paper.py), else an estimate."""
     memory_share: float = 0.8
     """Share of `memory_bandwidth` that element-wise kernels reach. Measured on the H200 (AdamW,
     0.81), else an estimate."""
     units: int = 108
-    """Multiprocessors, each of which works on a tile of a product at a time."""
+    """Number of streaming multiprocessors, each of which computes one tile of a product at a
+    time."""
     attention_share: float = 0.4
-    """Share of `peak_flops` that the forward of fused attention reaches with 128 features a head
-    and a long sequence.
-    """
+    """Share of `peak_flops` that the forward of fused attention reaches with 128 features per head
+    and a long sequence."""
     attention_back_share: float = 0.3
-    """The same of its backward."""
+    """Share of `peak_flops` that the backward of fused attention reaches under the same
+    conditions."""
 
     def matmul_time(self, flops: float) -> float:
         return flops / (self.peak_flops * self.matmul_share)
@@ -61,9 +62,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins devices, or servers. `bandwidth`: one direction, the other being free of it.
+    """A link between devices or between servers.
 
-    back_bandwidth: from a later device or server to an earlier one; 0: the same.
+    Args:
+        bandwidth: Bytes/s in one direction, while the other direction is idle.
+        back_bandwidth: Bytes/s from a later device or server to an earlier one; 0 for the same.
     """
 
     name: str
@@ -73,18 +76,22 @@ class Link:
     """Share of `bandwidth` that a large message reaches. An estimate: protocol and packets cost
     about a fifth."""
     pair_bandwidth: float = 0.0
-    """Between two devices alone, where a device's links lead to several others; 0: all of it."""
+    """Bytes/s between two devices alone, if a device has separate links to several others; 0:
+    `bandwidth`."""
     call: float = 0.0
-    """What a rank takes to issue a message."""
+    """Seconds of a rank's time to issue a message."""
     back_bandwidth: float = 0.0
     half_duplex: bool = False
     """Whether both directions share `bandwidth`."""
 
     def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
-        """A message to one neighbour, while `flows` equal ones share this link in the same
-        direction.
+        """Return the seconds of a message to one neighbour, while `flows` equal ones share this
+        link in the same direction.
 
-        way: 1 to a later device or server, -1 to an earlier one.
+        Args:
+            num_bytes: Size of the message.
+            flows: Number of messages that share the link.
+            way: 1 to a later device or server, -1 to an earlier one.
         """
         one_way = self.bandwidth if way > 0 else self.back_bandwidth or self.bandwidth
         return self.latency + num_bytes * flows / (
@@ -92,8 +99,11 @@ class Link:
         )
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
-        """A ring all-reduce over `ranks`, while `rings` of them share this link. Source: Patarasuk
-        and Yuan, 2009."""
+        """Return the seconds of a ring all-reduce over `ranks`, while `rings` of them share this
+        link.
+
+        Source: Patarasuk and Yuan, 2009.
+        """
         if ranks == 1:
             return 0.0
         steps = 2 * (ranks - 1)
@@ -103,15 +113,16 @@ class Link:
     def half_ring(
         self, op: str, num_bytes: float, ranks: int, rings: float = 1
     ) -> tuple[float, float]:
-        """A gather or a reduce-scatter, half of an all-reduce each: seconds, and CPU time."""
+        """Return seconds and CPU time of an all-gather or a reduce-scatter, each half of an
+        all-reduce."""
         return self.ring_time(num_bytes, ranks, rings) / 2, 0.0
 
     def transfer_work(self, num_bytes: float) -> float:
-        """CPU time for a message: none, devices send on their own."""
+        """Return the CPU time of a message: zero, because devices send without the CPU."""
         return 0.0
 
     def ring_work(self, num_bytes: float, ranks: int) -> float:
-        """CPU time for an all-reduce."""
+        """Return the CPU time of an all-reduce."""
         return 0.0
 
 
@@ -147,8 +158,8 @@ DEVICES = {
 LINKS = {
     link.name: link
     for link in (
-        # a V100 has 6 links of 25 GB/s, one or two of them to any one neighbour; later ones meet in
-        # a switch
+        # a V100 has 6 links of 25 GB/s, one or two of them to each neighbour; later devices use a
+        # switch
         Link("nvlink2", 150e9, 5e-6, pair_bandwidth=25e9),
         Link("nvlink3", 300e9, 5e-6),
         Link("nvlink4", 450e9, 5e-6),
@@ -158,7 +169,7 @@ LINKS = {
         Link("infiniband-edr", 100 * GIGABIT, 5e-6, 0.9),
         Link("infiniband-hdr", 200 * GIGABIT, 5e-6, 0.9),
         Link("infiniband-ndr", 400 * GIGABIT, 5e-6, 0.9),
-        # TCP through the host's memory
+        # TCP through host memory
         Link("ethernet-25", 25 * GIGABIT, 30e-6, 0.6),
         Link("ethernet-100", 100 * GIGABIT, 30e-6, 0.6),
     )
@@ -177,34 +188,43 @@ _FAMILIES = {
     "nv": "nvlink",
     "pci": "pcie",
 }
-"""How names of links may begin, and the family that they mean."""
+"""Beginnings of link names, and the family that each one means."""
 _LIKE = 0.5
-"""Likeness from which on a name may have been meant, as difflib counts it."""
+"""Smallest similarity, as difflib computes it, at which a name may have been meant."""
 
 
 def find_device(name: str, field: str = "device", or_else: str = "") -> Device:
-    """Return a device of the table. or_else: what else `field` may be.
+    """Return a device of the table.
 
-    Raises: ConfigError, about `field`, if the table has no such device.
+    Args:
+        name: Name of the device.
+        field: The configuration key, for the error message.
+        or_else: Other values that the key accepts, for the error message.
+
+    Raises:
+        ConfigError: The table has no such device.
     """
     return _find(field, name, DEVICES, nearest_device(name), or_else)
 
 
 def find_link(name: str, field: str = "link") -> Link:
-    """Raises: ConfigError, about `field`, if the table has no such link."""
+    """Return a link of the table. Raises: ConfigError about `field` if the table has no such
+    link."""
     return _find(field, name, LINKS, nearest_link(name, field))
 
 
 def nearest_device(name: str) -> str:
-    """Return the known device that `name` probably means: the name begins as its own does, or is
-    most like it."""
+    """Return the known device that `name` probably means: the longest common beginning, else the
+    most similar name."""
     return _nearest_name(name, DEVICES) or "a100-80gb"
 
 
 def nearest_link(name: str, field: str = "link") -> str:
-    """Return the known link that `name` probably means: of the same family the one with the nearest
-    name, or, where the name has a rate in Gbit/s, the one with the nearest rate. Without a family:
-    a usual link of `field`."""
+    """Return the known link that `name` probably means.
+
+    In a family of links this is the most similar name or, if the name has a rate in Gbit/s, the
+    nearest rate. Without a family it is a usual link for `field`.
+    """
     letters = "".join(c for c in name.lower() if c.isalpha())
     family = next(
         (family for prefix, family in _FAMILIES.items() if letters.startswith(prefix)), ""
@@ -213,14 +233,12 @@ def nearest_link(name: str, field: str = "link") -> str:
     rates = [int(number) for number in re.findall(r"\d{2,6}", name)]
     if rates and family in ("infiniband", "ethernet"):
         return min(links, key=lambda known: abs(links[known].bandwidth / GIGABIT - rates[0]))
-    usual = (
-        "nvlink3" if field == "inner" else "ethernet-25" if field == "outer" else "infiniband-hdr"
-    )
+    usual = {"inner": "nvlink3", "outer": "ethernet-25"}.get(field, "infiniband-hdr")
     return _nearest_name(name, links or LINKS) or next(iter(links), usual)
 
 
 def _nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name that begins with `name`, or is most like it; empty if none is."""
+    """Return the known name that begins with `name` or is most similar to it, or "" if none is."""
     wanted = name.lower().replace("_", "-")
     names = list(known)
     begins = [
@@ -241,21 +259,26 @@ def _find(field: str, name: str, known: Mapping[str, T], works: str, or_else: st
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Groups of devices beyond servers, such as racks: `link` joins those of a level, and each
-    group has `links`."""
+    """A level of the network above servers, such as racks.
+
+    Args:
+        link: The link between groups of this level.
+        links: Number of such links of each group.
+    """
 
     devices: int
-    """Of a group, which follow each other."""
+    """Number of consecutive devices in a group."""
     link: Link
     links: int = 1
 
 
 class Joined:
-    """Devices that are numbered server by server, and what joins them: the one model of a network.
+    """Devices that are numbered server by server, and the links between them: the only model of a
+    network.
 
-    Those of a server are joined by `inner`. Servers have `outer_links` links `outer` each, groups
-    of a level its links; what leaves a group shares these, and what enters it. So a message from
-    rack to rack crosses the links of two servers and of two racks.
+    `inner` joins the devices of a server. Each server has `outer_links` links `outer`, and each
+    group of a level has its own links. All traffic that leaves or enters a group shares these
+    links, so a message between racks crosses the links of two servers and of two racks.
     """
 
     __slots__ = ()
@@ -267,21 +290,22 @@ class Joined:
 
     @property
     def borders(self) -> list[tuple[int, Any, int]]:
-        """Devices of a group, the link that joins such groups, and how many a group has: servers,
-        then the levels."""
+        """The levels of the network from servers outwards: devices of a group, the link between
+        groups, and its number per group."""
         return [
             (self.devices_per_server, self.outer, self.outer_links),
             *((level.devices, level.link, level.links) for level in self.levels),
         ]
 
     def crossed(self, source: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """The borders between two devices: number, group that is left, group that is entered."""
+        """Yield the group boundaries between two devices: number of the level, group that the
+        message leaves, group that it enters."""
         for number, (size, _, _) in enumerate(self.borders):
             if source // size != target // size:
                 yield number, source // size, target // size
 
     def link(self, ranks: Sequence[int]) -> Any:
-        """The outermost link among these devices."""
+        """Return the outermost link among these devices."""
         crossed = [
             link for size, link, _ in self.borders if len({rank // size for rank in ranks}) > 1
         ]
@@ -289,8 +313,8 @@ class Joined:
         return crossed[-1] if crossed else self.inner
 
     def all_reduce(self, num_bytes: float, ranks: Sequence[int], rings: int = 1) -> float:
-        """Seconds of a ring over these devices, while `rings` equal ones pass through the same
-        servers."""
+        """Return the seconds of a ring all-reduce over these devices, while `rings` equal ones
+        cross the same servers."""
         if len(ranks) == 1 or not num_bytes:
             return 0.0
         return max(
@@ -301,7 +325,8 @@ class Joined:
     def half_ring(
         self, op: str, num_bytes: float, ranks: Sequence[int], rings: int = 1
     ) -> tuple[float, float]:
-        """Seconds of a gather or a scatter over these devices, likewise, and CPU time of each."""
+        """Return seconds and CPU time of an all-gather or a reduce-scatter over these devices, as
+        in `all_reduce`."""
         if len(ranks) == 1 or not num_bytes:
             return 0.0, 0.0
         return max(
@@ -310,15 +335,18 @@ class Joined:
         )
 
     def _shared(self, ranks: Sequence[int], rings: int) -> list[tuple[Any, float]]:
-        """Each link that a ring crosses (it enters and leaves a group once), and how many share it:
-        all that pass through a server, and so through a group as many times as it has servers for
-        each that the ring is on; twice as many where what enters and what leaves share it."""
+        """Return each link that a ring crosses, and the number of rings that share it.
+
+        A ring enters and leaves each of its groups once. All rings through a server share its link,
+        so a group's link is shared by its number of servers per group that the ring visits, and
+        twice that if both directions share the link.
+        """
         found = []
         servers = 1
         for size, link, links in self.borders:
             near = (
                 isinstance(ranks, range) and 0 < ranks.step <= size
-            )  # they are in all groups between the ends'
+            )  # such rings are in all groups between the groups of their ends
             groups = (
                 1 + ranks[-1] // size - ranks[0] // size
                 if near
@@ -332,10 +360,14 @@ class Joined:
         return found or [(self.inner, 1 + self.inner.half_duplex)]
 
     def network(self, stages: Sequence[Sequence[int]], message_bytes: float) -> Network:
-        """The network of a pipeline: `stages[r][i]` is the device of stage r in replica i, which
-        sends one message of so many bytes to `stages[r + 1][i]`.
+        """Return the network of a pipeline.
 
-        Devices of one server have a link of their own to each other.
+        Devices of one server have a separate link to each other.
+
+        Args:
+            stages: `stages[r][i]` is the device of stage r in replica i; it sends one message to
+                `stages[r + 1][i]`.
+            message_bytes: Bytes of each message.
         """
         own = (self.inner.pair_bandwidth or self.inner.bandwidth) * self.inner.share
         bandwidth: dict[Hashable, float] = {}
@@ -368,11 +400,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Joined):
-    """Servers of equally many devices. `outer_links`: how many `outer` links a server has; its
-    devices share them.
+    """Servers with equal numbers of devices.
 
-    device: of the first servers. others: how many servers of another device follow these, again and
-    again; num_servers counts all.
+    Args:
+        outer_links: Number of `outer` links of a server, shared by its devices.
+        device: Device of the first servers.
+        others: Device and number of the servers that follow, repeatedly; num_servers counts all
+            servers.
     """
 
     device: Device
@@ -383,12 +417,12 @@ class Cluster(Joined):
     outer_links: int = 1
     levels: tuple[Level, ...] = ()
     price: float = 0.0
-    """Of a device and an hour, in any currency; 0: not known."""
+    """Price of a device per hour, in any currency; 0 if unknown."""
     others: tuple[tuple[int, Device], ...] = ()
     stragglers: float = 0.0
     """Mean share by which a device is slower than the fastest."""
     assumed: tuple[str, ...] = ()
-    """Keys that the file left out, and whose usual value may be far off."""
+    """Keys that the file omits and whose default may be far off."""
 
     @property
     def num_devices(self) -> int:

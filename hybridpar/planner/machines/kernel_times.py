@@ -1,20 +1,20 @@
-"""How long the kernels of a block take on a device, by their shapes: estimates, for devices that
-are not at hand.
+"""Time of a block's kernels on a device, estimated from their shapes, for devices that are not at
+hand.
 
-A product of m x k and k x n is cut into tiles of its result, which the device's multiprocessors
-take in waves:
+A product of m x k and k x n is cut into tiles of its result, which the multiprocessors compute in
+waves:
 
-    time      waves * 2 * tile * (k + FILL) / rate of a multiprocessor, or the traffic's, if that is
-              longer
-    waves     ceil(tiles / multiprocessors)
+time      waves * 2 * tile * (k + FILL) / rate of a multiprocessor, or the time of the memory
+          traffic if that is longer
+waves     ceil(tiles / multiprocessors)
 
-So a last wave that is not full, an edge that fills no tile and a short k all cost their part. What
-costs least is taken of some sizes of tiles, and k is split where there are few. A kernel takes a
-launch besides, and all of them no less than the CPU takes to launch them. They run one after the
-other, so their times add up.
+So a partial last wave, a partial edge tile and a short k all cost time. The cheapest of several
+tile sizes is used, and k is split if there are few tiles. Each kernel also costs a launch, and all
+kernels together take no less than the CPU takes to launch them. Kernels run one after the other, so
+their times add up.
 
 Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, d head dim, v vocabulary, t tp size.
-Seconds, bytes.
+Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.machines.hardware import Device
 from hybridpar.prediction.work import Op
 
-# bytes of an fp16 or bf16, and of an fp32 number
+# bytes of an fp16 or bf16 number, and of an fp32 number
 HALF = 2
 FULL = 4
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.6))
-"""Rows, columns, and the share of a large tile's rate."""
+"""Rows, columns, and rate relative to a large tile."""
 _SPLITS = (1, 2, 4, 8)
 _LEAST_DEPTH = 512
 _FILL = 64
-"""Steps along k that a tile takes besides its own, to begin and to end."""
+"""Extra steps along k that a tile costs for its prologue and epilogue."""
 _SETTLED = 256
-"""Length of a sequence at which fused attention reaches half of its rate."""
+"""Sequence length at which fused attention reaches half of its rate."""
 
 _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
@@ -49,8 +49,9 @@ _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::bad
 class BlockTime(NamedTuple):
     """Seconds of one micro-batch. Recomputation adds another `forward` to the backward pass.
 
-    forward_idle, backward_idle: the parts of these in which the device waits for the CPU to launch
-    kernels.
+    Args:
+        forward_idle: Part of the forward in which the device waits for the CPU to launch kernels.
+        backward_idle: The same part of the backward.
     """
 
     forward: float
@@ -61,11 +62,15 @@ class BlockTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels of a framework. fused: attention never writes its scores, norms take in what is added
-    before them, and products of weights' gradients add to these.
+    """Kernels of a framework.
 
-    forward_launches, backward_launches: of a layer. gap: between two that are waiting. issue: CPU
-    time to launch one.
+    Args:
+        fused: Whether attention never writes its scores, norms include the preceding addition, and
+            products accumulate into weight gradients.
+        forward_launches: Kernels in a layer's forward.
+        backward_launches: Kernels in a layer's backward.
+        gap: Seconds between two kernels that are already queued.
+        issue: CPU seconds to launch one kernel.
     """
 
     fused: bool = True
@@ -75,8 +80,8 @@ class Kernels:
     issue: float = 5e-6
 
     def time(self, working: float, launches: int) -> tuple[float, float]:
-        """Time of so many kernels that work so long, launched ahead or waited for; and the part
-        that is waiting."""
+        """Return the seconds of `launches` kernels that compute for `working` seconds, and the part
+        in which the device waits for launches."""
         ahead = working + launches * self.gap
         idle = max(0.0, launches * self.issue - ahead)
         return ahead + idle, idle
@@ -84,8 +89,8 @@ class Kernels:
 
 OURS = Kernels()
 MEGATRON_2020 = Kernels(fused=False, forward_launches=30, backward_launches=50)
-"""Those of Megatron-LM of 2020 and 2021, and so of PipeDream-2BW's code. Source: arXiv 1909.08053,
-section 3."""
+"""Kernels of Megatron-LM in 2020 and 2021, which PipeDream-2BW's code uses. Source: arXiv
+1909.08053, section 3."""
 
 
 class Product(NamedTuple):
@@ -98,7 +103,7 @@ class Product(NamedTuple):
 
     @property
     def backward(self) -> tuple[Product, Product]:
-        """The gradients of the first factor, and of the second, the weights."""
+        """The products for the gradients of the first factor and of the second, the weights."""
         return Product(self.m, self.k, self.n, self.copies), Product(
             self.n, self.k, self.m, self.copies
         )
@@ -106,8 +111,13 @@ class Product(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def product_time(device: Device, product: Product, result_bytes: int = HALF) -> float:
-    """Seconds of a product in half precision. result_bytes: traffic for each number of the
-    result."""
+    """Return the seconds of a product in half precision.
+
+    Args:
+        device: The device.
+        product: The product.
+        result_bytes: Memory traffic for each number of the result.
+    """
     m, n, k, copies = product
     rate = device.peak_flops * device.matmul_share / device.units
     working = min(
@@ -127,10 +137,11 @@ def product_time(device: Device, product: Product, result_bytes: int = HALF) -> 
 def block_times(
     model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1, kernels: Kernels = OURS
 ) -> tuple[BlockTime, ...]:
-    """Each block (embedding, layers, head) on one of `tp` devices, without their collectives; an
-    estimate.
+    """Return an estimated time of each block (embedding, layers, head) on one of `tp` devices,
+    without collectives.
 
-    Raises: ConfigError if tp is less than 1.
+    Raises:
+        ConfigError: tp is less than 1.
     """
     if tp < 1:
         raise config_error("parallel.tp", tp, "must be at least 1", "1")
@@ -159,14 +170,15 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         kernels,
     )
     attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
-    # norm and sum before it: two in, two out; biases' gradients are sums; q, k, v are joined again
+    # norm and addition before it: two inputs, two outputs; bias gradients are sums; q, k, v are
+    # concatenated again
     if kernels.fused:
         whole = 2.0 * 4 * h
         split = (gates + 1.0) * f
         whole_back = 2.0 * 4 * h + 2 * h
         split_back = (2.0 * gates + 1) * f + joined + gates * f + 2 * joined
-    # two norms; two times bias, dropout and residual in one kernel (and a mask); activation; heads
-    # put in order
+    # two norms; twice bias, dropout (and its mask) and residual in one kernel; activation function;
+    # transpose of the heads
     else:
         whole = 2 * 2 * h + 2 * (3 * h + (model.dropout > 0) * h / HALF)
         split = (gates + 1) * f + 2 * h
@@ -184,9 +196,14 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
 def _products(
     device: Device, products: Iterable[Product], kernels: Kernels | None
 ) -> tuple[float, float]:
-    """Forward and backward. kernels: the second factor is weights; their gradient is added to in
-    full precision by the product itself, or in half precision by a kernel that follows it, as
-    autograd does. None: it is not added.
+    """Return the seconds of forward and backward of products.
+
+    Args:
+        device: The device.
+        products: The products.
+        kernels: None: the second factor is not a parameter. Otherwise it is a weight, whose
+            gradient is accumulated in full precision by a fused product, or in half precision by
+            another kernel, as autograd does.
     """
     forward = backward = 0.0
     fused = kernels is not None and kernels.fused
@@ -202,9 +219,12 @@ def _products(
 
 
 def _fused_attention(model: ModelConfig, b: int, device: Device, tp: int) -> BlockTime:
-    """Of a causal matrix half counts. With fewer features a head, exponentials weigh more; a
-    backward has five products for two. Source: FlashAttention-2, arXiv 2307.08691, section 3.1 and
-    figures 5 and 6."""
+    """Return the time of fused attention.
+
+    Half of a causal matrix counts. With fewer features per head, exponentials weigh more. The
+    backward has five products where the forward has two. Source: FlashAttention-2, arXiv
+    2307.08691, section 3.1 and figures 5 and 6.
+    """
     s = model.seq_length
     h = model.hidden_size
     flops = 4 * s * h / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
@@ -218,8 +238,8 @@ def _fused_attention(model: ModelConfig, b: int, device: Device, tp: int) -> Blo
 
 
 def _written_attention(model: ModelConfig, b: int, device: Device, tp: int) -> BlockTime:
-    """Products of each head; the whole matrix of scores written and read between them, by softmax
-    and dropout.
+    """Return the time of attention that materializes its scores: products of each head, with
+    softmax and dropout reading and writing the full matrix between them.
 
     Source: arXiv 2205.05198, section 4.
     """
@@ -234,9 +254,12 @@ def _written_attention(model: ModelConfig, b: int, device: Device, tp: int) -> B
 
 
 def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels) -> BlockTime:
-    """Product and cross-entropy: fused, the logits are read, and turned into their gradient in
-    place. Else in fp32 out of separate kernels: cast, maximum, subtract, exp, sum and divide in
-    place; backward: subtract the target and scale in place, cast back."""
+    """Return the time of the output projection and cross-entropy.
+
+    Fused, the logits are read once and replaced by their gradient. Otherwise separate fp32 kernels
+    run: cast, maximum, subtract, exp, sum and divide in place; in backward, subtract the target and
+    scale in place, cast back.
+    """
     rows = max(1, round(LABELLED[model.kind] * b * model.seq_length))
     products = [Product(rows, -(-model.vocab_size // tp), model.hidden_size)]
     if model.kind == "bert":
@@ -253,18 +276,18 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
 
 
 def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
-    """Outputs of a layer's norms and of its activation, once more: each reads its input and writes
-    as much, or half."""
+    """Return the seconds of recomputing the outputs of a layer's norms and activation function:
+    each reads its input and writes as much, or half."""
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
 
 
 def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tuple[float, float]:
-    """Seconds of a pass of any model's block, whose operators were noted (prediction.work), and of
-    waiting for launches.
+    """Return the seconds of a recorded pass of any block (prediction.work), and the part in which
+    the device waits for launches.
 
-    Each takes the time of its product or of its traffic, whichever is longer.
+    Each operator takes the time of its product or of its memory traffic, whichever is longer.
     """
     return kernels.time(sum(_op_time(op, device) for op in ops), len(ops))
 
@@ -282,5 +305,6 @@ def _op_time(op: Op, device: Device) -> float:
 
 
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:
-    """The tensor between two blocks, and so what one stage sends to the next, in half precision."""
+    """Return the bytes of the half-precision activation between two blocks, which a stage sends to
+    the next."""
     return HALF * micro_batch_size * model.seq_length * model.hidden_size

@@ -1,5 +1,7 @@
-"""A machine to plan for: the profile of its blocks, its devices and the links between them. Units:
-seconds, bytes."""
+"""A machine to plan for: the profile of its blocks, its devices and the links between them.
+
+Units: seconds, bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ AnyLink = Link | MeasuredLink
 
 @dataclass(frozen=True)
 class Machine(Joined):
-    """A profile of blocks, and how the devices that have it are joined.
+    """A profile of blocks, and the links between the devices that it holds for.
 
-    profile: of the first devices; others: of those from a device on, where they are of other kinds.
-    stragglers: mean share by which a device is slower than the fastest (stragglers.py).
-
-    `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of
-    a server, shared by its devices. levels: beyond servers. memory: bytes of a device. measured:
-    `inner` is the link that the profile's waits were measured on.
+    Args:
+        profile: Profile of the first devices.
+        inner: Link between the devices of a server.
+        outer: Link between servers; None for a single server.
+        outer_links: Number of `outer` links of a server, shared by its devices.
+        levels: Levels of the network above servers.
+        memory: Bytes of a device.
+        measured: Whether `inner` is the link on which the profile's waits were measured.
+        others: Profiles of other kinds of devices, each with the number of its first device.
+        stragglers: Mean share by which a device is slower than the fastest (stragglers.py).
     """
 
     profile: Profile
@@ -37,21 +43,21 @@ class Machine(Joined):
     measured: bool = True
     levels: tuple[Level, ...] = ()
     price: float = 0.0
-    """Of a device and an hour; 0: not known."""
+    """Price of a device per hour; 0 if unknown."""
     others: tuple[tuple[int, Profile], ...] = ()
     stragglers: float = 0.0
     devices: tuple[Device, ...] = ()
-    """Those that were not measured: their blocks are estimated."""
+    """Devices that were not measured, whose blocks are estimated."""
     assumed: tuple[str, ...] = ()
-    """Keys that the file of a cluster left out, and whose usual value may be far off."""
+    """Keys that the cluster file omits and whose default may be far off."""
 
     @property
     def memory_limit(self) -> float:
-        """Bytes that training may take of a device; of the smallest, where they differ."""
+        """Bytes that training may use on a device; on the smallest if they differ."""
         return min(self.memory_limits(range(self.num_devices)))
 
     def memory_limits(self, devices: range) -> list[float]:
-        """Bytes that training may take of each kind of these devices, which follow each other."""
+        """Return the bytes that training may use on each kind among these consecutive devices."""
         is_cpu = self.profile.hardware.cores > 0
         return [
             memory_limit(
@@ -61,7 +67,7 @@ class Machine(Joined):
         ]
 
     def profiles(self, devices: range) -> list[Profile]:
-        """Profiles of the kinds of these devices, which follow each other."""
+        """Return the profiles of the kinds among these consecutive devices."""
         kinds = [(0, self.profile), *self.others]
         ends = [*(start for start, _ in self.others), self.num_devices]
         return [
@@ -72,5 +78,5 @@ class Machine(Joined):
 
     @property
     def device(self) -> torch.device:
-        """The kind of device, which need not be on this machine."""
+        """The device type, which need not exist on this machine."""
         return torch.device(self.profile.hardware.device_type)

@@ -1,12 +1,12 @@
-"""Steps on devices that are not equally fast: a distribution, by drawing how slow each device is.
+"""Step times on devices of different speed: a distribution, from random slow-downs of each device.
 
-    slow-down of a device    1 + x, x exponential with mean `machine.stragglers`
-    of a rank                the most among its tp devices, which wait for each other in every layer
-    of a step                that of the replica which has the slowest rank, since all wait for it
-                             at the end
+slow-down of a device    1 + x, x exponential with mean `machine.stragglers`
+of a rank                the largest among its tp devices, which wait for each other in every layer
+of a step                the slow-down of the replica with the slowest rank, since all replicas
+                         wait for it at the end
 
-Each draw is simulated with what its ranks then take. Source: shifted exponential times, arXiv
-1512.02673, section III.
+Each draw is simulated with the resulting times of its ranks. Source: shifted exponential times,
+arXiv 1512.02673, section III.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWS = 40
 
 @dataclass(frozen=True)
 class Spread:
-    """Step times over all draws, seconds. late: the 95th percentile."""
+    """Step times over all draws, in seconds. `late` is the 95th percentile."""
 
     median: float
     late: float
@@ -37,8 +37,8 @@ class Spread:
 
 
 def spread(cost: StepCost, seed: int = 0, draws: int = DRAWS) -> Spread | None:
-    """How long a step takes where devices are slower than the fastest, as the machine says; None:
-    all are equal."""
+    """Return the step times with stragglers as the machine describes them, or None if all devices
+    are equally fast."""
     if not cost.machine.stragglers:
         return None
     times = [
@@ -50,7 +50,7 @@ def spread(cost: StepCost, seed: int = 0, draws: int = DRAWS) -> Spread | None:
 
 
 def slowed(cost: StepCost, factors: list[float]) -> Costs:
-    """Costs where the work of each rank of the pipeline takes so many times as long."""
+    """Return the costs with the work of each pipeline rank multiplied by its factor."""
     costs = cost.costs
     sizes = cost.sizes
 
@@ -73,7 +73,7 @@ def slowed(cost: StepCost, factors: list[float]) -> Costs:
 
 
 def _drawn(cost: StepCost, source: random.Random) -> list[float]:
-    """Slow-downs of the ranks of the replica that the others wait for."""
+    """Return random slow-downs of the ranks of the replica that the others wait for."""
     rate = 1 / cost.machine.stragglers
     replicas = [
         [1 + max(source.expovariate(rate) for _ in range(cost.tp)) for _ in range(cost.pp)]

@@ -1,13 +1,12 @@
-"""Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job
-at the same time.
+"""Measure the model's blocks, run one by one as if each were a stage, on all ranks of a job at the
+same time.
 
-    a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six of a kind at most
-    a batch   some passes, then norm and update of each block, and what a selective recomputation
-              makes again
+a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     at most six of a kind
+a batch   some passes, then norm and update of each block, and selective recomputation
 
-All ranks compute at once, as in training: they share the machine's memory and caches. Tensor
-parallelism is measured twice, with collectives that do nothing (what a rank computes), and real
-ones (what they take besides).
+All ranks compute at once, as in training, because they share the machine's memory and caches.
+Tensor parallelism is measured twice: with collectives that do nothing (the computing time of a
+rank), and with real ones (the additional time of the collectives).
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ _WARMUP_PASSES = 1
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to spend on each tp degree and micro-batch size. `parts`: also the input part of the
-    backward pass."""
+    """Time to spend on each tp degree and micro-batch size. `parts`: also measure the
+    input-gradient part of the backward pass."""
 
     seconds: float = 2.0
     most_passes: int = 100
@@ -61,17 +60,18 @@ FULL = Effort()
 
 
 class Beside:
-    """What is done beside the blocks of a pass, by their places in it; here, nothing."""
+    """Work that runs along with the blocks of a pass, by their positions in it; this base class
+    does nothing."""
 
     def before(self, place: int, following: int | None, *, backward: bool) -> None:
-        """A block is to compute, and then another one (None: none)."""
+        """Act before a block computes; `following` is the block after it, or None."""
 
     def after(self, place: int, *, backward: bool) -> None:
-        """It has."""
+        """Act after the block has computed."""
 
 
 class Unit:
-    """One block as a stage of its own, with the state of one."""
+    """One block as a stage of its own, with its state."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
         job = JobPlan(config)
@@ -101,14 +101,15 @@ class Unit:
             sequence = config.parallel.sequence
             sample = local_message_shape(config.model, number - 1, tp, sequence)
             self._input_shape = (config.train.micro_batch_size, *sample)
-        self._usual: Tensor | None = None  # an input, if the measured block before does not fit
+        # used as the input if the previous measured block's output does not fit
+        self._usual: Tensor | None = None
         self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._sent: Tensor
         self._input: Tensor | None = None
 
     def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """An executor's forward of `x`, where that is of the form it takes; returns what it would
-        send on."""
+        """Run an executor's forward, on `x` if it has the expected form, and return the output that
+        a stage would send."""
         self.state.weights.bind(self.state.weights.newest)
         if self._input_shape is not None and (x is None or x.shape != self._input_shape):
             if self._usual is None:
@@ -128,8 +129,8 @@ class Unit:
         return self._sent
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """An executor's backward of `gradient`, where that is of the output's form; returns that of
-        the input."""
+        """Run an executor's backward, on `gradient` if it has the form of the output, and return
+        the gradient of the input."""
         self.state.bind(0, (self.state.weights.newest,))
         if gradient is None or gradient.shape != self._sent.shape:
             gradient = torch.ones_like(self._sent)
@@ -141,16 +142,17 @@ class Unit:
         return None if given is None else given.grad
 
     def norm(self) -> None:
-        """The norm of the gradients, as in training."""
+        """Compute the norm of the gradients, as in training."""
         self.state.reduce(0)
         self.state.square_norm(0)
 
     def update(self) -> None:
-        """An update at a learning rate of 0."""
+        """Run an update at a learning rate of 0."""
         self.state.update(0, lr=0.0, factor=1.0)
 
     def remaking(self, batch: Mapping[str, Tensor]) -> Callable[[], object]:
-        """What makes again all that a layer which is recomputed selectively does not keep."""
+        """Return a function that recomputes what selective recomputation of a layer does not
+        keep."""
         layer = next(iter(self.stage.blocks.values()))
         if not isinstance(layer, TransformerLayer):
             return lambda: None
@@ -170,13 +172,13 @@ class Unit:
         return make
 
     def freeze(self, frozen: bool) -> None:
-        """Has backward leave out what only weights need, or not any more."""
+        """Set whether backward skips gradients that only weights need."""
         for leaf in self.state.weights.leaves_of(self.state.weights.newest).values():
             leaf.requires_grad_(not frozen)
 
 
 Stamps = list[tuple[str, str, Any, Any]]
-"""Action, kind of block, and the times from and to which it took."""
+"""Action, kind of block, start time, end time."""
 
 
 class Bench:
@@ -193,10 +195,10 @@ class Bench:
         self.tp = tp
         self.clock: Clock = make_clock(device)
         self.had_core = 1.0
-        """Share of the time that it had a core, when it wanted one."""
+        """Share of the time in which the process got a core when it wanted one."""
 
     def a_pass(self, beside: Beside) -> None:
-        """All blocks forward, then backward, with what is done beside them."""
+        """Run all blocks forward, then backward, together with `beside`."""
         places = range(len(self.units))
         x = None
         gradient = None
@@ -212,7 +214,7 @@ class Bench:
                 beside.after(place, backward=backward)
 
     def updates(self, stamps: Stamps) -> None:
-        """Norm and update of all blocks, and what is recomputed selectively."""
+        """Run norm and update of all blocks, and selective recomputation."""
         now = self.clock.now
         for kind, unit in zip(self.kinds, self.units, strict=True):
             start = now()
@@ -226,7 +228,7 @@ class Bench:
             stamps.append(("remake", kind, start, now()))
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The collectives over tp of one forward and backward of each kind (see
+        """Yield the collectives over tp of one forward and backward of each kind (see
         `as_all_reduces`)."""
         axis = self.tp
         kinds = self.kinds
@@ -252,10 +254,14 @@ def measure_blocks(
     device: torch.device,
     effort: Effort = FULL,
 ) -> tuple[dict[Key, BlockCost], float]:
-    """Every kind of block at every tp degree and micro-batch size; and the share of the time that
-    ranks had a core while all of them computed. Collectives: on all ranks of the job.
+    """Measure every kind of block at every tp degree and micro-batch size.
 
     Degrees that do not divide the number of ranks are measured without collectives.
+
+    Returns:
+        The costs, and the share of the time in which ranks had a core while all of them computed.
+
+    Collectives: on all ranks of the job.
     """
     world = world_axis(device)
     found: dict[Key, BlockCost] = {}
@@ -272,8 +278,10 @@ def measure_blocks(
 
 
 def world_axis(device: torch.device) -> Axis:
-    """All ranks of the job, which compute on such devices, or this process alone. Collectives: on
-    all ranks."""
+    """Return an axis of all ranks of the job, or of this process alone.
+
+    Collectives: on all ranks.
+    """
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return ProcessGrid(dp=ranks, device_type=device.type).world
 
@@ -311,7 +319,7 @@ def _measure(
 
 
 def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
-    """Bytes that a micro-batch leaves in each kind of block between its forward and its
+    """Return the bytes that a micro-batch leaves in each kind of block between forward and
     backward."""
     at = replace(
         config,
@@ -327,8 +335,11 @@ def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, in
 
 
 def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tuple[str, str], float]:
-    """Seconds by what and kind of block, mean over the ranks. own: the rank's own time, else on the
-    wall."""
+    """Return seconds by action and kind of block, as means over the ranks.
+
+    Args:
+        own: Whether to measure the rank's own time instead of wall-clock time.
+    """
     stamps: Stamps = []
     timing = _Timing(bench, stamps)
     barrier(world)
@@ -354,7 +365,8 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
     by_name: dict[tuple[str, str], list[float]] = {}
     on_wall = of_own = 0.0
     for what, kind, first, last in stamps:
-        (wall0, own0), (wall1, own1) = bench.clock.read(first), bench.clock.read(last)
+        wall0, own0 = bench.clock.read(first)
+        wall1, own1 = bench.clock.read(last)
         by_name.setdefault((what, kind), []).append(own1 - own0 if own else wall1 - wall0)
         on_wall = on_wall + wall1 - wall0
         of_own = of_own + own1 - own0
@@ -365,7 +377,7 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
 
 
 class _Timing(Beside):
-    """Stamps of a pass. what: is behind their names."""
+    """Time stamps of a pass; `what` follows their names."""
 
     def __init__(self, bench: Bench, stamps: Stamps, what: str = ""):
         self._kinds = bench.kinds
@@ -389,8 +401,8 @@ class _Timing(Beside):
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Their mean without the slowest tenth, which something else has held up; of a few, their
-    median."""
+    """Return the mean without the slowest tenth, which another program has delayed; the median of a
+    few values."""
     if len(times) < 20:
         return median(times)
     return fmean(sorted(times)[: len(times) - len(times) // 10])

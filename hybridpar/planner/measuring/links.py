@@ -1,14 +1,13 @@
-"""Measured links: messages between two ranks and all-reduces, against their size.
+"""Measure links: time of point-to-point messages and all-reduces by size.
 
-    to and fro between two ranks                        half of a round trip
-    there alone, and back alone                         once, a large message: rates may differ by
-                                                        direction
-    all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
-    gather and reduce-scatter over them                 likewise, as ZeRO has them
+to and fro between two ranks                        half of a round trip
+there alone, and back alone                         once, a large message: rates may differ by
+                                                    direction
+all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
+gather and reduce-scatter over them                 likewise, as ZeRO uses them
 
-Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried
-by threads that compete with those that compute. A `MeasuredLink` answers the questions that
-`hardware.Link` does.
+CPU time is measured in addition to wall-clock time: on CPUs, threads that transfer messages compete
+with the threads that compute. A `MeasuredLink` has the methods of `hardware.Link`.
 
 Units: seconds, bytes.
 """
@@ -46,23 +45,23 @@ SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
 _LEAST_S = 0.02
 _MOST_REPEATS = 50
-"""A size is measured for so long, and so often at most."""
+"""Largest number of repetitions of one size; the time per size is limited, too."""
 _WAY_REPEATS = 3
 _WAY_S = 1.0
-"""Of a message one way: how often it is sent, and how long it may take."""
+"""Seconds for measuring a one-way message: limits the number of repetitions, and each message."""
 _UNEVEN = 0.15
-"""Least difference between a way and the mean of both that counts: less is noise."""
+"""Smallest relative difference between a direction and the mean of both that counts; less is
+noise."""
 _LEAST_WAY = 0.01
-"""Least time of a way, likewise: on a busy machine a large message may take no longer than the
-smallest one took."""
+"""Smallest credible time of a direction, as a share of the mean: on a busy machine a large message
+may take no longer than the smallest one did."""
 _TOO_LONG_S = 2.0
-"""Larger messages than one that took so long are not measured."""
+"""Seconds of a message after which larger ones are not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against bytes: straight between the points, and beyond the last as between the last
-    two."""
+    """Seconds by bytes: linear between the points, and extrapolated from the last two."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -76,30 +75,37 @@ class Curve:
         if num_bytes <= points[0][0] or len(points) == 1:
             return points[0][1]
         i = min(bisect_left(points, (num_bytes, 0.0)), len(points) - 1)
-        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        x0, y0 = points[i - 1]
+        x1, y1 = points[i]
         return max(0.0, y0 + (y1 - y0) * (num_bytes - x0) / (x1 - x0))
 
     @property
     def latency(self) -> float:
-        """Time of the smallest message."""
+        """Seconds of the smallest message."""
         return self.points[0][1]
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second beyond the last but one size."""
+        """Bytes per second above the second-largest size."""
         (x0, y0), (x1, y1) = ((0.0, 0.0), *self.points)[-2:]
         return (x1 - x0) / max(y1 - y0, 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces,
-    by number of ranks.
+    """A measured link between the ranks of one level: the ranks of a server, or servers.
 
-    `send`: half of a round trip, so the mean of both ways; `there`: what bytes take from a rank to
-    a later one, as a multiple of that; back they take 2 - `there`. `gather`, `scatter`: gathers,
-    and reductions to owners, of so many bytes together; none: half of an all-reduce. `.._work`: CPU
-    time, which a rank takes from who computes. `call`: to issue a send or a receive.
+    Args:
+        send: Half of a round trip, so the mean of both directions.
+        there: Time per byte from an earlier rank to a later one, relative to the mean; the other
+            direction takes 2 - `there`.
+        reduce: All-reduces, by number of ranks.
+        gather: All-gathers by number of ranks, against the total bytes; empty: half of an
+            all-reduce.
+        scatter: Reduce-scatters, as for gather.
+        call: Seconds to issue a send or a receive.
+
+    Each `.._work` is CPU time, which the transfer takes from computing threads.
     """
 
     name: str
@@ -114,10 +120,10 @@ class MeasuredLink:
     scatter_work: Mapping[int, Curve] = field(default_factory=dict)
     there: float = 1.0
     half_duplex: ClassVar[bool] = False
-    """Not known of what was measured one way at a time."""
+    """Always False: unknown, because each direction was measured alone."""
 
     def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
-        """As `hardware.Link.transfer_time`."""
+        """Return the seconds of a message; see `hardware.Link.transfer_time`."""
         one_way = self.there if way > 0 else 2 - self.there
         return self.send.latency + (self.send(num_bytes) - self.send.latency) * one_way * max(
             flows, 1
@@ -125,26 +131,27 @@ class MeasuredLink:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Bytes a second of large messages, there and back."""
+        """Bytes per second of large messages, in each direction."""
         return self.send.bandwidth / self.there, self.send.bandwidth / (2 - self.there)
 
     def transfer_work(self, num_bytes: float) -> float:
-        """CPU time for a message, both ends together."""
+        """Return the CPU time of a message, on both ends together."""
         return self.send_work(num_bytes)
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
-        """As `hardware.Link.ring_time`; over more ranks than were measured, as a ring of more
-        steps."""
+        """Return the seconds of an all-reduce; see `hardware.Link.ring_time`. More ranks than were
+        measured count as a ring with more steps."""
         return self._seconds(self.reduce, num_bytes, ranks, rings)
 
     def ring_work(self, num_bytes: float, ranks: int) -> float:
-        """CPU time of each rank for that."""
+        """Return the CPU time of an all-reduce on each rank."""
         return self._work(self.reduce_work, num_bytes, ranks)
 
     def half_ring(
         self, op: str, num_bytes: float, ranks: int, rings: float = 1
     ) -> tuple[float, float]:
-        """A gather or a scatter: seconds, and CPU time of each rank."""
+        """Return the seconds of an all-gather or a reduce-scatter, and its CPU time on each
+        rank."""
         if seconds := getattr(self, op):
             return (
                 self._seconds(seconds, num_bytes, ranks, rings),
@@ -169,8 +176,8 @@ class MeasuredLink:
 
     @staticmethod
     def _nearest(curves: Mapping[int, Curve], ranks: int) -> tuple[Curve, tuple[float, float]]:
-        """The curve of the nearest number of ranks, and by how much more steps and bytes a ring of
-        `ranks` has."""
+        """Return the curve of the nearest measured number of ranks, and the factors of steps and
+        bytes from it to a ring of `ranks`."""
         near = min(curves, key=lambda n: abs(n - ranks))
         return curves[near], ((ranks - 1) / (near - 1), (ranks - 1) / ranks * near / (near - 1))
 
@@ -178,15 +185,15 @@ class MeasuredLink:
 # -- measuring
 
 Times = tuple[float, float, float]
-"""Of a message: seconds, CPU time, and time to issue it; zeros on ranks that take no part."""
+"""Seconds, CPU time, and seconds to issue a message; zeros on ranks that do not take part."""
 _NO_PART: Times = (0.0, 0.0, 0.0)
 
 
 def measure_links(
     world: Axis, device: torch.device, *, sizes: Sequence[int] = SIZES
 ) -> dict[str, MeasuredLink]:
-    """By level: `local` between ranks of one host, `network` between hosts. Empty for a single
-    rank.
+    """Return the links by level: `local` between ranks of one host, `network` between hosts. Empty
+    for a single rank.
 
     Collectives: on all ranks of the job.
     """
@@ -208,8 +215,8 @@ def measure_links(
 
 
 def _groups_of(level: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Groups of ranks that reduce together, by size: on the host that has most of them, or over the
-    hosts."""
+    """Return groups of ranks that reduce together, by size: on the host with the most ranks, or one
+    rank per host."""
     fullest = max(hosts, key=hosts.count)
     here = (
         [rank for rank, host in enumerate(hosts) if host == fullest]
@@ -261,8 +268,8 @@ def _measure_level(
 
 
 def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device) -> float:
-    """Time of the bytes of a large message to the later rank over the mean of both ways; 1 where
-    they hardly differ."""
+    """Return the time per byte of a large message to the later rank, relative to the mean of both
+    directions; 1 if they hardly differ."""
     if len(send.points) == 1:
         return 1.0
     (small, _), (next_size, _), *_ = send.points
@@ -276,7 +283,7 @@ def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device
         )
         seconds.append(
             max(2 * took - 2 * send.latency, 1e-9)
-        )  # of a round trip, without two latencies
+        )  # of a round trip, without the two latencies
     there = 2 * seconds[0] / sum(seconds)
     return min(max(there, _LEAST_WAY), 2 - _LEAST_WAY) if abs(there - 1) > _UNEVEN else 1.0
 
@@ -284,8 +291,10 @@ def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device
 def _sweep(
     sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis
 ) -> tuple[Curve, Curve, float]:
-    """Seconds and CPU time against size, and the time that a call takes. Collectives: on all
-    ranks."""
+    """Return curves of seconds and CPU time by size, and the seconds of issuing a call.
+
+    Collectives: on all ranks.
+    """
     seconds: list[tuple[float, float]] = []
     work: list[tuple[float, float]] = []
     calls: list[float] = []
@@ -305,7 +314,8 @@ def _sweep(
 
 
 def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """The points but for those that took as long as a larger one: something else held them up."""
+    """Return the points without any that took as long as a larger size, because another program
+    delayed them."""
     kept: list[tuple[float, float]] = []
     for size, seconds in reversed(points):
         if not kept or seconds < kept[-1][1]:
@@ -321,7 +331,8 @@ def _ping(
     device: torch.device,
     back_bytes: int = 0,
 ) -> Times:
-    """A message to the later rank, and one of `back_bytes` back; 0: as many."""
+    """Send a message to the later rank and one of `back_bytes` back (0: of the same size), and
+    return the times."""
     if world.rank not in pair:
         return _NO_PART
     first = world.rank == pair[0]
@@ -359,7 +370,7 @@ def _scatter(x: Tensor, axis: Axis) -> None:
 
 
 def _even_parts(x: Tensor, axis: Axis) -> Parts:
-    """A part of a tensor for each rank."""
+    """Return a tensor in equal shards, one for each rank."""
     return tuple((owner, a, b) for owner, (a, b) in enumerate(split_ranges(x.numel(), axis.size)))
 
 

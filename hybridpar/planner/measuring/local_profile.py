@@ -1,4 +1,4 @@
-"""The machine to plan for: one that a file describes, or this one, measured now or before."""
+"""The machine to plan for: one that a file describes, or this one, measured now or earlier."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ def machine_for(
     devices: int,
     keep: Mapping[str, int] | None = None,
 ) -> Machine:
-    """The machine of a cluster's description, of a profile, of both, or this one, profiled now or
-    before.
+    """Return the machine of a cluster file, of a profile, of both, or this machine, profiled now or
+    earlier.
 
-    devices: their number; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
+    Args:
+        config: The configuration.
+        launch: How this process was started.
+        profile: Path of a profile, or "".
+        cluster: Path of a cluster file, or "".
+        devices: Number of devices; 0 for all, or on CPUs as many as the sizes of the axes to keep
+            allow.
+        keep: Sizes of axes of the grid that must stay.
 
-    Raises: ConfigError; DataError if a file is damaged.
+    Raises:
+        ConfigError: The files do not fit the configuration.
+        DataError: A file is damaged.
     """
     found: Profile | None = None
     if profile:
@@ -47,8 +56,8 @@ def machine_for(
 
 
 def cached_profile(config: Config, launch: Launch) -> Profile:
-    """A quick profile of this machine, from the cache of profiles where it has been made before, on
-    a quiet machine."""
+    """Return a quick profile of this machine, from the cache if one was made on the quiet machine
+    before."""
     key = hashlib.sha256(
         json.dumps(identity(config), sort_keys=True, default=str).encode()
     ).hexdigest()[:16]
@@ -58,7 +67,7 @@ def cached_profile(config: Config, launch: Launch) -> Profile:
     print("measuring this machine", file=sys.stderr)
     profile = measure_machine(config, launch, quick=True)
     if not profile.hardware.was_quiet:
-        return profile  # whoever plans by it says so
+        return profile  # the planner reports that the machine was busy
     try:
         write_profile(profile, path)
     except OSError as error:

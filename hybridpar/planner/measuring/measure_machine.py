@@ -1,5 +1,5 @@
-"""`hybridpar profile`: measures blocks and links of this machine, in a job's ranks or in processes
-of its own."""
+"""`hybridpar profile`: measure blocks and links of this machine, in a job's ranks or in new
+processes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,22 @@ def measure_machine(
     quick: bool = False,
     ranks: int = 0,
 ) -> Profile:
-    """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a
-    core or GPU).
+    """Measure in the ranks that torchrun started, or else in `ranks` new processes.
 
-    degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches
-    (none: the configuration's, and twice that). Returns the same on all ranks.
-    Raises: ConfigError; HybridparError with the traceback of a process that failed.
+    Args:
+        config: The configuration.
+        launch: How this process was started.
+        degrees: Tensor-parallel degrees; none: 1, 2, 4, .. up to the number of ranks.
+        sizes: Micro-batch sizes; none: the configuration's, and twice that.
+        quick: Whether to measure less, in a few seconds.
+        ranks: Number of processes; 0 for one per core or GPU.
+
+    Returns:
+        The profile, equal on all ranks.
+
+    Raises:
+        ConfigError: The configuration cannot be measured.
+        HybridparError: A process failed; has its traceback.
     """
     every = torch.cuda.device_count() if _has_gpus(config) else max(2, available_cores())
     ranks = launch.world_size if launch.world_size > 1 else ranks or every
@@ -77,7 +87,7 @@ def measure_machine(
         profile = measure_here(*request, device)
         job.end_group()
         return profile
-    # forked, they have torch already; CUDA does not survive that
+    # forked processes have torch already imported; CUDA does not survive a fork
     kind, start = ("cuda", "spawn") if _has_gpus(config) else ("cpu", "fork")
     backend = choose_backend(config.train, torch.device(kind))
     profile, *_ = run_on_ranks(_measure_in_process, ranks, *request, backend=backend, start=start)
@@ -85,9 +95,9 @@ def measure_machine(
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Identity of this machine and configuration: a profile of another one does not serve."""
+    """Return the identity of this machine and configuration, which a cached profile must match."""
     forms = ""
-    if config.model.spec:  # the user's code, which may change
+    if config.model.spec:  # custom code may change
         forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest()
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -116,7 +126,7 @@ def _has_gpus(config: Config) -> bool:
 def measure_here(
     config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
 ) -> Profile:
-    """Collectives: on all ranks of the job."""
+    """Return the profile measured on this rank's job. Collectives: on all ranks of the job."""
     if device.type == "cpu":
         keep_freed_memory()
     world = world_axis(device)
@@ -148,7 +158,7 @@ def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Ha
         properties = torch.cuda.get_device_properties(device)
         gpus = torch.cuda.device_count()
         devices = max(gpus, here)
-        part = gpus / devices if shared else 1  # of a GPU, that a process has
+        part = gpus / devices if shared else 1  # the process's share of a GPU
         return Hardware(
             properties.name,
             devices,
@@ -187,7 +197,8 @@ def _measure_in_process(
     ranks = dist.get_world_size()
     launch = Launch(rank, rank, ranks, ranks)
     set_threads(config.train.threads, launch)
-    gpus = torch.cuda.device_count()  # as all see that this process has started
+    # all ranks were started here, and see the same GPUs
+    gpus = torch.cuda.device_count()
     device = choose_device(
         config.train, launch, lambda mine: [mine and str(r % gpus) for r in range(ranks)]
     )

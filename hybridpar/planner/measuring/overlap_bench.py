@@ -1,18 +1,18 @@
-"""Measures what a rank's state takes of the rank as it comes and goes beside computing: blocks are
-run as in training.
+"""Measure how much of a rank's time its state transfers take while it computes, with blocks run as
+in training.
 
-    a pass              F embedding, F layer, .., F head,  B head, B layer, .., B embedding
-    the same, gathers   each block's weights are gathered from shares one block ahead, awaited, and
-                        dropped behind it
-    sums                its gradients are summed into shares behind its backward, and awaited one
-                        block later
-    reads, writes       an item of its size comes from the file one block ahead, and leaves behind
-                        it, changed or not
+a pass              F embedding, F layer, .., F head,  B head, B layer, .., B embedding
+with gathers        each block's weights are gathered from shards one block ahead, awaited, and
+                    released after it
+with sums           its gradients are reduce-scattered after its backward, and awaited one block
+                    later
+with reads, writes  an item of its size is read from the file one block ahead, and written or
+                    dropped after it
 
-What such a pass takes more, though all of it is under way while blocks compute, is what no
-bandwidth says: CPU time for calls, copies and pages that change hands, and time in which ranks wait
-for each other. Not counted is how long a rank has no core, which is other programs' doing where it
-is not that of the CPU time; and waiting where a link between hosts is crossed, whose time is known.
+The additional time of such a pass, although all transfers overlap with computing, cannot be derived
+from a bandwidth: CPU time for calls, copies and page mappings, and time in which ranks wait for
+each other. Two things are not counted: time without a core beyond the CPU time, which other
+programs cause; and waiting for a link between hosts, whose time is known.
 
 Units: seconds, bytes.
 """
@@ -50,21 +50,26 @@ GIB = 1 << 30
 _PASSES = 10
 _QUICK_PASSES = 4
 _ROOM = 4
-"""Items that have room at a time: one in use, one that comes, and room for two."""
+"""Number of items that have room at a time: one in use, one arriving, and two spare."""
 
 
 class Moving(Beside):
-    """What comes and goes with the blocks of a pass; of this class, nothing. num_bytes: of a pass,
-    at the begin of which what its first block needs is here."""
+    """State transfers along with the blocks of a pass; this base class does none.
+
+    At the start of a pass, the state of its first block is resident.
+
+    Args:
+        num_bytes: Bytes transferred in a pass.
+    """
 
     num_bytes = 0
 
     def end(self) -> None:
-        """The pass is over."""
+        """Finish the pass."""
 
 
 class Shared(Moving):
-    """Chunks of some blocks, one of 'weights' or 'gradients', that the replicas of `grid` share."""
+    """Chunks of some blocks' 'weights' or 'gradients' that the replicas of `grid` share."""
 
     def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid, kind: str):
         sharing = replace(
@@ -104,7 +109,7 @@ class Shared(Moving):
 
 
 class Gathers(Shared):
-    """Weights, which are gathered for every forward and every backward."""
+    """All-gathers of weights for every forward and every backward."""
 
     def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
         super().__init__(config, numbers, grid, "weights")
@@ -128,8 +133,8 @@ class Gathers(Shared):
 
 
 class Sums(Shared):
-    """Gradients, which are summed after every backward, and awaited before the second one after
-    it."""
+    """Reduce-scatters of gradients after every backward, awaited before the second-next
+    backward."""
 
     def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid):
         super().__init__(config, numbers, grid, "gradients")
@@ -151,7 +156,7 @@ class Sums(Shared):
         self._complete(0)
 
     def _complete(self, left: int) -> None:
-        """Ends the oldest sums but so many."""
+        """Wait for the oldest reductions, except the last `left`."""
         for place in list(self.under_way)[: len(self.under_way) - left]:
             for chunk, works in zip(self.chunks[place], self.under_way.pop(place), strict=True):
                 works.wait()
@@ -160,11 +165,18 @@ class Sums(Shared):
 
 
 class InFile(Moving):
-    """An item of so many bytes for each block. changed: they are written back. Raises:
-    HybridparError: no room."""
+    """An item in a file for each block.
+
+    Args:
+        changed: Whether items are written back.
+
+    Raises:
+        HybridparError: There is no room.
+    """
 
     def __init__(self, folder: Path, sizes: Sequence[int], *, changed: bool):
-        self._changed, store = changed, DiskStore(folder, sizes)
+        self._changed = changed
+        store = DiskStore(folder, sizes)
         regions = [Region(size) for size in sizes]
         taken = [len(region.view) for region in regions]
         self.num_bytes = 2 * sum(taken) - taken[0]
@@ -189,9 +201,13 @@ class InFile(Moving):
 
 
 def measure_beside(config: Config, world: Axis, folder: Path, *, quick: bool) -> dict[str, float]:
-    """Seconds of its own that a rank takes for a GiB, by what moves: 'gathers', 'sums', 'reads',
-    'writes', without what is not measured, as there is one rank, or no room. Collectives: on all
-    ranks of the job."""
+    """Return the seconds of a rank's own time per GiB, by transfer: 'gathers', 'sums', 'reads',
+    'writes'.
+
+    Transfers that cannot be measured, with one rank or without room for the file, are left out.
+
+    Collectives: on all ranks of the job.
+    """
     bench = Bench(config, config.train.micro_batch_size, Axis("tp"), torch.device("cpu"))
     moves = {"": Moving()}
     if world.size > 1:
@@ -211,7 +227,8 @@ def measure_beside(config: Config, world: Axis, folder: Path, *, quick: bool) ->
 
 
 def _files(bench: Bench, folder: Path) -> list[InFile]:
-    """Items that are read, and items that are written, too; none where there is no room."""
+    """Return transfers that only read items, and transfers that also write them; none if there is
+    no room."""
     files: list[InFile] = []
     sizes = [
         max(1, unit.num_parameters * unit.state.weights.dtype.itemsize) for unit in bench.units
@@ -227,24 +244,29 @@ def _files(bench: Bench, folder: Path) -> list[InFile]:
 
 
 def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -> dict[str, float]:
-    """All kinds of passes take turns; the first of each does not count. Collectives: on all
-    ranks."""
+    """Return the seconds of each kind of pass. The kinds take turns, and the first pass of each
+    does not count.
+
+    Collectives: on all ranks.
+    """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in moves}
     wall = own = 0.0
     for i in range(passes + 1):
         for name, moving in moves.items():
             moving.before(0, None, backward=False)
             barrier(world)
-            start, busy = _times(bench), time.process_time()
+            start = _times(bench)
+            busy = time.process_time()
             bench.a_pass(moving)
             there, mine, thread = (b - a for a, b in zip(start, _times(bench), strict=True))
-            moving.end()  # what is still under way is waited for later, in training, but is work
+            # training waits later for what is still under way, but it is work all the same
+            moving.end()
             if i:
                 wall = wall + there
                 own = own + mine
                 taken[name].append((time.process_time() - busy, mine - thread))
-    # of the time, that it had a core: where it seldom has, others let it wait as long; between
-    # hosts, the link does
+    # share of the time with a core: a process that seldom gets one waits for other programs, or
+    # between hosts for the link
     share = own / wall if len(set(gather_objects(platform.node(), world))) == 1 else 0.0
     typical = {
         name: sum(
@@ -265,5 +287,5 @@ def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -
 
 
 def _times(bench: Bench) -> tuple[float, float, float]:
-    """Now: on the wall, and the rank's own; CPU time of this thread."""
+    """Return the current wall-clock time, the rank's own time, and the CPU time of this thread."""
     return *bench.clock.read(bench.clock.now()), time.thread_time()

@@ -1,14 +1,14 @@
-"""A profile: times of each kind of block, and of messages, measured on a machine or estimated for
+"""A profile: times of each kind of block and of messages, measured on a machine or estimated for
 one.
 
-    blocks    embedding, layer, head (of other models: see prediction.work.block_kinds); by tp
-              degree and micro-batch size: forward, backward, optimizer, collectives
-    links     `local` within a server, `network` between servers: seconds against bytes
-    state     what moves a rank's state: updates on the host, copies to it, the file of a budget
-    codecs    of messages between stages, by name: bytes a second
+blocks    embedding, layer, head (of other models: see prediction.work.block_kinds); by tp
+          degree and micro-batch size: forward, backward, optimizer, collectives
+links     `local` within a server, `network` between servers: seconds by bytes
+state     transfers of a rank's state: updates on the host, copies to it, the file of a budget
+codecs    of activations and gradients between stages, by name: bytes per second
 
-A stage's time is the sum over its blocks, that of a micro-batch size between two that were measured
-lies on the line between them. Units: seconds, bytes.
+A stage's time is the sum over its blocks. A micro-batch size between two measured ones is
+interpolated linearly. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BEARS: dict[str, tuple[str, ...]] = {
     "train": ("dtype",),
     "optim": ("name", "spec", "staleness"),
 }
-"""Keys of the configuration that decide how long blocks take, by section; (): the whole section."""
+"""Keys of the configuration that decide how long blocks take, by section; (): the full section."""
 _QUIET = 0.9
-"""Least share of the cores that ranks get where nothing else runs."""
+"""Smallest share of the cores that ranks get if nothing else runs."""
 Amount = Annotated[float, Within(0, 1e30)]
 MaybeAmount = Annotated[float | None, Within(0, 1e30)]
 Bytes = Annotated[int, Within(0, 10**30)]
@@ -42,13 +42,21 @@ Count = Annotated[int, Within(1, 10**6)]
 class BlockCost:
     """Cost of one block and one micro-batch on one of `tp` ranks.
 
-    forward, backward: computing, without collectives. forward_wait, backward_wait: what its
-    collectives over tp take besides, where they were measured; forward_messages, backward_messages:
-    the bytes of each. norm, update: of its parameters, once a batch. backward_input: the part of
-    the backward pass that the stage before waits for; 0: not measured. remake: outputs of norms and
-    activations, once more. kept: bytes between forward and backward. forward_idle, backward_idle:
-    the parts of these that a device waits for launches of kernels, which CUDA graphs save; 0: none,
-    or not known.
+    Args:
+        forward: Computing time, without collectives.
+        backward: Computing time, without collectives.
+        forward_wait: Additional time of the forward's collectives over tp, where measured.
+        backward_wait: The same for the backward.
+        forward_messages: Bytes of each collective of the forward.
+        backward_messages: Bytes of each collective of the backward.
+        norm: Seconds of the gradient norm of its parameters, once per batch.
+        update: Seconds of the update of its parameters, once per batch.
+        backward_input: Part of the backward that the previous stage waits for; 0 if not measured.
+        remake: Seconds of recomputing the outputs of norms and activation functions.
+        kept: Bytes between forward and backward.
+        forward_idle: Part of the forward in which the device waits for kernel launches, which CUDA
+            graphs save; 0 if none or unknown.
+        backward_idle: The same part of the backward.
     """
 
     forward: Amount
@@ -68,17 +76,18 @@ class BlockCost:
 
 
 Key = tuple[str, int, int]
-"""A kind of block, tp degree, micro-batch size."""
+"""Kind of block, tp degree, micro-batch size."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware of a profile. cores: of each host, which its ranks share; 0: each rank has a device
-    of its own.
+    """Hardware of a profile.
 
-    devices_per_host: how many processes a host is to have. memory: bytes of each device, or of a
-    host's share for each. host_memory: bytes of a host's memory for each device that has its own;
-    0: not known.
+    Args:
+        cores: Cores of each host, which its ranks share; 0: each rank has its own device.
+        devices_per_host: Number of processes that a host is meant to run.
+        memory: Bytes of each device, or of the share of host memory for each process.
+        host_memory: Bytes of host memory for each separate device; 0 if unknown.
     """
 
     name: str
@@ -93,12 +102,12 @@ class Hardware:
 
     @property
     def taken(self) -> float:
-        """Share of the cores that other programs took while this was measured."""
+        """Share of the cores that other programs took during the measurement."""
         return max(0.0, 1 - self.efficiency)
 
     @property
     def was_quiet(self) -> bool:
-        """Whether what was measured may be trusted, and kept."""
+        """Whether the measurement was undisturbed, so that it may be trusted and cached."""
         return self.efficiency >= _QUIET
 
     @property
@@ -109,13 +118,20 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class StateSpeeds:
-    """Speeds of a rank while all ranks of a host do the same; 0: not known.
+    """Speeds of a rank while all ranks of a host do the same; 0 if unknown.
 
-    updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the
-    host or from it. read, written: bytes from and to the file of memory.budget. read_work,
-    written_work: what a GiB of these takes of a rank that computes meanwhile, seconds of its own.
-    gathered_work, summed_work: likewise, of weights and gradients that all ranks of the profile
-    share (beside.py). None: not known, as 0 of these is little.
+    Args:
+        updated: Parameters that the host optimizer updates per second.
+        copied: Bytes per second to the host or from it.
+        read: Bytes per second from the file of memory.budget.
+        written: Bytes per second to the file of memory.budget.
+        read_work: Seconds that reading a GiB takes from a rank that computes at the same time.
+        written_work: The same for writing.
+        gathered_work: The same for gathering weights over all ranks of the profile
+            (overlap_bench.py).
+        summed_work: The same for reducing gradients.
+
+    The `.._work` values are None if unknown, because a value of 0 is plausible.
     """
 
     updated: Amount = 0.0
@@ -130,11 +146,11 @@ class StateSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeeds:
-    """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0:
-    not known.
+    """Bytes of numbers that a rank encodes and decodes per second while all ranks of a host do; 0
+    if unknown.
 
-    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients. Of dct:
-    with the messages_kept that the profile was made with.
+    `encoded` and `decoded` are for activations, `gradients_encoded` and `gradients_decoded` for
+    gradients. dct was measured with the messages_kept of the profile's configuration.
     """
 
     encoded: Amount = 0.0
@@ -153,8 +169,8 @@ class Profile:
     settings: Mapping[str, Any]
     estimated: bool = False
     per_microbatch: float = 0.0
-    """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are
-    bound."""
+    """Time of a forward on every stage in addition to its blocks: creating the micro-batch and
+    binding weights."""
     per_batch: float = 0.0
     state: StateSpeeds = StateSpeeds()
     codecs: Mapping[str, CodecSpeeds] = field(default_factory=dict)
@@ -166,13 +182,15 @@ class Profile:
         return sorted({tp for _, tp, _ in self.blocks})
 
     def micro_batches(self, tp: int) -> list[int]:
-        """The sizes that were measured at this degree."""
+        """Return the micro-batch sizes that were measured at this degree."""
         return sorted({b for _, t, b in self.blocks if t == tp})
 
     def block(self, kind: str, tp: int, b: int) -> BlockCost:
-        """Measured, or on the line through the two nearest sizes.
+        """Return the measured cost of a block, or an interpolation between the two nearest
+        micro-batch sizes.
 
-        Raises: ConfigError if nothing was measured at this tp degree.
+        Raises:
+            ConfigError: Nothing was measured at this tp degree.
         """
         if not (sizes := self.micro_batches(tp)):
             known = ", ".join(map(str, self.tp_degrees))
@@ -200,7 +218,7 @@ class Profile:
 
 
 def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
-    """The cost so far from `low` (None: nothing) to `high`."""
+    """Return the cost at `share` of the way from `low` (None: zero) to `high`."""
 
     def at(a: float, b: float) -> float:
         return max(0.0, a + share * (b - a))
@@ -232,7 +250,7 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """The part of a configuration that a profile depends on."""
+    """Return the part of a configuration that a profile depends on."""
     plain = to_mapping(config)
     return {
         section: {k: v for k, v in plain[section].items() if not keys or k in keys}
@@ -241,8 +259,12 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def check_settings(profile: Profile, config: Config) -> None:
-    """Raises: ConfigError with everything in which `config` is not what was profiled."""
-    # of keys that are younger than the profile
+    """Check that `config` matches the profiled settings.
+
+    Raises:
+        ConfigError: Lists every difference.
+    """
+    # keys newer than the profile have their defaults
     problems = []
     usual = settings_of(Config())
     for section, table in settings_of(config).items():
@@ -251,7 +273,7 @@ def check_settings(profile: Profile, config: Config) -> None:
             if before != value and (key, before) != (
                 "sequence",
                 False,
-            ):  # of which the rest follows: sequence.py
+            ):  # sequence.py derives the times with sequence parallelism
                 rule = f"does not match the profile, which was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
     if problems:

@@ -1,4 +1,4 @@
-"""Writes profile.json, the file of a profile (profile.py), and reads it."""
+"""Write and read profile.json, the file of a profile (profile.py)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
 _MAX_BYTES = 64 << 20
-"""Bytes of a file that is read."""
+"""Largest size in bytes of a file that is read."""
 _ESTIMATED = frozenset({"forward_idle", "backward_idle"})
-"""What nothing measures: in a file it may be left out."""
+"""Fields that are never measured, so a file may omit them."""
 _OF_GROUPS = ("reduce", "reduce_work", "gather", "gather_work", "scatter", "scatter_work")
 """Curves of a link by number of ranks."""
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes profile.json."""
+    """Write profile.json."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, profile_json(profile))
 
 
 def profile_json(profile: Profile) -> str:
-    """The text of profile.json."""
+    """Return the text of profile.json."""
     document = {
         "format": FORMAT,
         "estimated": profile.estimated,
@@ -84,10 +84,11 @@ def _plain_link(link: MeasuredLink) -> dict[str, Any]:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads what `write_profile` wrote.
+    """Read a file written by `write_profile`.
 
-    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something
-        else.
+    Raises:
+        ConfigError: There is no such file.
+        DataError: Names the place where the file holds something else.
     """
     if not path.exists():
         works = nearest_path(path) or f"hybridpar profile CONFIG --output {path}"
@@ -111,7 +112,7 @@ _ALLOWED = Within(0, 1e30)
 
 @dataclass(frozen=True)
 class _Link:
-    """A MeasuredLink as it is written; collectives by number of ranks."""
+    """The file format of a MeasuredLink; collectives by number of ranks."""
 
     call: Amount
     send: Annotated[_Points, _ALLOWED]
@@ -127,7 +128,7 @@ class _Link:
 
 @dataclass(frozen=True, kw_only=True)
 class _Block(BlockCost):
-    """A BlockCost as it is written."""
+    """The file format of a BlockCost."""
 
     kind: str
     tp: Count
@@ -136,7 +137,7 @@ class _Block(BlockCost):
 
 @dataclass(frozen=True)
 class _Document:
-    """profile.json as it is written."""
+    """The file format of profile.json."""
 
     format: str
     estimated: bool
@@ -152,7 +153,11 @@ class _Document:
 
 
 def _profile(document: Any) -> Profile:
-    """Raises: ValueError, TypeError or AssertionError where the document is no profile."""
+    """Return the profile of a document.
+
+    Raises:
+        ValueError: The document is no profile. Also TypeError and AssertionError.
+    """
     if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
         raise ValueError(f"format is {shown(found)}, not {FORMAT!r}; run hybridpar profile again")
     read: _Document = from_plain(_Document, document, "profile")

@@ -1,5 +1,5 @@
-"""Measures what moves a rank's state, on all ranks of a job at the same time: they share memory and
-the disk."""
+"""Measure transfers of a rank's state, on all ranks of a job at the same time, because they share
+memory and the disk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _REPEATS = 3
 
 
 def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
-    """Means over the ranks. Collectives: on all ranks of the job."""
+    """Return the speeds as means over the ranks. Collectives: on all ranks of the job."""
     folder = folder_to_measure(config)
     barrier(world)
     host = (
         host_speeds(config) if config.optim.name != "lamb" else (0.0, 0.0)
-    )  # which hosts do not update
+    )  # optimizers that hosts cannot run have no speed
     barrier(world)
     file = _file_speeds(folder, _QUICK_FILE_BYTES if quick else _FILE_BYTES)
     everyone = gather_objects((*host, *file), world)
@@ -41,7 +41,7 @@ def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
 
 
 def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Bytes read and written in a second, an item of so many at a time; zeros where there is no
+    """Return bytes read and written per second, in items of `num_bytes`; zeros if there is no
     room."""
     region = Region(num_bytes)
     store = None

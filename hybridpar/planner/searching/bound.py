@@ -1,5 +1,7 @@
-"""A lower bound on a step time, for a search that looks at the most promising configurations first.
-Units: seconds."""
+"""A lower bound on a step time, so that a search can try the most promising configurations first.
+
+Units: seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ _MEASURED = 0.99
 
 
 def least_time(cost: StepCost) -> float:
-    """Time that a step takes at least: the costliest rank's work, or the slowest link's, with what
-    cannot overlap."""
+    """Return a lower bound on the step time: the work of the costliest rank, or the time of the
+    slowest link, plus what cannot overlap with it."""
     m = cost.sizes.num_microbatches
     chunks = cost.sizes.chunks
     schedule = make_schedule(cost.ordering) if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
-    # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end;
-    # on a V once
+    # a micro-batch crosses a link once for each virtual stage of the rank before it, except the
+    # model's last; on a V once
     link = max(
         (
             m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
@@ -41,16 +43,16 @@ def least_time(cost: StepCost) -> float:
 
 
 def _drained(cost: StepCost, schedule: Schedule) -> float:
-    """Least time of a batch in a pipeline that drains: from one NORM, which ends on all ranks at
-    once, to the next.
+    """Return a lower bound on a batch in a pipeline that drains: from one NORM, which ends on all
+    ranks at once, to the next.
 
-        rank r   UPDATE gather . wait for F of stages before | F, as many as it runs ahead | wait for the first I | ..
-                 .. | last I | W | REDUCE
+    rank r   UPDATE gather . wait for F of stages before | F, as many as it runs ahead | wait for the first I | ..
+             .. | last I | W | REDUCE
 
-    Its first I comes when the first micro-batch has been forward on all stages and back on those
-    behind it. After its last I those before it have theirs to do, beside which it has the W that
-    are left, and rank 0 one W and a REDUCE more. (A whole backward is an I.) Without a NORM, and
-    where state moves, REDUCE and gather are not counted.
+    A rank's first I comes after the first micro-batch's forward on all stages and its backward on
+    all later stages. After the rank's last I, earlier ranks still have to compute theirs; meanwhile
+    this rank computes its remaining W, and rank 0 has one more W and a REDUCE. (An unsplit backward
+    counts as I.) Without a NORM, and if state moves, REDUCE and the gather are not counted.
     """
     sizes = cost.sizes
     stages = cost.stages
@@ -67,7 +69,7 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
         own = sizes.stages_of(r)
         ready = rank.update + gather[r]
         first = ranks[0].update + gather[0] if meets else rank.update
-        # end: of rank 0 after the work of this one
+        # end of rank 0, after the work of this rank
         begin = max(ready, first + there[r])
         end = -inf
         if not schedule.activations:
@@ -99,7 +101,7 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
 
 
 def _inputs(cost: StepCost) -> list[float]:
-    """Of each stage's backward, the part that the stage before waits for."""
+    """Return for each stage the seconds of its backward that the previous stage waits for."""
     whole = [stage.backward for stage in cost.stages]
     if not cost.config.pipeline.split_backward:
         return whole
@@ -107,9 +109,13 @@ def _inputs(cost: StepCost) -> list[float]:
 
 
 def _ways(cost: StepCost, schedule: Schedule) -> tuple[list[float], list[float]]:
-    """Time of a micro-batch until stage s begins its forward, [s], and until the last one ends,
-    [-1]; and from the begin of the last stage's backward until stage s begins its own, [s + 1], and
-    until all have ended, [0]."""
+    """Return the times at which one micro-batch reaches the stages.
+
+    Returns:
+        [s]: seconds until stage s begins its forward; [-1] is the end of the last forward. [s + 1]:
+        seconds from the start of the last stage's backward until stage s begins its own; [0] is the
+        end of all backwards.
+    """
     links = [
         (sum(there), sum(back)) for there, back in zip(cost.links, cost.links_back, strict=True)
     ]
@@ -133,9 +139,11 @@ def _ways(cost: StepCost, schedule: Schedule) -> tuple[list[float], list[float]]
 
 
 def _round_trips(cost: StepCost, schedule: Schedule) -> float:
-    """Least time of the ways to the last stage and back: a stage's next forward waits for a
-    backward once it has as many micro-batches in flight as its warm-up allows. (Of a few batches
-    slightly less may be measured.)"""
+    """Return a lower bound from the round trips to the last stage: once a stage has as many
+    micro-batches in flight as its warm-up allows, its next forward waits for a backward.
+
+    (Measured over few batches, the step may be slightly shorter.)
+    """
     way = 0.0
     most = 0.0
     links = [

@@ -1,4 +1,4 @@
-"""Makes the planner's candidates: every grid, micro-batch size and schedule that devices and batch
+"""Create the planner's candidates: every grid, micro-batch size and schedule that devices and batch
 allow."""
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ from hybridpar.schedules.schedule_table import WARMUPS, find_schedule
 INTERLEAVED = "interleaved"
 CHUNKS = (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
-"""Schedules that train on older weights; one is considered only where it is asked for."""
+"""Schedules with stale weights, which are considered only if requested."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's wishes. keep: fixed sizes of axes. batch_size: samples of a step (0: the
-    configuration's).
+    """The user's request to the planner.
 
-    schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes
-    (none: all profiled ones and powers of two between them). top: number of candidates to rank.
-    quick: memory is predicted only for the best, and for those that may not fit. compression: also
-    tries codecs. split_backward: also tries zero bubbles and V schedules.
+    Args:
+        keep: Sizes of axes that must stay.
+        batch_size: Samples of a step; 0 for the configuration's.
+        schedules: Names of schedules; empty for the configuration's and those without stale
+            weights.
+        micro_batches: Micro-batch sizes; empty for all profiled sizes and powers of two between
+            them.
+        top: Number of candidates to rank.
+        quick: Whether to predict memory only for the best candidates and those that may not fit.
+        compression: Whether to try codecs.
+        split_backward: Whether to try zero-bubble and V schedules.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -52,8 +58,10 @@ class Request:
 
 @dataclass
 class Candidate:
-    """One configuration under consideration. `reason`: why it cannot run; empty if it can.
-    `because`: why its state moves, if it does."""
+    """One configuration under consideration.
+
+    `reason` says why it cannot run ("" if it can). `because` says why its state moves, if it does.
+    """
 
     config: Config
     cost: StepCost
@@ -63,30 +71,30 @@ class Candidate:
     tried_recomputation: bool = False
 
     def reject(self, reason: str) -> None:
-        """Say why it cannot run."""
+        """Record why the candidate cannot run."""
         self.reason = reason
 
     def explain(self, because: str) -> None:
-        """Say why its state moves."""
+        """Record why the candidate's state moves."""
         self.because = because
 
     def set_memory(self, memory: list[StageMemory]) -> None:
-        """Set its predicted memory."""
+        """Set the predicted memory."""
         self.memory = memory
 
     @cached_property
     def spread(self) -> Spread | None:
-        """Its step times with stragglers, where the machine has them."""
+        """Step times with stragglers, or None if the machine has none."""
         return spread(self.cost)
 
     @cached_property
     def least_time(self) -> float:
-        """A lower bound on its step time."""
+        """A lower bound on the step time."""
         return least_time(self.cost)
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest stage; where limits differ, scaled to the smallest."""
+        """Bytes of the fullest stage; if limits differ, scaled to the smallest limit."""
         least = min(self.cost.limits)
         return max(
             (
@@ -98,7 +106,7 @@ class Candidate:
 
     @property
     def is_stale(self) -> bool:
-        """Whether it trains on older weights."""
+        """Whether the candidate trains on stale weights."""
         return self.config.pipeline.schedule in STALE
 
     @property
@@ -136,8 +144,8 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
 
 
 def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> bool:
-    """Whether sequence parallelism is asked for, or makes a layer faster; it never takes more
-    memory."""
+    """Return whether sequence parallelism is requested, or makes a layer faster; it never takes
+    more memory."""
     made = replace(
         config,
         parallel=ParallelConfig(tp, dp=1),
@@ -152,7 +160,7 @@ def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> 
 
 
 def batch_size(config: Config, request: Request) -> int:
-    """Samples of a step. Raises: ConfigError."""
+    """Return the number of samples of a step. Raises: ConfigError if it is not valid."""
     own = (
         config.train.micro_batch_size
         * config.pipeline.num_microbatches
@@ -169,8 +177,8 @@ def batch_size(config: Config, request: Request) -> int:
 
 
 def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """(tp, pp, dp) of all devices. Tensor parallelism stays within a server, unless the user has
-    set it."""
+    """Return (tp, pp, dp) of every grid that uses all devices. Tensor parallelism stays within a
+    server unless the user has set it."""
     number = machine.num_devices
     found = []
     for tp in [t for t in range(1, number + 1) if number % t == 0]:
@@ -194,7 +202,7 @@ def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tup
 
 
 def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> list[int]:
-    """PipelineShape that divide a replica's samples, within what was profiled."""
+    """Return the profiled micro-batch sizes that divide a replica's samples."""
     known = machine.profile.micro_batches(tp)
     wanted = request.micro_batches or [
         b for b in range(min(known), max(known) + 1) if b in known or b & (b - 1) == 0
@@ -205,24 +213,25 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 def _schedules(
     config: Config, pp: int, dp: int, m: int, request: Request
 ) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those on new weights, or those asked for, each with the
-    settings it needs, and variants that drain faster or take less memory."""
+    """Yield each schedule with the settings that it needs, and variants that drain faster or take
+    less memory.
+
+    The schedules are the requested ones, or by default the configuration's and those without stale
+    weights.
+    """
     own = replace(config.pipeline, stage_layout="loop", activations="full", zero_bubble=False)
     names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
     own = replace(own, order=())
     for name in dict.fromkeys(find_schedule(name).name for name in names):
         stale = name in STALE
         if stale and pp == dp == 1 and not request.schedules:
-            continue  # nobody waits for another
-        optim = (
-            config.optim
-            if stale or config.optim.staleness == "none"
-            else replace(config.optim, staleness="none")
-        )
-        base = (
-            own
-            if name == own.schedule
-            else replace(
+            continue  # with dp = 1 no replica waits for another
+        optim = config.optim
+        if not stale and optim.staleness != "none":
+            optim = replace(optim, staleness="none")
+        base = own
+        if name != own.schedule:
+            base = replace(
                 own,
                 schedule=name,  # type: ignore[arg-type]
                 warmup="depth",
@@ -231,7 +240,6 @@ def _schedules(
                 virtual_stages=0,
                 sync_steps=own.sync_steps if stale else 0,
             )
-        )
         several = [
             chunks
             for chunks in ((base.virtual_stages,) if base.virtual_stages else CHUNKS)
@@ -244,8 +252,8 @@ def _schedules(
                 if request.split_backward:
                     yield replace(pipeline, zero_bubble=True, split_backward=True), optim
             continue
-        # without a drain they gain balance alone, and equal layers divide as well into one stage on
-        # each rank
+        # without a drain, virtual stages only improve balance, and equal layers divide as well into
+        # one stage per rank
         looped = several if name == "2bw" and not config.model.layers_field else []
         warmups = tuple(WARMUPS) if name == "2bw" and pp > 1 else (base.warmup,)
         for chunks, warmup in product((0, *looped), warmups):
@@ -254,7 +262,7 @@ def _schedules(
             if isinstance(switch, int):
                 least = (factor - 1) * (pp - 1)
                 if switch < least and warmup != base.warmup:
-                    continue  # for more micro-batches on older weights than are asked for
+                    continue  # more micro-batches would train on staler weights than requested
                 switch = max(switch, least)
             if chunks and switch == "auto":
                 continue
@@ -295,7 +303,7 @@ def _schedules(
 
 
 def _can_run(config: Config, pipeline: PipelineConfig, pp: int) -> bool:
-    """Whether the schedule runs on so many ranks."""
+    """Return whether the schedule runs on `pp` ranks."""
     job = JobPlan(replace(config, pipeline=pipeline, parallel=replace(config.parallel, pp=pp)))
     try:
         job.schedule.check_sizes(job.shape)
@@ -305,8 +313,8 @@ def _can_run(config: Config, pipeline: PipelineConfig, pp: int) -> bool:
 
 
 def on_v(config: Config, pp: int, than: str = "") -> Iterator[PipelineConfig]:
-    """V schedules with every amount of activations that a rank may keep, or those below `than`; the
-    largest, which has the fewest gaps, first."""
+    """Yield V schedules with every amount of activations that a rank may keep, or only amounts
+    below `than`; the largest amount, which has the fewest bubbles, comes first."""
     sizes = ("full", "half", "min")
     for activations in sizes[sizes.index(than) + 1 if than else 0 :]:
         made = replace(config.pipeline, activations=activations, split=())  # type: ignore[arg-type]
@@ -315,8 +323,8 @@ def on_v(config: Config, pp: int, than: str = "") -> Iterator[PipelineConfig]:
 
 
 def balanced(config: Config, machine: Machine) -> Candidate:
-    """A candidate with the split whose slowest stage is fastest, whatever memory it needs; of equal
-    splits, the one that needs the least."""
+    """Return a candidate with the split whose slowest stage is fastest, regardless of memory; of
+    equal splits, the one that needs the least memory."""
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
@@ -338,8 +346,11 @@ def balanced(config: Config, machine: Machine) -> Candidate:
 
 
 def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
-    """By stage, [i, j]: about the memory of blocks i .. j-1 there, to compare splits: weights,
-    gradients, Adam's state, and activations of micro-batches in flight."""
+    """Return a function of (stage, recomputed) that estimates memory, to compare splits.
+
+    Its result [i, j] is about the memory of blocks i .. j-1 on the stage: weights, gradients,
+    Adam's state, and activations of micro-batches in flight.
+    """
     config = cost.config
     sizes = cost.sizes
     schedule = cost.schedule
@@ -359,7 +370,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
         state = schedule.max_live_versions(sizes, rank) * cost.item + rest
         filled = (
             schedule.flush and schedule.activations in vee.ENDLESS
-        )  # to know it exactly takes as long as to plan
+        )  # the exact number would take as long to compute as the plan
         held = (
             vee.room(sizes, schedule.activations)
             if filled
@@ -371,7 +382,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
 
 
 def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:
-    """Times of each block: forward, backward, and a micro-batch's share of the batch's norm and
+    """Return the seconds of each block: forward, backward, and a micro-batch's share of norm and
     update."""
     blocks = range(cost.config.model.num_blocks)
     m = cost.sizes.num_microbatches

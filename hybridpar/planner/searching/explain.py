@@ -1,4 +1,4 @@
-"""Why a candidate does not fit, and why there is none."""
+"""Explain why a candidate does not fit, and why there is no candidate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridpar.planner.searching.candidates import Candidate, Request, batch_siz
 
 
 def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str:
-    """Which stage needs how much, and what near it would fit."""
+    """Return which stage needs how much memory, and which similar candidate would fit."""
     if candidate.memory is None:
         text = f"does not fit into {limit / 1e9:.1f} GB, and recomputation is not enough"
     else:
@@ -43,7 +43,7 @@ def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> 
 
 
 def nothing_to_try(config: Config, machine: Machine, request: Request) -> ConfigError:
-    """Why there is no candidate."""
+    """Return an error that says why there is no candidate."""
     number = machine.num_devices
     keep = request.keep
     profile = machine.profile

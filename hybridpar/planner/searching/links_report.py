@@ -1,15 +1,15 @@
-"""What the links of a configuration need against what they give, and what would make it
+"""Report the bandwidth that a configuration needs and has on its links, and what would make it
 compute-bound.
 
-    stage link    a micro-batch's activation one way and its gradient the other, each in the time
-                  that the busiest stage computes on one: bytes / (F + B). That is R / (36 h L/p)
-                  bytes/s in bf16 for stages of L/p layers on devices of R FLOP/s, whatever the
-                  batch; here from the times of the stage's own blocks
-    reduction     that of a batch's gradients over replicas, and of tied embeddings over the first
-                  and the last stage, in the time that the batch is computed in
+stage link    a micro-batch's activation in one direction and its gradient in the other, each in
+              the time that the busiest stage computes on one: bytes / (F + B). That is
+              R / (36 h L/p) bytes/s in bf16 for stages of L/p layers on devices of R FLOP/s,
+              for any batch; here computed from the measured times of the stage's blocks
+reduction     a batch's gradients over replicas, and tied embeddings over the first and the last
+              stage, in the time that the batch is computed in
 
-A link that gives less makes ranks wait however the schedule orders them. Fewer bytes help, and more
-work for each of them: more layers a stage; for gradients more tokens in a batch.
+A link with less bandwidth makes ranks wait under any schedule. Fewer bytes help, and so does more
+work per byte: more layers in a stage, or for gradients more tokens in a batch.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ CODECS = tuple(
     for name, row in MESSAGES.items()
     if row.bytes_per_number is not None
 )
-"""Values of compression.messages, with the bytes of a number, from the most exact on."""
+"""Values of compression.messages with their bytes per number, from the most exact on."""
 _TIED = "tied embeddings"
 _WORTH = 0.9
 _SPARE = 0.95
-"""Share of what a link gives that may be asked of it: with more, whatever varies shows."""
+"""Usable share of a link's bandwidth: above it, any variation causes waits."""
 
 
 @dataclass(frozen=True)
 class LinkNeed:
-    """A link, and what is asked of it. rates: bytes/s of each pipeline, or of each replica for
-    gradients.
+    """A link, and the bandwidth that it needs.
 
-    name: such as 'stages 0 - 1'. gives: the slower way of a stage link. factor: needs over gives.
-    item: bytes of a number that is sent. layers: of the stage that has fewest; 0: it is no stage
-    link. more_layers: a stage, that would make it compute-bound; 0: none needed. deepest: the
-    largest pp at which this model's stages have as many; 0: it has too few even for two stages.
+    Args:
+        name: Name such as 'stages 0 - 1'.
+        rates: Bytes/s that each pipeline needs, or each replica for gradients.
+        gives: Bytes/s of the link; for a stage link, in its slower direction.
+        factor: Needed over available bandwidth.
+        item: Bytes per number sent.
+        layers: Layers of the smallest stage; 0 if this is not a stage link.
+        more_layers: Layers of a stage that would make it compute-bound; 0 if none are needed.
+        deepest: Largest pp at which this model's stages have that many layers; 0 if the model has
+            too few for two stages.
     """
 
     name: str
@@ -68,18 +73,17 @@ class LinkNeed:
 
     @property
     def ratio(self) -> float:
-        """By how much its messages would have to shrink; 1: not at all."""
+        """Factor by which its messages would have to shrink; 1 if they need not."""
         return max(1.0, self.factor / _SPARE) if self.is_bound else 1.0
 
     @property
     def codec(self) -> str:
-        """The most exact way of sending a stage's messages that shrinks them so far; empty: none
-        does."""
+        """The most exact codec that shrinks the messages enough, or ""."""
         fit = (name for name, size in CODECS if size < self.item and self.item / size >= self.ratio)
         return next(fit, "") if self.is_bound and self.layers else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self) | {"factor": self.factor, "ratio": self.ratio, "codec": self.codec}
 
     def __str__(self) -> str:
@@ -113,7 +117,7 @@ class LinkNeed:
 
 
 def step_line(cost: StepCost) -> str:
-    """The predicted step, in a line."""
+    """Return the predicted step as one line."""
     speed = f"{cost.tokens_per_s:,.0f} {cost.config.model.counts}/s"
     return (
         f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed}; "
@@ -122,8 +126,8 @@ def step_line(cost: StepCost) -> str:
 
 
 def link_lines(cost: StepCost) -> list[str]:
-    """What links need and give, for people; where they are fast enough but waited for, the order
-    that hides them."""
+    """Return lines about needed and available bandwidth. If links are fast enough but ranks wait,
+    the lines name a schedule that hides the transfers."""
     needs = link_needs(cost)
     lines = [str(need) for need in needs]
     if cost.pp > 1 and not any(need.is_bound for need in needs):
@@ -132,7 +136,7 @@ def link_lines(cost: StepCost) -> list[str]:
 
 
 def _hidden(cost: StepCost) -> Iterator[str]:
-    """The shortest warm-up of 2bw with which the step is a tenth faster, where there is one."""
+    """Yield the shortest warm-up of 2bw that makes the step 10 % faster, if there is one."""
     now = cost.config.pipeline
     split = now.split if cost.sizes.chunks == 1 else ()
     for warmup in ("latency", "bandwidth"):
@@ -161,8 +165,8 @@ def _hidden(cost: StepCost) -> Iterator[str]:
 
 
 def link_needs(cost: StepCost) -> list[LinkNeed]:
-    """The stage link that is shortest of what it needs, and that of the reduction; none where there
-    are no such."""
+    """Return the stage link and the reduction with the largest shortage of bandwidth, if there are
+    any."""
     found = []
     if cost.pp > 1:
         found.append(_stage_link(cost))
@@ -181,7 +185,7 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     layer = sum(sum(cost.block_time(n)) for n in inner) / len(inner) or 1e-12
     layers = max(
         1, min(sum(n in inner for n in rank.blocks) for rank in cost.ranks)
-    )  # a head may be alone
+    )  # the output projection may be alone on its stage
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
     deepest = len(inner) // (-(-len(inner) // cost.pp) + more) if more else 0
     into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]
@@ -196,7 +200,8 @@ def _stage_link(cost: StepCost) -> LinkNeed:
 
 def _reduction(cost: StepCost) -> LinkNeed:
     seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
-    stage, batch = cost.ranks[rank], cost.sizes.num_microbatches * _period(cost)
+    stage = cost.ranks[rank]
+    batch = cost.sizes.num_microbatches * _period(cost)
     item = gradient_share(cost.config) * GRADIENT_BYTES[cost.config.train.dtype]
     num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
     name = f"replicas of {cost.sizes.rank_name} {rank}" if cost.dp > 1 else _TIED
@@ -204,7 +209,7 @@ def _reduction(cost: StepCost) -> LinkNeed:
 
 
 def _period(cost: StepCost) -> float:
-    """Time that the busiest rank computes on a micro-batch."""
+    """Return the seconds that the busiest rank computes on a micro-batch."""
     return max(rank.compute for rank in cost.ranks)
 
 

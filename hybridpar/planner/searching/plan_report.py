@@ -1,4 +1,4 @@
-"""Results of the search: a table, plain data, and the configuration that `hybridpar train` runs."""
+"""Results of the search: a table, plain data, and the configuration for `hybridpar train`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,19 @@ _COST_OF_STALENESS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a step's time goes, by what takes it: seconds that add up to the step.
+    """Breakdown of a step into seconds that add up to the step.
 
-    compute: the busiest rank's forward and backward; launches: what of these the device waits for
-    the CPU to launch kernels. tensor: its collectives over tp. optimizer: its norm and update.
-    reduction, transfers, moves (of state: between replicas, to a host, or a file): what the step
-    would be shorter by without them. bubble: the rest. rank: the busiest, such as stage 0.
+    Args:
+        rank: The busiest rank, such as stage 0.
+        compute: Its forward and backward.
+        launches: The part of these in which the device waits for kernel launches.
+        tensor: Its collectives over tp.
+        optimizer: Its norm and update.
+        reduction: Time that the step would save without gradient reductions.
+        transfers: Time that the step would save without transfers between stages.
+        moves: Time that the step would save without state transfers (between replicas, to a host,
+            to a file).
+        bubble: The rest.
     """
 
     compute: float
@@ -59,7 +66,7 @@ class Parts:
 
     @property
     def bound_by(self) -> str:
-        """What weighs most, in words."""
+        """The largest parts, in words."""
         names = (
             f"compute of {self.rank}",
             "launches of its kernels",
@@ -83,7 +90,7 @@ class Parts:
 
 @lru_cache(maxsize=64)
 def parts_of(cost: StepCost) -> Parts:
-    """The parts of a step, simulated with and without what goes between ranks."""
+    """Return the breakdown of a step, simulated with and without traffic between ranks."""
     step = cost.step_time
     costs = cost.costs
     m = cost.sizes.num_microbatches
@@ -92,7 +99,7 @@ def parts_of(cost: StepCost) -> Parts:
     rank = cost.ranks[slowest]
 
     def saved(kinds: Sequence[Kind], **free: float | None) -> float:
-        """Seconds that the step is shorter by where these actions and costs take nothing."""
+        """Return the seconds that the step would save if these actions and costs were free."""
         calls = {kind: time for kind, time in costs.calls.items() if kind not in kinds}
         return max(0.0, step - cost.simulated(replace(costs, calls=calls, **free)))  # type: ignore[arg-type]
 
@@ -130,8 +137,7 @@ def parts_of(cost: StepCost) -> Parts:
 
 
 def exposed_moves(cost: StepCost) -> float:
-    """Seconds of a step in which ranks do nothing but move state, or wait for it: what of the moves
-    is not hidden."""
+    """Return the seconds of a step in which ranks do nothing but move state or wait for it."""
     if cost.moves is None:
         return 0.0
     calls = {kind: time for kind, time in cost.costs.calls.items() if kind not in PER_ITEM}
@@ -153,7 +159,7 @@ def exposed_moves(cost: StepCost) -> float:
 
 
 def bound_by(candidate: Candidate, limit: float) -> str:
-    """What keeps the candidate from being faster."""
+    """Return what keeps the candidate from being faster."""
     parts = parts_of(candidate.cost)
     text = parts.bound_by
     if parts.launches > _WORTH_SAYING * candidate.cost.step_time:
@@ -165,7 +171,7 @@ def bound_by(candidate: Candidate, limit: float) -> str:
 
 
 def describe(config: Config) -> str:
-    """The choice in one line: 'tp=1 pp=2 dp=1, 8 micro-batches of 2, 2bw, blocks 3+3'."""
+    """Return the plan as one line: 'tp=1 pp=2 dp=1, 8 micro-batches of 2, 2bw, blocks 3+3'."""
     parallel = config.parallel
     pipeline = config.pipeline
     schedule, *rest = _how(config, pipeline.recompute)
@@ -182,31 +188,28 @@ def describe(config: Config) -> str:
 
 
 def _how(config: Config, recompute: str) -> list[str]:
-    """Schedule, recomputation, ZeRO and where the state is, in words."""
+    """Return schedule, recomputation, ZeRO and the location of state, in words."""
     pipeline = config.pipeline
-    schedule = pipeline.schedule + (
-        f" (warm-up {pipeline.warmup})" if pipeline.warmup != "depth" else ""
-    )
-    schedule += (
-        f" on a V ({pipeline.activations})"
-        if pipeline.stage_layout == "v"
-        else (f" ({pipeline.num_virtual_stages} chunks)" if pipeline.num_virtual_stages > 1 else "")
-    )
-    schedule += " with zero bubbles" if pipeline.zero_bubble else ""
+    schedule: str = pipeline.schedule
+    if pipeline.warmup != "depth":
+        schedule += f" (warm-up {pipeline.warmup})"
+    if pipeline.stage_layout == "v":
+        schedule += f" on a V ({pipeline.activations})"
+    elif pipeline.num_virtual_stages > 1:
+        schedule += f" ({pipeline.num_virtual_stages} chunks)"
+    if pipeline.zero_bubble:
+        schedule += " with zero bubbles"
     again = [f"recompute {recompute}"] if recompute != "none" else []
     rows = ["sequence parallelism"] if config.parallel.sequence and config.parallel.tp > 1 else []
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
-    budget = (
-        [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"]
-        if config.memory.budget
-        else []
-    )
-    away = (
-        [f"activations of {'+'.join(map(str, numbers))} micro-batches in a file"]
-        if (numbers := config.memory.num_away) and isinstance(numbers, tuple)
-        else []
-    )
+    budget = []
+    if config.memory.budget:
+        budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"]
+    away = []
+    numbers = config.memory.num_away
+    if numbers and isinstance(numbers, tuple):
+        away = [f"activations of {'+'.join(map(str, numbers))} micro-batches in a file"]
     codecs = [
         f"{what} {name}"
         for what, name in (
@@ -219,7 +222,7 @@ def _how(config: Config, recompute: str) -> list[str]:
 
 
 def table(result: Result) -> Table:
-    """The ranked candidates, for a terminal."""
+    """Return the ranked candidates as a table for a terminal."""
     shown = Table(
         title=f"{result.considered} configurations considered, the best first",
         title_justify="left",
@@ -265,7 +268,7 @@ def table(result: Result) -> Table:
 
 
 def _caption(result: Result) -> str:
-    """Why the order is not just that of step times."""
+    """Return why the order differs from the order of step times."""
     text = (
         f"Memory over {TIGHT:.0%} full must make a configuration {ERROR:.1%} faster: so far "
         "predictions may be off."
@@ -280,7 +283,7 @@ def _short(text: str) -> str:
 
 
 def reasons(result: Result) -> list[str]:
-    """Lines on ranked candidates: why their state moves, where it does; what stragglers make of
+    """Return lines on ranked candidates: why their state moves, and the effect of stragglers on
     their steps."""
     return [
         f"{place}: {said}"
@@ -291,14 +294,14 @@ def reasons(result: Result) -> list[str]:
 
 
 def failures(result: Result) -> list[str]:
-    """A line for each of the likeliest that cannot run."""
+    """Return a line for each of the most likely candidates that cannot run."""
     lines = [f"not {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]]
     more = len(result.failed) - len(lines)
     return [*lines, f"and {more} more that do not fit"] if more > 0 else lines
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Plain values only."""
+    """Return plain values."""
     return {
         "ok": bool(result.ranked),
         "considered": result.considered,
@@ -353,7 +356,7 @@ def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
 
 
 def planned(candidate: Candidate) -> Config:
-    """The candidate's configuration, with what is predicted of it."""
+    """Return the candidate's configuration, with its predicted numbers."""
     memory = tuple(round(stage.total / _MIB, 1) for stage in candidate.memory or ())
     hardware = candidate.cost.machine.profile.hardware
     return replace(
@@ -363,12 +366,12 @@ def planned(candidate: Candidate) -> Config:
 
 
 def plan_toml(candidate: Candidate) -> str:
-    """The text of plan.toml: an ordinary configuration."""
+    """Return the text of plan.toml, an ordinary configuration."""
     return f"# {describe(candidate.config)}\n\n{to_toml(planned(candidate))}"
 
 
 def profile_lines(profile: Profile) -> list[str]:
-    """A profile in a few lines, for people."""
+    """Return a profile in a few lines for the user."""
     hardware = profile.hardware
     lines = [
         f"{hardware.name}, {hardware.hosts} x {hardware.devices_per_host} ranks, {hardware.cores} "

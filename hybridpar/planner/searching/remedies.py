@@ -1,9 +1,9 @@
-"""Settings that make a configuration fit into memory, what each costs in time, and the largest
-model that fits with it.
+"""Settings that make a configuration fit into memory, their cost in time, and the largest model
+that fits with each.
 
-Everything is predicted: peaks by `prediction.predict`, times by simulation of the plan
-(`StepCost`), where there is a profile. A setting alone may not be enough; then those that help most
-are put together. Units: bytes, seconds.
+Everything is predicted: peaks by `prediction.predict`, and times by simulation of the plan
+(`StepCost`), if there is a profile. If no single setting is enough, the most effective ones are
+combined. Units: bytes, seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ AS_IT_IS = "as it is"
 
 @dataclass(frozen=True)
 class Remedy:
-    """Effect of some settings. peak: of the fullest process. step_time: None: not known.
+    """Effect of some settings.
 
-    slower: the step time over that without them; None: not known.
+    Args:
+        peak: Bytes of the fullest process.
+        step_time: Step time; None if unknown.
+        slower: Step time relative to the time without the settings; None if unknown.
     """
 
     settings: str
@@ -49,9 +52,10 @@ class Remedy:
 
 
 class Fitting:
-    """Searches for what makes configurations fit into `limit` bytes of a process's device.
+    """A search for settings that make configurations fit into `limit` bytes of a process's device.
 
-    machine: whose profile gives times; None: nothing is known of them.
+    Args:
+        machine: The machine whose profile gives times; None if times are unknown.
     """
 
     def __init__(self, limit: float, device: torch.device, machine: Machine | None = None):
@@ -61,17 +65,18 @@ class Fitting:
         self._trace = Footprints()
 
     def peak(self, config: Config) -> int:
-        """Bytes of the fullest process."""
+        """Return the bytes of the fullest process."""
         return max(
             stage.needed
             for stage in predict(JobPlan(config), device=self._device, trace=self._trace)
         )
 
     def remedies(self, config: Config) -> list[Remedy]:
-        """What makes a resolved configuration fit, each setting alone, the fastest first (then what
-        takes the least).
+        """Return single settings that make a resolved configuration fit, ordered by time, then by
+        memory.
 
-        Where none does: those that help most, together; none if not even these are enough.
+        If no single setting is enough, return a combination of the most effective ones, or [] if
+        that does not fit either.
         """
         before = self._time(config)
         tried = [(knob, changed, self.peak(changed)) for knob, changed in self._changes(config)]
@@ -87,15 +92,16 @@ class Fitting:
         )
 
     def smallest(self, config: Config) -> Remedy | None:
-        """The single setting with which a resolved configuration needs least, and less than
-        without; None: there is none."""
+        """Return the single setting with which a resolved configuration needs the least memory, or
+        None if no setting saves any."""
         tried = [Remedy(str(knob), self.peak(changed)) for knob, changed in self._changes(config)]
         best = min(tried, key=lambda remedy: remedy.peak, default=None)
         return best if best is not None and best.peak < self.peak(config) else None
 
     def largest(self, config: Config) -> list[tuple[str, int]]:
-        """The most layers of this width that fit on the grid: as it is, and with each setting; 0:
-        not even the fewest. The most first."""
+        """Return the largest numbers of layers of this width that fit on the grid, with the current
+        settings and with each setting; 0 if not even the smallest model fits. The largest come
+        first."""
         config = replace(config, pipeline=replace(config.pipeline, split=()))
         found = [(AS_IT_IS, self._most_layers(lambda sized: sized, config))]
         for knob, _ in self._changes(config):
@@ -109,10 +115,10 @@ class Fitting:
             )
         return sorted(found, key=lambda one: -one[1])
 
-    # -- inside
+    # -- internals
 
     def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
-        """Settings to try, and the configuration with them."""
+        """Yield the settings to try, and the configuration with each."""
         stages = predict(JobPlan(config), device=self._device, trace=self._trace)
         fullest = max(range(len(stages)), key=lambda rank: stages[rank].needed)
         more: list[dict[str, dict[str, Any]]] = []
@@ -148,7 +154,8 @@ class Fitting:
                 yield knob, changed
 
     def _together(self, config: Config) -> tuple[str, Config, int] | None:
-        """Settings that are enough together: by turns the one that helps most."""
+        """Return a combination of settings that is enough, built by adding the most effective one
+        in each round."""
         names: list[str] = []
         peak = self.peak(config)
         for _ in range(_TOGETHER):
@@ -169,7 +176,7 @@ class Fitting:
         return Remedy(str(settings), peak, time, time / before if time and before else None)
 
     def _time(self, config: Config) -> float | None:
-        """The predicted step time; None where the profile does not have what that takes."""
+        """Return the predicted step time, or None if the profile lacks the needed times."""
         if self._machine is None:
             return None
         try:
@@ -179,7 +186,7 @@ class Fitting:
             return None
 
     def _most_layers(self, change: Callable[[Config], Config | None], config: Config) -> int:
-        """The most layers with which what `change` makes of the configuration fits; by halving."""
+        """Return the most layers with which the configuration fits after `change`, by bisection."""
 
         def fits(number: int) -> bool:
             sized = replace(config, model=config.model.with_layers(number))

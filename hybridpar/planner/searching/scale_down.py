@@ -1,5 +1,5 @@
-"""Fewer devices that are as fast: where links are slow, or a batch does not go round, the rest only
-wait."""
+"""Plans for fewer devices that are as fast: with slow links or an indivisible batch, further
+devices only wait."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hybridpar.planner.searching.search import search
 from hybridpar.prediction.work import block_kinds
 
 AS_FAST = 1.01
-"""A step may take so many times as long on fewer devices."""
+"""Largest step time on fewer devices, relative to the step time on all."""
 
 
 def as_fast_on_fewer(
     config: Config, machine: Machine, request: Request, best: Candidate
 ) -> Candidate | None:
-    """The plan for the fewest devices, by halving, that is about as fast as the best for all; None:
-    there is none.
+    """Return the plan for the fewest devices, found by halving, that is about as fast as `best`, or
+    None.
 
-    Halves that cannot do the batch's work in that time are not searched, and nothing beyond.
+    The search stops at the first half that cannot do the batch's work in that time.
     """
     found = None
     number = machine.num_devices
@@ -36,7 +36,7 @@ def as_fast_on_fewer(
             ranked = search(
                 config, replace(machine, num_devices=number), replace(request, top=1, quick=True)
             ).ranked
-        except ConfigError:  # axes that stay are larger, or nothing divides the batch
+        except ConfigError:  # kept axes are larger than this half, or nothing divides the batch
             break
         if not ranked or ranked[0].cost.step_time > most or ranked[0].is_stale > best.is_stale:
             break
@@ -45,8 +45,8 @@ def as_fast_on_fewer(
 
 
 def least_work(config: Config, machine: Machine) -> float:
-    """Seconds of device time that a sample takes at least, on the best of the machine's devices and
-    sizes."""
+    """Return a lower bound on the device seconds of a sample, over the machine's devices and
+    micro-batch sizes."""
     kinds = block_kinds(config.model)
     return min(
         tp

@@ -1,19 +1,17 @@
-"""Searches all grids, micro-batch sizes and schedules that the devices allow, until no other can be
+"""Search all grids, micro-batch sizes and schedules that the devices allow, until no other can be
 among the best.
 
-    1  every candidate gets the split that balances its stages' measured times          candidates, split
-    2  the candidate with the lowest bound on its time is next                          bound
-    3  if it needs too much memory: a new split, with recomputation where needed, and
-       the same with sequence parallelism                                               memory,
-                                                                                        sequence
-    4  its step time is simulated; when no candidate that is left can be among the
-       best, the memory of these is predicted exactly, and reduced if it is too much    cost, memory
-    5  the best are tried with the optimizer on the host, or activations in a file;
-       with codecs of messages and gradients, if asked for; and if nothing fits, with   moves, offloaded,
-       a part of the state in a file                                                    compressed,
-                                                                                        memory
+1  every candidate gets the split that balances its stages' measured times          candidates, split
+2  the candidate with the lowest bound on its time is next                          bound
+3  if it needs too much memory: a new split, with recomputation where needed, and   memory,
+   also with sequence parallelism                                                   sequence
+4  its step time is simulated; when no remaining candidate can be among the best,   cost, memory
+   the memory of the best is predicted exactly, and reduced if it is too much
+5  the best are tried with the optimizer on the host, or activations in a file;     moves, offloaded,
+   with codecs of activations and gradients, if asked for; and if nothing fits,     compressed,
+   with a part of the state in a file                                               memory
 
-So what is left out is slower, if the bounds hold. Axes that the user has set stay.
+So candidates that are left out are slower, if the bounds hold. Axes that the user has set stay.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from hybridpar.planner.searching.explain import nothing_to_try, why_not
 from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
-"""Share by which a schedule on older weights must be faster than all others. Old gradients cost
+"""Share by which a schedule with stale weights must be faster than all others: stale gradients cost
 loss at equal tokens, and the planner cannot order step times that differ by little (ERROR)."""
 ERROR = 0.035
 """Median error of predicted step times (25, on two machines and a slow link:
@@ -49,18 +47,18 @@ this share."""
 CODEC_GAIN = 0.05
 """Share by which a codec must be faster than a more exact one."""
 _WORTH_SHARING = 0.01
-"""ZeRO-1 is tried where the optimizer takes this share of the step or more, or memory is short."""
+"""ZeRO-1 is tried if the optimizer takes at least this share of the step, or memory is short."""
 _DOUBT = 0.02
-"""Share by which each ZeRO stage, or an update on the host, must be faster than none: less is
-within the error."""
+"""Share by which each ZeRO stage or a host optimizer must be faster than none: less is within the
+error."""
 _MOST_IN_FILES = 12
-"""Grids and schedules that are tried with a memory budget."""
+"""Largest number of grids and schedules that are tried with a memory budget."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The candidates that can run, best first; those that cannot, likeliest first; the number
-    considered."""
+    """The candidates that can run, best first; the candidates that cannot, most likely first; and
+    the number considered."""
 
     ranked: list[Candidate]
     failed: list[Candidate]
@@ -69,10 +67,14 @@ class Result:
 
 
 def search(config: Config, machine: Machine, request: Request) -> Result:
-    """The best candidates. Raises: ConfigError if no grid has that many devices and divides the
-    batch."""
+    """Return the best candidates.
+
+    Raises:
+        ConfigError: No grid has that many devices and divides the batch.
+    """
     collects = gc.isenabled()
-    # it would look for cycles among the millions of objects of plans, for an eighth of the time
+    # the garbage collector would look for cycles in millions of plan objects, for an eighth of the
+    # time
     gc.disable()
     try:
         return _found(config, machine, request)
@@ -102,11 +104,12 @@ def _found(config: Config, machine: Machine, request: Request) -> Result:
 
 
 class _Search:
-    """A queue of candidates, the one with the lowest bound first; those that can run, and those
-    that cannot."""
+    """A queue of candidates ordered by their bounds, the candidates that can run, and those
+    rejected."""
 
     def __init__(self, candidates: Sequence[Candidate], limit: float, request: Request):
-        self.request, self.memory = request, MemoryCheck(limit)
+        self.request = request
+        self.memory = MemoryCheck(limit)
         self.ranked: list[Candidate] = []
         self.failed: list[Candidate] = []
         self.considered = 0
@@ -114,7 +117,7 @@ class _Search:
         self._pushed = 0
         self._too_large: dict[object, int] = {}
         self._seen: set[Config] = set()
-        """Variants that were made: several candidates may lead to one."""
+        """Variants that were made; several candidates may lead to one."""
         for candidate in candidates:
             self.considered += 1
             self._push(candidate)
@@ -124,7 +127,7 @@ class _Search:
         least = _less_sure(candidate) * candidate.least_time
         if (
             not candidate.config.parallel.zero
-        ):  # of its variants only ZeRO-1 may be faster, by its update
+        ):  # of its variants, only ZeRO-1 may be faster, by its shorter update
             update = max(rank.update for rank in candidate.cost.ranks)
             least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.least_time - update))
         heapq.heappush(self._queue, (least, self._pushed, candidate))
@@ -136,16 +139,16 @@ class _Search:
             self._push(balanced(config, machine))
 
     def consider_all(self, places: int, within: float = math.inf) -> None:
-        """Considers candidates, the lowest bound first, until no other can be among the best
-        `places`, or take less than `within`."""
+        """Consider candidates in the order of their bounds, until no other can be among the best
+        `places` or take less than `within`."""
         while self._queue and self._queue[0][0] < (
             within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))
         ):
             self._consider(heapq.heappop(self._queue)[-1])
 
     def _consider(self, candidate: Candidate) -> None:
-        """Ranks a candidate that fits by estimate; else puts it back with recomputation, or gives
-        it up."""
+        """Rank a candidate that is estimated to fit; otherwise queue it again with recomputation,
+        or reject it."""
         fits = self.memory.fits(candidate.cost)
         self._add_sharded(candidate, only_if_worth=fits)
         if not fits:
@@ -161,7 +164,7 @@ class _Search:
             insort(self.ranked, candidate, key=_rank)
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
-        """Also tries ZeRO-1 for a candidate that may gain by it, and ZeRO-2 and 3 for one that does
+        """Also try ZeRO-1 for a candidate that may gain by it, and ZeRO-2 and 3 for one that does
         not fit."""
         parallel = candidate.config.parallel
         cost = candidate.cost
@@ -181,13 +184,13 @@ class _Search:
             for config in (
                 made,
                 *(self._part_by_part(made) if parallel.zero == 1 else ()),
-            ):  # whose own next is ZeRO-3
+            ):  # the next variant of ZeRO-2 is ZeRO-3
                 if config.parallel.zero < 2 or not problems(config, cost.machine.num_devices):
                     self._consider_later(config, cost.machine)
 
     def _part_by_part(self, config: Config) -> Iterator[Config]:
-        """The same with all micro-batches through one block before the next: each block's state
-        comes once a batch."""
+        """Yield the configuration with all micro-batches through one block before the next block,
+        so that each block's state is loaded once per batch."""
         pipeline = config.pipeline
         if (
             config.parallel.pp == 1
@@ -199,8 +202,8 @@ class _Search:
             yield replace(config, pipeline=replace(pipeline, schedule="gpipe"))
 
     def _add_recomputed(self, candidate: Candidate) -> bool:
-        """Puts the candidate back with recomputation: selective if that is enough, and of whole
-        layers where needed. False: it does not fit so either."""
+        """Queue the candidate again with recomputation: selective if that is enough, else of whole
+        layers where needed. Return False if it does not fit even so."""
         pipeline = candidate.config.pipeline
         b = candidate.config.train.micro_batch_size
         parallel = candidate.config.parallel
@@ -225,7 +228,7 @@ class _Search:
             return False
         self._push(again)
         model = candidate.config.model
-        # what that takes is known by formulas alone
+        # only the formulas know the time of selective recomputation
         if model.cost_model is not None and has_selective_recompute(model):
             selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
             cheap = Candidate(
@@ -236,14 +239,14 @@ class _Search:
         return True
 
     def _add_leaner(self, candidate: Candidate) -> None:
-        """Also tries a V schedule that keeps less, if there is one."""
+        """Also try a V schedule that keeps fewer activations, if there is one."""
         config = candidate.config
         if config.pipeline.stage_layout == "v" and not candidate.tried_recomputation:
             for pipeline in islice(on_v(config, candidate.cost.pp, config.pipeline.activations), 1):
                 self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 
     def host_updates(self) -> None:
-        """Also ranks the best that leave the host slack with their optimizer there, if that is
+        """Also rank the best candidates with a host optimizer, if the host has time and that is
         faster."""
         for candidate in self.ranked[: self.request.top]:
             config = candidate.config
@@ -273,8 +276,8 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def offloaded(self) -> None:
-        """Also ranks the best that recompute, or else those that do not fit, with activations in a
-        file."""
+        """Also rank the best candidates that recompute, or else those that do not fit, with
+        activations in a file."""
         some_fit = bool(self.ranked)
         best = (
             [
@@ -299,8 +302,8 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def compressed(self) -> None:
-        """Also ranks the best with codecs of messages and gradients, the most exact first, each
-        only if it is faster by CODEC_GAIN."""
+        """Also rank the best candidates with codecs of activations and gradients, the most exact
+        first, each only if it is faster by CODEC_GAIN."""
         for candidate in self.ranked[: self.request.top]:
             before = candidate.cost.step_time
             for made in with_codecs(candidate.config):
@@ -319,8 +322,11 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def in_files(self) -> list[Candidate]:
-        """Candidates that fit with a part of their state in a file, best first. Each grid and
-        schedule is tried with its smallest micro-batch, at most _MOST_IN_FILES of them."""
+        """Return candidates that fit with a part of their state in a file, best first.
+
+        Each grid and schedule is tried with its smallest micro-batch, at most _MOST_IN_FILES of
+        them.
+        """
         smallest: dict[object, Candidate] = {}
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config = one.config
@@ -345,7 +351,7 @@ class _Search:
         return sorted(found, key=_rank)
 
     def explain(self, candidate: Candidate) -> None:
-        """Says why gradients are split, if they are: by the memory that ZeRO-1 would need."""
+        """Record why gradients are sharded, if they are: the memory that ZeRO-1 would need."""
         parallel = candidate.config.parallel
         if parallel.zero > 1 and not candidate.because:
             less = replace(candidate.config, parallel=replace(parallel, zero=1))
@@ -357,8 +363,8 @@ class _Search:
             )
 
     def verified(self) -> list[Candidate]:
-        """The best of those ranked, with memory predicted exactly (quick: only until one has
-        room)."""
+        """Return the best ranked candidates with exactly predicted memory (quick: only until one
+        fits)."""
         sure: list[Candidate] = []
         while True:
             enough = (
@@ -386,7 +392,7 @@ class _Search:
         return candidate.memory is None or candidate.peak <= TIGHT * self.memory.limit
 
     def rank_among_stragglers(self, candidate: Candidate) -> float:
-        """The rank of a candidate by the median of its steps."""
+        """Return the sort key of a candidate: the median of its step times."""
         median = candidate.spread.median if candidate.spread else candidate.cost.step_time
         return self._rank_with_room(candidate) * median / candidate.cost.step_time
 
@@ -399,7 +405,7 @@ def _rank(candidate: Candidate) -> float:
 
 
 def _less_sure(candidate: Candidate) -> float:
-    """The factor by which it must be faster than a simpler candidate."""
+    """Return the factor by which a candidate must be faster than a simpler one."""
     memory = candidate.config.memory
     doubts = candidate.config.parallel.zero + memory.host_optimizer + (memory.num_away != 0)
     return (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)

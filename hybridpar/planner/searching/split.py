@@ -1,14 +1,14 @@
-"""The best cut of the blocks into stages, by dynamic programming: exact, with uneven blocks and
-memory by stage.
+"""The best split of the blocks into stages, by dynamic programming: exact for uneven blocks and
+with a memory limit per stage.
 
-    worst[s][j] = min over i < j of max(worst[s-1][i], cost[s][i, j])        blocks 0 .. j-1 in stages 0 .. s
+worst[s][j] = min over i < j of max(worst[s-1][i], cost[s][i, j])        blocks 0 .. j-1 in stages 0 .. s
 
-cost[s][i, j] is what stage s takes of a period if it holds blocks i .. j-1: without recomputation
-where that fits in memory, else with it, else infinite. What fits depends on the stage: an earlier
-one has more micro-batches in flight. So many splits are equally fast (equal layers), and the least
-memory is found by the same recurrence among them.
+cost[s][i, j] is the time of stage s in a period if it holds blocks i .. j-1: without recomputation
+if that fits in memory, else with it, else infinite. What fits depends on the stage, because an
+earlier one has more micro-batches in flight. With equal layers many splits are equally fast; the
+same recurrence finds the one with the least memory.
 
-Source: the recurrence of PipeDream (arXiv 1806.03377, section 3.1), for one device a stage.
+Source: the recurrence of PipeDream (arXiv 1806.03377, section 3.1), for one device per stage.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float64]
 
 _EQUAL = 1 + 1e-9
-"""Equal up to rounding."""
+"""Largest ratio of two numbers that count as equal, because of rounding."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Blocks of each stage, whether each is recomputed, and the period of the slowest."""
+    """Blocks of each stage, whether each stage is recomputed, and the period of the slowest."""
 
     sizes: tuple[int, ...]
     recomputed: tuple[bool, ...]
@@ -45,13 +45,20 @@ def best_split(
     limit: float = math.inf,
     slowness: Sequence[float] = (),
 ) -> Split | None:
-    """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes
-    the least memory; of these, that whose later stages have fewer blocks. None: nothing fits.
+    """Return the best split, or None if nothing fits.
 
-    forward, backward, per_batch: of each block; the last is what a block adds to a period for its
-    update. peaks(stage, recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most;
-    left out: nothing. slowness: by stage, what times are there over those given; left out: the
-    same.
+    The best split has the fastest slowest stage; of equal ones, the least memory on the fullest
+    stage; of these, the fewest blocks on later stages.
+
+    Args:
+        forward: Seconds of each block's forward.
+        backward: Seconds of each block's backward.
+        per_batch: Seconds that each block adds to a period for its update.
+        num_stages: Number of stages.
+        peaks: peaks(stage, recomputed)[i, j] is the bytes that blocks i .. j-1 take there. None:
+            zero.
+        limit: Bytes that a stage may take.
+        slowness: Factor on the seconds of each stage. Empty: 1.
     """
     if not 1 <= num_stages <= len(forward):
         return None
@@ -62,11 +69,11 @@ def best_split(
     blocks = stops - stops[:, None]
 
     def longest(within: float) -> int:
-        """Blocks of a stage that takes so much at most."""
+        """Return the largest number of blocks of a stage that takes at most `within`."""
         return int(blocks[min(slowness) * plain <= within].max(initial=1))
 
-    # cut at even shares of all, no stage has a block more than that; where memory forbids it, some
-    # may
+    # cut at even shares of the total, no stage exceeds its share by more than one block; a memory
+    # limit may force it to
     whole = plain if math.isinf(limit) else again
     even = max(slowness) * float(whole[0, -1] / num_stages + np.diag(whole, 1).max())
     for most in (longest(even), len(forward)):
@@ -94,8 +101,8 @@ def best_split(
 
 
 def _band(matrix: Matrix, most: int) -> Matrix:
-    """[j, n]: a matrix's [j - 1 - n, j], of stages of `most` blocks at most by the block behind
-    them; infinite where there is none."""
+    """Return [j, n], a matrix's [j - 1 - n, j]: stages of at most `most` blocks, by the block after
+    them; infinite if there is no such stage."""
     stops = np.arange(len(matrix))[:, None]
     starts = stops - np.arange(1, most + 1)
     return np.where(starts >= 0, matrix[starts, stops], np.inf)
@@ -108,13 +115,14 @@ def _stages(
     peaks: Callable[[int, bool], Matrix] | None,
     limit: float,
 ) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
-    """Bands of each stage: times, where it is recomputed (none: nowhere), and bytes, where there
-    are peaks."""
+    """Return bands of each stage: seconds, whether it is recomputed (empty: nowhere), and bytes if
+    there are `peaks`."""
     most = plain.shape[1]
     slower = {slow: plain if slow == 1 else slow * plain for slow in slowness}
     if peaks is None:
         return [slower[slow] for slow in slowness], [], []
-    bands: dict[int, tuple[Matrix, Matrix]] = {}  # by matrix, which is kept
+    # by matrix, which is kept so that its id stays unique
+    bands: dict[int, tuple[Matrix, Matrix]] = {}
     found: dict[tuple[object, ...], tuple[Matrix, NDArray[np.bool_], Matrix]] = {}
 
     def band(matrix: Matrix) -> Matrix:
@@ -133,7 +141,7 @@ def _stages(
         held = band(peaks(stage, False))
         least = band(peaks(stage, True))
         keys.append(key := (id(held), id(least), slow))
-        if key not in found:  # stages that share both share it
+        if key not in found:  # stages with the same matrices share one result
             use = ~(held <= limit)
             cost = slow * np.where(use, np.where(least <= limit, again, np.inf), plain)
             found[key] = np.where(np.isinf(plain), np.inf, cost), use, np.where(use, least, held)
@@ -142,8 +150,11 @@ def _stages(
 
 
 def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) -> list[Matrix]:
-    """Of each stage, its others where its values are within the limit; infinite elsewhere. Stages
-    that share both share it."""
+    """Return for each stage its `others` where its `values` are within the limit, infinite
+    elsewhere.
+
+    Stages that share both matrices share the result.
+    """
     known: dict[tuple[int, int], Matrix] = {}
     for value, other in zip(values, others, strict=True):
         if (key := (id(value), id(other))) not in known:
@@ -152,16 +163,20 @@ def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) ->
 
 
 def _smallest_largest(values: Sequence[Matrix], most: int) -> tuple[float, list[NDArray[np.intp]]]:
-    """The split into stages of `most` blocks at most that makes the largest of their values, in
-    bands, as small as possible: that value, and where each stage is best cut from those before, by
-    the block behind it. Infinite: there is no split."""
+    """Return the split into stages of at most `most` blocks that minimizes the largest of their
+    `values`.
+
+    Returns:
+        The minimum, and for each stage the best cut from earlier stages, by the block after it. The
+        minimum is infinite if there is no split.
+    """
     count = len(values[0]) - 1
     stops = np.arange(count + 1)
-    starts = stops[:, None] - np.arange(
-        1, most + 1
-    )  # from the last on, so of the best the last: later stages get less
+    # reversed, so that the last of equal cuts counts, and later stages get fewer blocks
+    starts = stops[:, None] - np.arange(1, most + 1)
     worst: Matrix = np.full(count + 1, np.inf)
-    worst[0], cuts = 0.0, []
+    worst[0] = 0.0
+    cuts = []
     for value in values:
         reached = np.maximum(worst[starts], value[:, :most])
         best = reached.argmin(axis=1)
@@ -171,7 +186,7 @@ def _smallest_largest(values: Sequence[Matrix], most: int) -> tuple[float, list[
 
 
 def sums(values: Sequence[float]) -> Matrix:
-    """[i, j]: of values i .. j-1; infinite unless i < j."""
+    """Return [i, j], the sum of values i .. j-1; infinite unless i < j."""
     prefix = np.array([0.0, *accumulate(values)])
     sums = prefix[None, :] - prefix[:, None]
     rows, columns = np.indices(sums.shape)

@@ -1,7 +1,7 @@
-"""Draws a plan as a text staircase; svg.py draws pictures.
+"""Draw a plan as a text staircase; svg.py draws pictures.
 
-A Timeline is drawn as it ran; a plan is simulated first, with a backward that takes two forwards
-and all else free.
+A Timeline is drawn as it ran. A plan is simulated first, with a backward that takes as long as two
+forwards, and everything else free.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from hybridpar.schedules.simulate.timeline import Timeline
 
 
 def as_timeline(drawn: Plan | Timeline) -> Timeline:
-    """The timeline to draw; a plan is simulated first."""
+    """Return the timeline to draw; a plan is simulated first."""
     return drawn if isinstance(drawn, Timeline) else simulate(drawn)
 
 
 def number_of(action: Action, num_ranks: int) -> str:
-    """The number of a micro-batch; on the second chunk of a rank with a b, and so on."""
+    """Return the label of a micro-batch: its number, with b on the rank's second virtual stage, and
+    so on.
+    """
     chunk = action.stage // num_ranks
     return f"{action.microbatch}{chr(ord('a') + min(chunk, 25)) if chunk else ''}"
 
 
 def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -> str:
-    """A plan as text: one line a stage, `width` columns (0: as labels need) a unit of time (None:
-    the shortest forward or backward).
+    """Draw a plan as text: one line for each stage.
 
         stage 0  F0 F1 F2       B0--- B1--- B2---*F3        F0: micro-batch 0 forward, B0: backward, blank: idle
-        stage 1     F0 B0--- F1 B1--- F2 B2---*     F3      *: the weights were updated; U4: and that takes time
+        stage 1     F0 B0--- F1 B1--- F2 B2---*     F3      *: the weights were updated; U4: an update that takes time
 
-    Where a rank holds several stages, a line is a rank, and F0b is micro-batch 0 on its second one.
+    If a rank holds several stages, a line is a rank, and F0b is micro-batch 0 on its second stage.
+
+    Args:
+        drawn: The plan or timeline.
+        unit: Unit of time; None: the shortest forward or backward.
+        width: Columns of a unit of time; 0: as many as labels need.
     """
     timeline = as_timeline(drawn)
     rows = {rank: list(_text_items(timeline, rank)) for rank in sorted(timeline.plan)}
@@ -57,7 +63,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
 
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
-    """Label, start and end of each item in a row. An update that takes no time is a star."""
+    """Yield label, start and end of each item in a row. An update that takes no time is a star."""
     for action, start, end in timeline.shown(rank):
         if action.kind in COMPUTE:
             yield f"{action.kind}{number_of(action, len(timeline.plan))}", start, end
@@ -87,9 +93,9 @@ def _text_row(row: list[tuple[str, float, float]], unit: float, width: int) -> s
 def draw_steps(
     plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8
 ) -> str:
-    """The lists of some ranks, around the marked (rank, step) cells, which are in >brackets<.
+    """Draw the lists of some ranks around the marked (rank, step) cells, which are in >brackets<.
 
-    A rank without a mark shows the steps that have to do with what the first mark has.
+    A rank without a mark shows the steps that are related to the first mark's action.
     """
     if not plan or not any(plan.values()):
         return "(an empty plan)"
@@ -100,7 +106,11 @@ def draw_steps(
     lines = []
     for rank in sorted(order[:num_ranks]):
         actions = plan[rank]
-        middle = marks[rank][0] if marks[rank] else related_step(actions, centre) if centre else 0
+        middle = 0
+        if marks[rank]:
+            middle = marks[rank][0]
+        elif centre:
+            middle = related_step(actions, centre)
         start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
         cells = [
             f">{action}<" if step in marks[rank] else f" {action} "
@@ -121,8 +131,9 @@ def draw_steps(
 
 
 def related_step(actions: Sequence[Action], missing: Action) -> int:
-    """A step near the place where `missing` should be: the first that has to do with the same
-    micro-batch or batch."""
+    """Return a step near the place where `missing` should be: the first one of the same micro-batch
+    or batch.
+    """
     for step, action in enumerate(actions):
         same_sort = (action.kind in PER_BATCH) == (missing.kind in PER_BATCH)
         if same_sort and action.microbatch == missing.microbatch:

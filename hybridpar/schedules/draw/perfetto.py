@@ -1,8 +1,8 @@
 """A timeline in Chrome's trace format, for ui.perfetto.dev.
 
-A process for each rank: a track of its actions and its idle time, and below as many as it takes for
-what goes on beside them (transfers, reductions, items of its state that come and go, the host's
-updates); arrows from sends to what they were awaited for.
+Each rank is a process with a track of its actions and its idle time. Asynchronous work (transfers,
+reductions, moves of state, the host's updates) is in as many tracks below as it needs. Arrows lead
+from sends to the computations that waited for them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridpar.schedules.simulate.timeline import Timeline
 
 Entry = dict[str, Any]
 _APART = {*PER_ITEM, *OF_STASH, Kind.HOST}
-"""Kinds that have tracks of their own beside the actions'."""
+"""Kinds that have separate tracks below the actions' track."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of a rank's time."""
+    """An interval of a rank's time."""
 
     name: str
     category: str
@@ -32,7 +32,7 @@ class Slice:
 
 
 def trace_json(entries: Iterable[Entry]) -> str:
-    """The content of a trace file."""
+    """Return the content of a trace file."""
     return json.dumps({"traceEvents": list(entries), "displayTimeUnit": "ms"})
 
 
@@ -42,10 +42,13 @@ def trace_entries(
     idle: Mapping[int, Sequence[Slice]] | None = None,
     per_second: float = 1.0,
 ) -> Iterator[Entry]:
-    """Yields what a trace file says of one pipeline.
+    """Yield the entries of a trace file for one pipeline.
 
-    ranks: number and name of the process for each of its ranks. idle: when each had nothing to do;
-    left out: whenever no action runs on it. per_second: units of time of the timeline in a second.
+    Args:
+        timeline: The timeline.
+        ranks: Number and name of the process for each of its ranks.
+        idle: When each rank was idle; None: whenever no action runs on it.
+        per_second: Units of time of the timeline in a second.
     """
     scale = 1e6 / per_second
     for rank, (pid, name) in ranks.items():
@@ -63,7 +66,7 @@ def trace_entries(
 def process_entries(
     pid: int, name: str, slices: Iterable[Slice], per_second: float = 1.0
 ) -> Iterator[Entry]:
-    """Yields a process, and slices of its track of actions."""
+    """Yield the entries of a process, with slices on its track of actions."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "actions"}}
@@ -74,8 +77,7 @@ def process_entries(
 def counter_entries(
     pid: int, name: str, samples: Iterable[tuple[float, Mapping[str, int]]], per_second: float = 1.0
 ) -> Iterator[Entry]:
-    """Yields a track of numbers, stacked, beside a process's actions: from each time on, the
-    numbers by name."""
+    """Yield a stacked track of numbers for a process: the numbers by name from each time on."""
     for time, numbers in samples:
         yield {
             "ph": "C",
@@ -87,13 +89,12 @@ def counter_entries(
 
 
 def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
-    """Yields the times between the actions of a rank."""
+    """Yield the times between the actions of a rank."""
     before = 0.0
     stalls = timeline.stalls.get(rank, {})
     for step, (action, start, done, _) in enumerate(timeline.actions(rank)):
-        free = start - stalls.get(step, 0.0) * (
-            action.kind not in PER_ITEM
-        )  # from then on it waits for items alone
+        # only items are waited for from `free` to the start
+        free = start - stalls.get(step, 0.0) * (action.kind not in PER_ITEM)
         if free > before:
             yield Slice(wait_name(action), "idle", before, free)
         if start > free:
@@ -102,25 +103,23 @@ def waits(timeline: Timeline, rank: int) -> Iterator[Slice]:
 
 
 def wait_name(action: Action) -> str:
-    """Name of the time in which a rank waits before this action."""
+    """Return the name of the time in which a rank waits before this action."""
     return f"idle: {action} waits for {ACTION_SPECS[action.kind].awaits}"
 
 
 def _args(action: Action) -> dict[str, int]:
-    name = (
-        "micro-batch"
-        if action.kind in COMPUTE.union(OF_STASH)
-        else "item"
-        if action.kind in PER_ITEM
-        else "number"
-    )
+    name = "number"
+    if action.kind in COMPUTE.union(OF_STASH):
+        name = "micro-batch"
+    elif action.kind in PER_ITEM:
+        name = "item"
     args = {name: action.microbatch} | ({"part": action.part} if action.part else {})
     return args | ({"weights": action.version} if action.version >= 0 else {})
 
 
 def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[Entry]:
-    """Yields what goes on beside the actions, in as few tracks as hold it without overlap."""
-    free: list[tuple[str, float]] = []  # by track: what it is for, and until when it is taken
+    """Yield the entries of asynchronous work, in as few tracks as hold it without overlap."""
+    free: list[tuple[str, float]] = []  # by track: its use, and the end of its last slice
     stalls = timeline.stalls.get(rank, {})
     beside = [
         (done + stalls.get(step, 0.0) * (action.kind in PER_ITEM), end, action)
@@ -162,7 +161,7 @@ def _entry(pid: int, tid: int, one: Slice, scale: float) -> Entry:
 def _arrows(
     timeline: Timeline, ranks: Mapping[int, tuple[int, str]], scale: float
 ) -> Iterator[Entry]:
-    """From each send to the computation that took what was sent."""
+    """Yield an arrow from each send to the computation that used the sent tensor."""
     takers = {
         (action.stage, ACTION_SPECS[action.kind].receive, action.microbatch): start
         for rank in ranks
@@ -174,11 +173,11 @@ def _arrows(
     for rank, (pid, _) in ranks.items():
         for action, sent, _, _ in timeline.actions(rank):
             row = ACTION_SPECS[action.kind]
-            taken = (
-                takers.get((action.stage + row.peer_offset, row.matching_recv, action.microbatch))
-                if row.matching_recv
-                else None
-            )
+            taken = None
+            if row.matching_recv:
+                taken = takers.get(
+                    (action.stage + row.peer_offset, row.matching_recv, action.microbatch)
+                )
             if taken is None:
                 continue
             number += 1

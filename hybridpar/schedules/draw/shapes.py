@@ -1,5 +1,4 @@
-"""Parts that all SVG pictures of ours are made of: the page, its colours and text styles, and boxes
-with tooltips."""
+"""Parts of all SVG pictures: the page, its colours and text styles, and boxes with tooltips."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ text {{ font: 12px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fil
 
 
 def page(width: float, height: float, body: str) -> str:
-    """A self-contained SVG file. Units: pixels."""
+    """Return a self-contained SVG file. Units: pixels."""
     return _SVG.format(width=round(width), height=round(height), ink=INK, muted=MUTED, body=body)
 
 
 def rect(
     x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = ""
 ) -> str:
-    """A box, with `tip` as its tooltip. more: further attributes, each after a blank."""
+    """Return a box with `tip` as its tooltip. more: further attributes, each after a blank."""
     shape = (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" '
         f'fill="{fill}"{more}'

@@ -1,4 +1,4 @@
-"""Draws a plan as an SVG picture, in the manner of the papers."""
+"""Draw a plan as an SVG picture, in the style of pipeline papers."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ _LINES = {
     Kind.OFFLOAD: (18, "#c7772e"),
     Kind.HOST: (15, "#8a4fc7"),
 }
-"""Transfers that a stage sends, those between its tiers, and the host's work: pixels below its row,
+"""Transfers of a stage, moves between its tiers, and the host's work: pixels below its row, and
 colour."""
 _STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
 FORWARDS = "forwards of one micro-batch on the costliest rank"
-"""The unit of time of plans whose costs are counted, not measured."""
+"""The unit of time of plans whose costs are relative, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From time and rank to pixels."""
+    """Converts time and rank to pixels."""
 
     sizes: PipelineShape
     per_unit: float
     pitch: int  # from one row to the next
-    labels: dict[
-        Kind, str
-    ]  # CSS class of the numbers in boxes of that kind; none where they do not fit
+    # CSS class of the numbers in boxes of a kind; kinds without an entry have boxes too narrow
+    labels: dict[Kind, str]
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_unit
 
     def y(self, stage: int) -> float:
-        """The row of the rank that holds the stage."""
+        """Return the row of the rank that holds the stage."""
         return _TOP + self.sizes.rank_of(stage) * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
-    """Return the scale, with `widens` so wide that every box shows; numbers in all boxes of a kind,
-    or in none."""
+    """Return the scale: with `widens` wide enough that every box is visible, and with numbers in
+    all boxes of a kind or in none.
+    """
     narrowest: dict[Kind, float] = {}
     digits = 1
     for rank in timeline.plan:
@@ -98,15 +98,15 @@ def draw_svg(
     width: int = 1200,
     widens: bool = True,
 ) -> str:
-    """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its
-    micro-batches need.
+    """Draw a plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide
+    as its micro-batches need.
 
-    A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the
-    weight version, with a b (and so on) where the stage is the second of its rank. The bar below a
-    row runs from the end of a batch's gradients to the update, dark while a reduction is under way;
-    the thin lines below that are the transfers that the stage sends, then those of items or
-    activations to and from its fast tier, or the time in which the host makes its weights, where
-    they take visible time; where a stage waits for these it is red. Every part has a tooltip.
+    A box is a micro-batch on a stage: light forward, dark backward (W less dark). Its colour is the
+    weight version; a letter b (and so on) marks the rank's second stage. The bar below a row runs
+    from the end of a batch's gradients to the update, and is dark while a reduction is under way.
+    The thin lines below it are the transfers that the stage sends, then moves of items or
+    activations to and from its fast tier, or the time in which the host makes its weights, if they
+    take visible time. Red marks where a stage waits for these. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
@@ -158,7 +158,8 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
         elif action.kind in _LINES:
             yield from _svg_transfer(action, start, end, scale)
         elif action.kind is Kind.REDUCE:
-            reduced[action.microbatch], normed[action.microbatch] = start, end
+            reduced[action.microbatch] = start
+            normed[action.microbatch] = end
         elif action.kind is Kind.NORM:
             normed[action.microbatch] = end
         elif action.kind is Kind.UPDATE:
@@ -190,13 +191,11 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
     below, colour = _LINES[action.kind]
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        number = (
-            "item"
-            if action.kind in PER_ITEM
-            else "batch"
-            if action.kind in PER_BATCH
-            else "micro-batch"
-        )
+        number = "micro-batch"
+        if action.kind in PER_ITEM:
+            number = "item"
+        elif action.kind in PER_BATCH:
+            number = "batch"
         tip = (
             f"{action}: {ACTION_SPECS[action.kind].name} of {number} {action.microbatch} on its "
             "way, "
@@ -208,7 +207,9 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
 def _svg_update(
     action: Action, reduced: float, normed: float, start: float, end: float, scale: _Scale
 ) -> Iterator[str]:
-    """The way of a batch's gradients into the weights: a bar below the row, then a mark in it."""
+    """Draw the path of a batch's gradients into the weights: a bar below the row, then a mark in
+    it.
+    """
     y = scale.y(action.stage)
     batch = action.microbatch
     light, dark = _colours(action.version)
@@ -250,13 +251,18 @@ def _svg_update(
 def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
     step = 1.0
     while step * scale.per_unit < 60:
-        step *= 10 if step * scale.per_unit * 5 < 60 else 5 if step * scale.per_unit * 2 < 60 else 2
+        if step * scale.per_unit * 5 < 60:
+            step *= 10
+        elif step * scale.per_unit * 2 < 60:
+            step *= 5
+        else:
+            step *= 2
     for i in range(int(span / step) + 1):
         yield f'<text class="muted mid" x="{scale.x(i * step):.1f}" y="{y + 12}">{i * step:g}</text>'
 
 
 def _visible(timeline: Timeline, scale: _Scale) -> set[Kind]:
-    """Kinds of which an action takes time, a transfer so much that it is drawn."""
+    """Return the kinds of which some action takes time; for transfers, enough time to be drawn."""
     return {
         action.kind
         for rank in timeline.plan
@@ -269,7 +275,7 @@ def _visible(timeline: Timeline, scale: _Scale) -> set[Kind]:
 def _svg_legend(
     timeline: Timeline, y: float, full_width: float, visible: set[Kind]
 ) -> tuple[list[str], float]:
-    """The meaning of colours and marks; and where the picture ends."""
+    """Return the legend of colours and marks, and the y position at which the picture ends."""
     microbatches: dict[int, list[int]] = {}
     for actions in timeline.plan.values():
         for action in actions:

@@ -1,11 +1,11 @@
-"""A schedule of one's own: for each rank what it computes of a batch, in its order, as text.
+"""A custom schedule: for each rank the computations of a batch in its order, as text.
 
     F0 F1 F2 B0 B1 B2       rank 0      micro-batches count from 0 in a batch; F forward, B backward, or its two parts:
     F0 B0 F1 B1 F2 B2       rank 1      I (gradient of the input) and W (of the weights)
-    F0 F0b B0b B0           rank 0      where a rank holds several stages: F0 on the first, F0b on the second of them
+    F0 F0b B0b B0           rank 0      if a rank holds several stages: F0 on the first, F0b on the second of them
 
-Everything else is added as to any schedule (lowering.py), and `check` proves that the lists of all
-ranks fit together.
+All other actions are added as to any schedule (lowering.py), and `check` proves that the lists of
+all ranks fit together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from hybridpar.schedules.sizes import PipelineShape
 _WORD = re.compile(r"([FBIW])(\d{1,7})([a-z]?)")
 _FIELD = "pipeline.order"
 _MOST_SUGGESTED = 128
-"""Micro-batches, counted on each stage, up to which an order is short enough for a message."""
+"""Number of micro-batches, counted on each stage, up to which an order fits into a message."""
 EXAMPLE = '["F0 F1 B0 B1", "F0 B0 F1 B1"]'
 """An order of two ranks and two micro-batches, as TOML."""
 
 
 @lru_cache(maxsize=64)
 def parse_order(text: str, rank: int) -> tuple[Step, ...]:
-    """The steps that a rank's line names; the stage of each is its chunk, from 0.
+    """Return the steps that a rank's line names; the stage of each is its virtual stage, from 0.
 
-    Raises: ConfigError at the first word that is none.
+    Raises:
+        ConfigError: At the first word that is not a step.
     """
     steps = []
     for word in text.split():
@@ -50,7 +51,7 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
 
 
 def format_order(steps: Iterable[tuple[Kind, int, int]], sizes: PipelineShape, rank: int) -> str:
-    """The line of a rank that computes these kinds, stages and micro-batches."""
+    """Return the line of a rank that computes these kinds, stages and micro-batches."""
     chunks = {stage: chunk for chunk, stage in enumerate(sizes.stages_of(rank))}
     return " ".join(_word((kind, chunks[stage], k)) for kind, stage, k in steps)
 
@@ -58,7 +59,7 @@ def format_order(steps: Iterable[tuple[Kind, int, int]], sizes: PipelineShape, r
 def with_stages(
     steps: Sequence[Step], sizes: PipelineShape, rank: int
 ) -> list[tuple[Kind, int, int]]:
-    """The steps with the numbers that the rank's stages have in the pipeline."""
+    """Return the steps with the numbers that the rank's stages have in the pipeline."""
     stages = sizes.stages_of(rank)
     return [(kind, stages[chunk], k) for kind, chunk, k in steps]
 
@@ -69,8 +70,11 @@ def _word(step: Step) -> str:
 
 
 def check_order(order: Sequence[Sequence[Step]], sizes: PipelineShape) -> None:
-    """Raises: ConfigError where an order is not of these sizes, or a rank's is not one that can
-    run."""
+    """Check an order against the shape of the pipeline.
+
+    Raises:
+        ConfigError: The order does not match the shape, or a rank's order cannot run.
+    """
     if len(order) != sizes.num_ranks:
         raise config_error(
             _FIELD,
@@ -84,8 +88,9 @@ def check_order(order: Sequence[Sequence[Step]], sizes: PipelineShape) -> None:
 
 
 def _simple_order(sizes: PipelineShape) -> str:
-    """Return an order that works, as TOML: all forwards, then all backwards. If it were long:
-    another schedule."""
+    """Return an order that works, as TOML: all forwards, then all backwards. If it would be long,
+    return another schedule.
+    """
     m = sizes.num_microbatches
     p = sizes.num_ranks
     chunks = sizes.chunks
@@ -98,7 +103,8 @@ def _simple_order(sizes: PipelineShape) -> str:
 
 def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
     """Return the rule that a rank's steps break; empty if they break none."""
-    counts, at = Counter(steps), {step: i for i, step in enumerate(steps)}
+    counts = Counter(steps)
+    at = {step: i for i, step in enumerate(steps)}
     for chunk in range(chunks):
         for k in range(m):
             four = [(kind, chunk, k) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
@@ -123,8 +129,9 @@ def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
 
 
 def _out_of_order(steps: Sequence[Step], chunks: int) -> str:
-    """Return a rule about the order of micro-batches, in which neighbours send and gradients add;
-    empty if all hold."""
+    """Return the broken rule about the order of micro-batches, in which neighbours send and
+    gradients accumulate; empty if none is broken.
+    """
     for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
         for chunk in range(chunks):
             numbers = [k for kind, own, k in steps if kind in kinds and own == chunk]
@@ -145,5 +152,5 @@ def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigErr
 
 
 def runs_ahead(steps: Sequence[Step]) -> int:
-    """Forwards before the one that the first backward follows."""
+    """Return the number of forwards before the one that the first backward follows."""
     return max(sum(1 for _ in takewhile(lambda step: step[0] is Kind.F, steps)) - 1, 0)

@@ -1,4 +1,4 @@
-"""Gradients of weights where a rank would wait: W's in the gaps of an order of forwards and
+"""Fill idle time with weight gradients: place W's in the gaps of an order of forwards and
 backwards, by their costs.
 
 1f1b on two ranks, three micro-batches; F and I take 2, W takes 1:
@@ -6,14 +6,14 @@ backwards, by their costs.
     order   F0 F1 I0 F2 I1 I2   filled   stage 0  F0--- F1---       I0--- W0 F2--- I1--- W1    I2--- W2
             F0 I0 F1 I1 F2 I2            stage 1        F0--- I0--- F1--- I1--- W0 F2--- I2--- W1 W2
 
-A rank does what is next in its order as soon as that can be. While it cannot, it does a W: also
-where it holds as much as it may, as a W gives up what its micro-batch keeps. A W that would last
-into the next one's time may wait. What comes soon in the order may be done before its turn, where
-there is room for it and for what it needs later on the same rank. How long a gap must be, and how
-far a rank looks ahead, is tried; the shortest result counts. It is a function of its arguments
-alone, so all ranks find the same.
+A rank takes the next step of its order as soon as its input has arrived. Until then it runs a W; it
+does so too when its memory is full, because a W frees what its micro-batch keeps. A W that would
+delay the next step may wait. A step that comes soon in the order may run early, if there is memory
+for it and for the later steps that it needs on the rank. How long a gap must be, and how far a rank
+looks ahead, is tried; the shortest result counts. The result is a function of the arguments alone,
+so all ranks find the same.
 
-Source: list scheduling (Graham, 1969), in arXiv 2401.10241, section 3, of W's.
+Source: list scheduling (Graham, 1969), applied to W's in arXiv 2401.10241, section 3.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ from hybridpar.schedules.sizes import PipelineShape
 _WAITS = (0.5, 1.0, 0.0)
 _LOOKS = (1, 0, 2, 4, 8)
 _LARGE = 10_000
-"""Forwards and backwards of which one way is enough: all would take seconds."""
+"""Number of forwards and backwards from which on only one variant is computed: all would take
+seconds."""
 _SHORTER = 1 - 1e-9
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that micro-batches may take: `kept` of one by stage, from F to W; `most` at once by
-    rank. In any one unit."""
+    """Memory that micro-batches may use, in any one unit.
+
+    Attributes:
+        kept: Memory of one micro-batch from F to W, by stage.
+        most: Memory available at once, by rank.
+    """
 
     kept: Sequence[float]
     most: Sequence[float]
@@ -53,12 +58,17 @@ def fill(
     *,
     swaps: bool = True,
 ) -> tuple[tuple[Step, ...], ...]:
-    """The steps of all ranks for a batch that drains: F's and I's of `orders`, about in their
-    order, and W's.
+    """Return the steps of all ranks for a batch that drains: F's and I's of `orders`, approximately
+    in their order, and W's.
 
-    orders: F, and B or I, of each rank for micro-batches 0 to m - 1; with W right behind each I
-    they must fit into `room`. swaps: whether F's and I's may change places; what a link carries
-    stays in the order of micro-batches of each stage.
+    Args:
+        orders: F, and B or I, of each rank for micro-batches 0 to m - 1. With W right after each I
+            they must fit into `room`.
+        sizes: The shape of the pipeline.
+        costs: Durations of steps and transfers.
+        room: The memory.
+        swaps: F's and I's may change places; on each link, transfers stay in the order of
+            micro-batches of each stage.
     """
     forwards = [
         [
@@ -82,11 +92,11 @@ def fill(
 
 
 def in_any_order(sizes: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
-    """The steps of all ranks for a batch that drains, without an order to begin with: what can come
-    does, and else W's.
+    """Return the steps of all ranks for a batch that drains, without an initial order: whatever can
+    run runs, and otherwise W's.
 
-    An I comes before an F, or an F, but for the first chunk's, before an I; the shorter result
-    counts. An F of a later chunk comes before that of an earlier one.
+    I comes before F, or F before I except on the first virtual stage; the shorter result counts. An
+    F of a later virtual stage comes before an F of an earlier one.
     """
     found = []
     for late in (False, True):
@@ -99,14 +109,16 @@ def in_any_order(sizes: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[
 
 
 class _Ranks:
-    """All ranks at work. Events are times at which a rank may have something to do."""
+    """Simulates all ranks. Events are times at which a rank may be able to run a step."""
 
     def __init__(
         self, orders: Sequence[Sequence[Step]], sizes: PipelineShape, costs: Costs, room: Room
     ):
         p = sizes.num_ranks
         stages = range(sizes.num_stages)
-        self.sizes, self.room, self.home = sizes, room, [sizes.rank_of(stage) for stage in stages]
+        self.sizes = sizes
+        self.room = room
+        self.home = [sizes.rank_of(stage) for stage in stages]
         steady = replace(costs, variation={})
         self.times = {
             kind: [times[0] for times in steady.durations(kind, self.home)]
@@ -119,7 +131,7 @@ class _Ranks:
         ]
         self.left = [list(order) for order in orders]
         self.there = {(Kind.F, 0, k): 0.0 for k in range(sizes.num_microbatches)}
-        """When the inputs of steps arrive, as far as that is known."""
+        """When the inputs of steps arrive, as far as known."""
         self.waiting: list[list[Step]] = [[] for _ in range(p)]  # W's, in the order of their I's
         self.done: list[list[Step]] = [[] for _ in range(p)]
         self.free = [0.0] * p
@@ -131,13 +143,18 @@ class _Ranks:
             )
             for order in orders
         ]
-        """Work of each rank that is left."""
+        """Remaining work of each rank."""
         self.events = [(0.0, rank) for rank in range(p)]
 
     def run(self, wait: float, look: int, within: float = inf) -> float | None:
-        """When all is done; None: it never is, or not `within` that time. wait: gaps that are
-        shorter than this share of a W have none in them. look: how many steps before its turn one
-        may be done."""
+        """Return the time at which all steps are done; None if they never are, or not within the
+        time `within`.
+
+        Args:
+            wait: Gaps shorter than this share of a W are left empty.
+            look: How many steps before its turn a step may run.
+            within: Give up after this time.
+        """
         while self.events:
             now, rank = heappop(self.events)
             if self.free[rank] > now:
@@ -159,8 +176,9 @@ class _Ranks:
         return None if any(self.left) or any(self.waiting) else max(self.free)
 
     def _next(self, rank: int, now: float, look: int) -> tuple[Step | None, float | None]:
-        """The F or I that the rank can do now; none: when the next one's input comes, if that is
-        known and enough."""
+        """Return the F or I that the rank can run now; if there is none, when the input of the next
+        one arrives, if known.
+        """
         soon = None
         seen = set()
         for turn, step in enumerate(self.left[rank][: 1 + look]):
@@ -168,11 +186,9 @@ class _Ranks:
             if (kind, stage) in seen:
                 continue
             seen.add((kind, stage))
-            needed = (
-                self.room.kept[stage] + (self.later[stage] if turn else 0.0)
-                if kind is Kind.F
-                else 0.0
-            )
+            needed = 0.0
+            if kind is Kind.F:
+                needed = self.room.kept[stage] + (self.later[stage] if turn else 0.0)
             arrival = self.there.get(step)
             if arrival is None or self.held[rank] + needed > self.room.most[rank] / _SHORTER:
                 continue
@@ -211,8 +227,9 @@ class _Ranks:
 
 
 class _Free(_Ranks):
-    """All ranks at work without an order: each rank has a row of steps for each kind and stage, the
-    more urgent ones first."""
+    """Simulates all ranks without an order: each rank has a queue of steps for each kind and stage,
+    the more urgent queues first.
+    """
 
     def __init__(self, sizes: PipelineShape, costs: Costs, room: Room, late: bool):
         super().__init__([[]] * sizes.num_ranks, sizes, costs, room)
@@ -248,7 +265,7 @@ class _Free(_Ranks):
 
 
 def _ways(costs: Costs, sizes: PipelineShape, flow: int) -> list[float]:
-    """How long what each stage sends that way is on its way."""
+    """Return the transfer time of what each stage sends in this direction."""
     transfer = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
     parts = [
         expand(cost, sizes.num_links) for cost in (costs.transfer_work, transfer, costs.latency)

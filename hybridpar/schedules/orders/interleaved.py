@@ -1,28 +1,28 @@
-"""The order of interleaved 1F1B: a rank holds v chunks of the model, and fills and drains in 1/v of
-the time.
+"""The order of interleaved 1F1B: a rank holds v virtual stages, and fills and drains in 1/v of the
+time.
 
-Two ranks with two chunks each, four micro-batches; b is the second chunk, a stage half of what
-1f1b's would be:
+Two ranks with two virtual stages each, four micro-batches; b is the second virtual stage, and a
+stage is half as long as in 1f1b:
 
     rank 0  F0- F1- F0b F1b F2-     B0b---- F3- B1b---- F2b B0----- F3b B1-----     B2b----     B3b---- B2----- B3-----*
     rank 1      F0- F1- F0b B0b---- F1b B1b---- F2- B0----- F3- B1----- F2b B2b---- F3b B3b---- B2----- B3-----        *
 
-2bw goes on with the next batch instead, for ever: so no rank waits, and p-1-r forwards ahead in
-place of 2(p-1-r) are enough (where a backward takes no less than a forward). It then gains no time
-of a drain, but balance where blocks differ: a rank holds stages from several places.
+2bw continues with the next batch instead of draining, so no rank waits, and p-1-r forwards ahead
+instead of 2(p-1-r) are enough (if a backward takes no less time than a forward). Interleaving then
+saves no drain time, but balances blocks of different cost, because a rank holds stages from several
+places.
 
-The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks,
-then through the second ones, and so on; backwards likewise, the last chunk first. A round of p
-micro-batches is what the ring has room for. So m // p rounds take all m of them, each of at least p
-and as equal as can be, the larger ones first: where p does not divide m, rounds are larger rather
-than one of them too small, which would leave gaps. From m = p on, whatever m is, the bubble is
-(p-1)(F+B)/v of a batch: (p-1)/(m v) of the work.
+The micro-batches of a batch are processed in rounds: a round passes through the first virtual
+stages of all ranks, then through the second ones, and so on; backwards likewise, the last virtual
+stage first. A round of p micro-batches fills the ring exactly. So m // p rounds take all m of them,
+each of at least p and as equal as possible, the larger ones first: if p does not divide m, some
+rounds are larger, because one that is too small would leave gaps. For any m >= p the bubble of a
+batch is (p-1)(F+B)/v: (p-1)/(m v) of the work.
 
-Source: Narayanan et al., arXiv 2104.04473, section 2.2, where p divides m and all rounds are of p.
-    Theirs is the order
-and the warm-up, 2(p-1-r) + (v-1)p; the uneven rounds are not.
+Source: Narayanan et al., arXiv 2104.04473, section 2.2, for p that divides m and rounds of p. The
+order and the warm-up, 2(p-1-r) + (v-1)p, are from there; the uneven rounds are not.
 
-p = ranks, v = chunks, m = micro-batches of a batch, r = rank.
+p = ranks, v = virtual stages, m = micro-batches of a batch, r = rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SizeOf = Callable[[PipelineShape, int], int]  # (sizes, rank) -> a number
 
 
 def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
-    """The micro-batches of each round."""
+    """Return the micro-batches of each round."""
     number = max(num_microbatches // num_ranks, 1)
     least, larger = divmod(num_microbatches, number)
     stops = [(least + 1) * min(i, larger) + least * max(i - larger, 0) for i in range(number + 1)]
@@ -48,14 +48,14 @@ def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
 
 
 def runs_ahead(factor: int) -> SizeOf:
-    """k(p-1-r) forwards, k = factor, and those of other chunks until the last chunk of the largest
-    round has its turn.
+    """Return a function that computes a rank's warm-up: k(p-1-r) forwards, k = factor, and the
+    forwards of other virtual stages before the last one of the largest round.
 
-    With k = 1 a backward to the next rank comes just in time; each more puts a micro-batch more on
-    every link, to and fro, so that transfers of (k-1)/2 periods (of a chunk's forward and backward)
-    take nobody's time.
+    With k = 1 a gradient reaches the previous rank just in time; each further step keeps one more
+    micro-batch on every link, both ways, so that transfers of up to (k-1)/2 periods (a virtual
+    stage's forward and backward) cost no time.
 
-    Source: with one chunk and k = 2, eager 1F1B, arXiv 2211.05322.
+    Source: with one virtual stage and k = 2, eager 1F1B, arXiv 2211.05322.
     """
 
     def ahead(sizes: PipelineShape, rank: int) -> int:
@@ -70,7 +70,7 @@ def runs_ahead(factor: int) -> SizeOf:
 def forward_order(
     sizes: PipelineShape, rank: int, num_microbatches: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields stage and micro-batch of a rank's forwards, in order."""
+    """Yield stage and micro-batch of a rank's forwards, in order."""
     if sizes.chunks == 1:
         yield from ((rank, k) for k in range(num_microbatches))
         return
@@ -82,8 +82,9 @@ def forward_order(
 def order(
     sizes: PipelineShape, rank: int, early: int, first_batch: int, num_batches: int | None
 ) -> Iterator[Step]:
-    """Yields a rank's steps: `early` forwards ahead, then a forward and a backward by turns, then
-    the backwards that are left. None: batches without end."""
+    """Yield a rank's steps: `early` forwards ahead, then a forward and a backward alternately, then
+    the remaining backwards. num_batches: None: endless.
+    """
     stages = sizes.stages_of(rank)
     mirror = stages[0] + stages[-1]
     forwards, backwards = (_endless(sizes, rank, first_batch, num_batches) for _ in range(2))
@@ -100,7 +101,7 @@ def order(
 def _endless(
     sizes: PipelineShape, rank: int, first: int, num: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Forwards of batches [first, first + num), or without end."""
+    """Yield the forwards of batches [first, first + num), or without end."""
     m = sizes.num_microbatches
     for batch in count(first) if num is None else range(first, first + num):
         yield from ((stage, batch * m + k) for stage, k in forward_order(sizes, rank, m))
@@ -108,8 +109,9 @@ def _endless(
 
 @lru_cache(maxsize=8)
 def _places(sizes: PipelineShape) -> tuple[dict[tuple[int, int], int], list[int]]:
-    """Return for a batch's forwards the place of each chunk and micro-batch, and the latest
-    micro-batch begun until then."""
+    """Return, for a batch's forwards, the place of each virtual stage and micro-batch, and the
+    latest micro-batch started up to each place.
+    """
     steps = [
         (stage // sizes.num_ranks, k)
         for stage, k in forward_order(sizes, 0, sizes.num_microbatches)
@@ -120,7 +122,7 @@ def _places(sizes: PipelineShape) -> tuple[dict[tuple[int, int], int], list[int]
 
 
 def place(sizes: PipelineShape, kind: Kind, stage: int, microbatch: int) -> int:
-    """How many forwards, or else backwards, of a rank come before one of its own."""
+    """Return how many forwards, or backwards, of a rank come before one of its steps."""
     if sizes.chunks == 1:
         return microbatch
     batch, k = divmod(microbatch, sizes.num_microbatches)
@@ -130,7 +132,7 @@ def place(sizes: PipelineShape, kind: Kind, stage: int, microbatch: int) -> int:
 
 
 def begun(sizes: PipelineShape, place: int) -> int:
-    """The latest micro-batch that a rank has begun with its forward of that place."""
+    """Return the latest micro-batch that a rank has started with its forward of that place."""
     if sizes.chunks == 1:
         return place
     _, latest = _places(sizes)
@@ -142,15 +144,15 @@ class Receives:
     """Order in which a rank posts its receives: each at the action that needs it, or, if it closes
     a ring, when it arrives.
 
-    A message from the last rank to the first (backward: the first to the last) returns p forwards
-    after it left, in a round of more than p before its turn. It is taken when it comes: with one
-    queue for all transfers of a rank, as in NCCL, it would block all others until then. It is also
-    taken before the rank's own send of that time: all other ranks send first, and if all did, each
-    would wait for the next one to receive.
+    A transfer from the last rank to the first (backward: the first to the last) arrives p forwards
+    after it was sent, in a round of more than p before its turn. It is received when it arrives:
+    with one queue for all transfers of a rank, as in NCCL, it would block all others until then. It
+    is also received before the rank's own send of that time: all other ranks send first, and if all
+    did, each would wait for the next one to receive.
 
-    `lean`: with a lean warm-up ranks are closer together, and a message is back after a little more
-    than half of the ring. (The fractions were found by trying: with them no transport deadlocked
-    for any p up to 40; for `endless` schedules, up to 12.)
+    `lean`: with a lean warm-up ranks are closer together, and a transfer has gone round after a
+    little more than half of the ring. (The fractions were found by trying: with them no transport
+    deadlocked for any p up to 40; for `endless` schedules, up to 12.)
     """
 
     def __init__(self, sizes: PipelineShape, *, lean: bool = False, endless: bool = False):
@@ -159,8 +161,8 @@ class Receives:
         stages = range(sizes.num_stages)
         back = 2 * p // 3 if endless else p // 2
         self._round = (7 * p // 12, back) if lean else (p - 1, p - 1)  # forwards, backwards
-        # stages where what comes has gone round, backwards and forwards, and those to which
-        # anything comes
+        # Stages whose input has gone round the ring, backwards and forwards, and stages that
+        # receive any input.
         self._closing = [
             set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
             for rank in (p - 1, 0)
@@ -172,7 +174,9 @@ class Receives:
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
 
     def arriving(self, action: Action) -> list[tuple[int, int]]:
-        """Stage and micro-batch of what the rank is to receive when it comes to this F, B or I."""
+        """Return stage and micro-batch of the receives that the rank posts when it reaches this F,
+        B or I.
+        """
         kind = action.kind
         stage = action.stage
         due = self._due[action.kind]

@@ -1,27 +1,27 @@
-"""The order of V-shaped pipelines: a rank holds two chunks, stage r on the way there and stage
-2p-1-r on the way back.
+"""The order of V-shaped pipelines: a rank holds two virtual stages, stage r on the way down and
+stage 2p-1-r on the way back.
 
-A backward comes back to a rank soon after its second chunk's forward, so activations of later
-chunks live shortly, and all ranks hold about as many. Three orders, by what a rank may hold (in
-micro-batches of a whole rank, of which 1f1b's first rank holds p):
+A gradient returns to a rank soon after its second virtual stage's forward, so activations of later
+stages are short-lived, and all ranks hold about as many. Three orders, by the activations that a
+rank may hold (in micro-batches of a whole rank; 1f1b's first rank holds p):
 
-    full    ZB-V      p          for batches that drain: (p-1)F/2 of idle time in each where F = I = W
-    half    V-Half    p/2 + 1    for 2bw: none in the steady state
-    min     V-Min     p/3 + 1    for 2bw: none in the steady state where F = I = W
+    full    ZB-V      p          for batches that drain: (p-1)F/2 of idle time in each if F = I = W
+    half    V-Half    p/2 + 1    for 2bw: no idle time in the steady state
+    min     V-Min     p/3 + 1    for 2bw: no idle time in the steady state if F = I = W
 
-half and min repeat a pattern of six slots, in each of which a rank does an F, I or W of a chunk; a
-slot is the time of one of them. Slots in which a rank runs micro-batch 0, p = 4, half (b: the
-second chunk):
+half and min repeat a pattern of six slots, in each of which a rank runs an F, I or W of a virtual
+stage; a slot is the time of one of them. Slots in which a rank runs micro-batch 0, p = 4, half (b:
+the second virtual stage):
 
     rank 0   F 0    Fb 10    Ib 14    Wb 15    I 25    W 29        micro-batch k: 6k later
     rank 1   F 2    Fb 9     Ib 16    Wb 17    I 24    W 25
     rank 2   F 4    Fb 8     Ib 18    Wb 19    I 23    W 27
     rank 3   F 6    Fb 7     Ib 20    Wb 21    I 22    W 23
 
-A rank never has two things to do in one slot, so the pattern never waits, and never has to drain:
-2bw goes on with it for ever. Where it drains between batches, what can come sooner than in it does,
-and Ws fill the gaps (fill.py). Idle time then, as a share of the work, p = 4, m = 8, F = I = W:
-full 6 %, half 10 %, min 23 %.
+A rank never has two steps in one slot, so the pattern never waits, and never has to drain: 2bw
+repeats it without end. If it drains between batches, steps run earlier than in the pattern if they
+can, and Ws fill the gaps (fill.py). Idle time then, as a share of the work, p = 4, m = 8, F = I =
+W: full 6 %, half 10 %, min 23 %.
 
 Source: arXiv 2405.15362 (offsets of V-Half and V-Min, building blocks), 2401.10241 (ZB-V).
 
@@ -58,16 +58,17 @@ def _min(p: int, r: int) -> tuple[int, int, int, int]:
 _OFFSETS = {"half": _half, "min": _min}
 """Slots of F and Fb, Ib and I of micro-batch 0 on a rank."""
 _FEW = 4096
-"""Ranks times micro-batches up to which those of a batch that never fills the pipeline are tried,
-not just ordered."""
+"""Ranks times micro-batches up to which an order is searched for batches that never fill the
+pipeline."""
 ENDLESS = tuple(_OFFSETS)
-"""Orders that a schedule which never drains may have."""
+"""Orders of schedules that never drain."""
 
 
 @lru_cache(maxsize=256)
 def slots(activations: str, num_ranks: int, rank: int) -> Mapping[tuple[Kind, int], int]:
-    """Slots in which a rank runs micro-batch 0, by kind and chunk. The two Ws have what is left of
-    the period, each after its I, and together as soon as can be."""
+    """Return the slots in which a rank runs micro-batch 0, by kind and virtual stage. The two Ws
+    take the remaining slots of the period, each after its I, and together as early as possible.
+    """
     there, back, back_again, there_again = _OFFSETS[activations](num_ranks, rank)
     taken = {slot % PERIOD for slot in (there, back, back_again, there_again)}
     free = [slot for slot in range(PERIOD) if slot not in taken]
@@ -93,29 +94,33 @@ def slots(activations: str, num_ranks: int, rank: int) -> Mapping[tuple[Kind, in
 
 
 def slot_of(sizes: PipelineShape, activations: str, step: Step) -> int:
-    """The slot of a step in a pattern that never ends."""
+    """Return the slot of a step in a pattern that never ends."""
     kind, stage, k = step
     chunk = stage // sizes.num_ranks
     return slots(activations, sizes.num_ranks, sizes.rank_of(stage))[kind, chunk] + PERIOD * k
 
 
 def forwards_before(sizes: PipelineShape, activations: str, step: Step) -> int:
-    """How many forwards through its first chunk a rank has begun before a step of its own."""
+    """Return how many forwards through its first virtual stage a rank has started before one of its
+    steps.
+    """
     first = slot_of(sizes, activations, (Kind.F, sizes.rank_of(step[1]), 0))
     return -((first - slot_of(sizes, activations, step)) // PERIOD)
 
 
 def warmup(sizes: PipelineShape, rank: int, *, activations: str) -> int:
-    """Micro-batches that a rank begins before it has ended the first."""
+    """Return how many micro-batches a rank starts before it has finished the first."""
     return forwards_before(sizes, activations, (Kind.W, rank, 0))
 
 
 def pattern(
     sizes: PipelineShape, rank: int, activations: str, first: int, num: int | None
 ) -> Iterator[Step]:
-    """Yields the steps of a rank for micro-batches [first, first + num), or without end, in the
-    order of slots."""
-    stages, of_slots = sizes.stages_of(rank), slots(activations, sizes.num_ranks, rank)
+    """Yield the steps of a rank for micro-batches [first, first + num), or without end, in the
+    order of slots.
+    """
+    stages = sizes.stages_of(rank)
+    of_slots = slots(activations, sizes.num_ranks, rank)
     in_turn = sorted(
         (slot % PERIOD, slot // PERIOD, kind, stages[chunk])
         for (kind, chunk), slot in of_slots.items()
@@ -132,7 +137,7 @@ def pattern(
 
 @lru_cache(maxsize=256)
 def batch_order(sizes: PipelineShape, rank: int, activations: str) -> tuple[Step, ...]:
-    """Steps of a rank for a batch that drains, whose micro-batches count from 0."""
+    """Return the steps of a rank for a batch that drains, whose micro-batches count from 0."""
     if activations == "full":
         m = sizes.num_microbatches
         p = sizes.num_ranks
@@ -143,8 +148,9 @@ def batch_order(sizes: PipelineShape, rank: int, activations: str) -> tuple[Step
 
 @lru_cache(maxsize=8)
 def _as_comes(sizes: PipelineShape) -> tuple[tuple[Step, ...], ...]:
-    """Return an order in which whatever can come first does, in the room of 1f1b's first rank, as
-    if F, I and W took as long."""
+    """Return an order in which each step runs as soon as it can, in the memory of 1f1b's first
+    rank, as if F, I and W took equally long.
+    """
     return in_any_order(
         sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (sizes.num_stages,) * sizes.num_ranks)
     )
@@ -152,8 +158,9 @@ def _as_comes(sizes: PipelineShape) -> tuple[tuple[Step, ...], ...]:
 
 @lru_cache(maxsize=8)
 def _filled(sizes: PipelineShape, activations: str) -> tuple[tuple[Step, ...], ...]:
-    """The pattern of all ranks for a batch that drains, in the room of the fullest: what can come
-    sooner does, and Ws fill the gaps, as if F, I and W took as long."""
+    """Return the pattern of all ranks for a batch that drains, in the memory of the fullest rank:
+    steps run early if they can, and Ws fill the gaps, as if F, I and W took equally long.
+    """
     p = sizes.num_ranks
     patterns = [
         tuple(pattern(sizes, rank, activations, 0, sizes.num_microbatches)) for rank in range(p)
@@ -168,7 +175,9 @@ def _filled(sizes: PipelineShape, activations: str) -> tuple[tuple[Step, ...], .
 
 @lru_cache(maxsize=256)
 def room(sizes: PipelineShape, activations: str) -> int:
-    """Micro-batches that any rank holds at most, counted on each chunk."""
+    """Return the largest number of micro-batches that any rank holds, counted on each virtual
+    stage.
+    """
     if activations == "full":
         return sizes.num_stages
     return max(
@@ -177,15 +186,16 @@ def room(sizes: PipelineShape, activations: str) -> int:
 
 
 class _Full:
-    """ZB-V: as many forwards ahead as 1f1b's first rank holds, then one of each by turns; Ws fill
-    the end."""
+    """ZB-V: as many forwards ahead as 1f1b's first rank holds, then one F and one backward
+    alternately; Ws fill the end.
+    """
 
     def __init__(self, sizes: PipelineShape, rank: int):
         self._m = sizes.num_microbatches
         self._p = sizes.num_ranks
         self._r = rank
         self._stages = sizes.stages_of(rank)
-        self._until = max(self._m, 2 * self._p - 1)  # a short batch leaves out what it has not got
+        self._until = max(self._m, 2 * self._p - 1)  # a short batch skips what it lacks
         self._done = {
             (kind, stage): 0 for kind in (Kind.F, Kind.I, Kind.W) for stage in self._stages
         }
@@ -235,7 +245,9 @@ class _Full:
 
 @lru_cache(maxsize=1 << 14)
 def most_of_rank(sizes: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
-    """Micro-batches that a rank holds at most, counted on each chunk."""
+    """Return the largest number of micro-batches that a rank holds, counted on each virtual
+    stage.
+    """
     steps = (
         batch_order(sizes, rank, activations)
         if drains

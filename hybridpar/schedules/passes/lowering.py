@@ -1,19 +1,19 @@
-"""Passes: from the compute actions of one rank to everything it does. Iterator in, iterator out.
+"""Passes from the compute actions of one rank to its complete list of actions. Iterator in,
+iterator out.
 
     compute_actions     F7v0  B4v0  F8v1  B5v0          stage 0 of 2bw with p = m = 4, all @0
     add_updates         F7v0  B4v0  UPDATE0  F8v1  B5v0
     add_communication   F7v0  SEND_F7  B4v0  RECV_B5  UPDATE0  F8v1  SEND_F8  RECV_B6  B5v0
 
-With the optimizer on the host, which has most of the slack, an UPDATE only waits; 2bw, one rank, m
-= 4:
+With a host optimizer, which gets most of the slack, an UPDATE only waits; 2bw, one rank, m = 4:
 
     F3 B3 REDUCE0 NORM0 F4 HOST0 B4  F5 B5  F6 B6  F7 B7 REDUCE1  UPDATE0  F8v1     HOST0: the host makes W(1)
 
-split_backward, where it is asked for, is the first pass: I4v0 W4v0 in the place of B4v0; with a
-zero bubble delay_weight_gradients the second; merge_backward, behind the transfers, makes one B
-again of what has stayed together. add_offload (offload.py) comes behind these, divide (parts.py)
-last: F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list, so a plan may be endless;
-`check` proves that the lists of all ranks fit together.
+split_backward, if requested, is the first pass: I4v0 W4v0 replace B4v0. With a zero bubble
+delay_weight_gradients is the second. merge_backward, after the transfers are added, joins an I and
+W that have stayed together into one B again. add_offload (offload.py) follows these, and divide
+(segments.py) is last: F7v0 F7.1v0 replace F7v0. A rank sees only its own list, so a plan may be
+endless; `check` proves that the lists of all ranks fit together.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hybridpar.schedules.schedule_table import (
 
 
 def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
-    """Splits each B of one rank's compute actions into I and W.
+    """Split each B of one rank's compute actions into I and W.
 
-    W follows its I. The gradient that I has made for the stage before leaves in between
-    (`add_communication`): earlier than after a B, by the time of W. Transfers keep their order:
-    what holds of a plan's links holds of the split one.
+    W follows its I. The gradient that I computes for the previous stage is sent in between
+    (`add_communication`), earlier than after a B by the time of W. Transfers keep their order, so
+    properties of a plan's links also hold after the split.
     """
     for action in actions:
         if action.kind is Kind.B:
@@ -55,14 +55,14 @@ def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
 def delay_weight_gradients(
     actions: Iterable[Action], delay: int, num_backwards: int
 ) -> Iterator[Action]:
-    """Moves each W of one rank's compute actions behind the next `delay` I, where its batch has so
+    """Move each W of one rank's compute actions behind the next `delay` I, if its batch has so
     many.
 
         1f1b, p = 4, rank 3, delay 3    F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 .. W5
 
-    So what other ranks wait for comes first, and gradients of weights fill the time in which the
-    pipeline drains. Their order stays, and with it the order of sums. `num_backwards`: of the rank
-    in a batch.
+    So the gradients that other ranks wait for come first, and weight gradients fill the time in
+    which the pipeline drains. Their order stays, and with it the order of accumulation.
+    `num_backwards`: backwards of the rank in a batch.
 
     Source: ZB-H1, arXiv 2401.10241, section 2.2.
     """
@@ -85,42 +85,42 @@ def add_updates(
     sizes: PipelineShape,
     first_batch: int = 0,
 ) -> Iterator[Action]:
-    """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
+    """Add REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 
     REDUCE(t) follows the last backward of batch t. UPDATE(t) comes right before the first forward
-    that needs W(t+1), or the first backward that needs its gradient buffer; where the range ends
-    without one, right before the place where it would have been, or last of all. NORM(t) lies
+    that needs W(t+1), or the first backward that needs its gradient buffer; if the range ends
+    without one, right before the place where it would have been, or at the end. NORM(t) lies
     between, `schedule.norm_delay` after REDUCE(t) or at UPDATE(t), whichever is first, so at most
     one NORM is pending. All three come in the order of t.
 
-    Options of the schedule decide about the rest. Without `clip` there is no NORM: UPDATE waits for
-    its own stage's gradients only (pipedream's stages then never wait for each other). With
+    Options of the schedule decide the rest. Without `clip` there is no NORM: UPDATE waits only for
+    the gradients of its own stage (pipedream's stages then never wait for each other). With
     `gather` UPDATE(t) also starts to gather W(t+1) from the replicas, for which the first use
     waits; so it comes `schedule.update_delay` after REDUCE(t) if that is earlier.
 
-    `host` is the share of the slack that the host has to make the new weights; 0: it makes none.
-    HOST(t) has it begin: `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t),
-    which then waits for the host.
+    `host` is the share of the slack that the host has to make the new weights; 0: no host
+    optimizer. HOST(t) starts the host's step: `schedule.host_delay` after REDUCE(t), once W(t) is
+    made, or at UPDATE(t), which then waits for the host.
 
-    With `feedback` UPDATE(t) completes what REDUCE(t+1) adds to its gradients, so it comes before
-    the last backward of batch t+1; with a host, HOST(t) does.
+    With `feedback` UPDATE(t) commits the unsent rest that REDUCE(t+1) adds to its gradients, so it
+    comes before the last backward of batch t+1; with a host, HOST(t) does.
     """
     options = schedule.options
     host = options.host
     assert options.clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
     of_batch = 2 * schedule.pairs(sizes)
-    # of a stage they are always the same, and are asked for with every action
+    # constant for a stage, but requested with every action
     update_delay = cache(partial(schedule.update_delay, sizes))
     norm_delay = cache(partial(schedule.norm_delay, sizes, gather=options.gather, host=host))
     host_delay = cache(partial(schedule.host_delay, sizes, host=host))
-    reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
-    # the first one of the rank
+    reduced = normed = hosted = updated = first_batch  # the first batch without this action
+    # the rank's first stage
     stage = 0
     first = True
     completing = ACTION_SPECS[Kind.REDUCE].needs
     adding = {kind for kind, row in ACTION_SPECS.items() if row.adds}
-    alike = schedule.flush and not host  # all within a batch, but for its last backwards
+    alike = schedule.flush and not host  # a batch changes only at its last backwards
     for action in actions:
         if first:
             stage = sizes.rank_of(action.stage)
@@ -129,15 +129,13 @@ def add_updates(
         if alike and action.version <= updated and normed == reduced and not is_last:
             yield action
             continue
-        needed = (
-            action.version
-            if schedule.flush
-            else _needed_version(action, schedule, sizes, first_batch)
-        )
+        needed = action.version
+        if not schedule.flush:
+            needed = _needed_version(action, schedule, sizes, first_batch)
         settled = action.microbatch // m if options.feedback and is_last else first_batch
         if not host:
             needed = max(needed, settled)
-        # where the pipeline drains all updates come first thing
+        # if the pipeline drains, all updates come as early as possible
         position = 0 if schedule.flush else schedule.position(sizes, action)
         early = options.gather and not schedule.flush and updated < reduced
         if early and position - of_batch * (updated + 1) >= update_delay(stage):
@@ -192,11 +190,11 @@ def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iter
 def _needed_version(
     action: Action, schedule: Schedule, sizes: PipelineShape, first_batch: int
 ) -> int:
-    """The version that must exist when an action of a schedule that never flushes starts.
+    """Return the version that must exist when an action of a schedule that never flushes starts.
 
-    While it drains, the forward that would have come before a backward counts: so updates run in
-    the gaps of the drain rather than after it. And a backward needs a gradient buffer, which an
-    update empties.
+    While it drains, the forward that would have come before a backward counts, so that updates run
+    in the gaps of the drain rather than after it. A backward also needs a gradient buffer, which an
+    update frees.
     """
     if action.kind is Kind.F:
         return action.version
@@ -213,28 +211,26 @@ def add_communication(
     lean: bool = False,
     endless: bool = False,
 ) -> Iterator[Action]:
-    """Adds to one rank's actions the receive of what each computation needs, and the send of what
-    it makes.
+    """Add to one rank's actions the receive of each computation's input, and the send of its
+    output.
 
     A send directly follows its F, B or I. A receive is posted `ahead` computations before its use
     (W, which needs none, does not count), that is, before the computation `ahead` places earlier
-    starts, so the transfer overlaps with it (0: right before its use). More than 1 can deadlock
-    where all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind
-    a receive that its own effect must fill. `check` finds out. So it does in a ring where a receive
-    stands before any earlier send: there none is posted before these. `lean`, `endless`: see
-    Receives.
+    starts, so the transfer overlaps with it (0: right before its use). More than 1 can deadlock if
+    all transfers of a rank on one axis share a queue, as with NCCL: a send then stands behind a
+    receive that only the effect of this send can complete. `check` detects this. The same happens
+    in a ring if a receive stands before any earlier send, so there none is posted before these.
+    `lean`, `endless`: see Receives.
     """
     window: deque[Action] = deque()
     receives = Receives(sizes, lean=lean, endless=endless)
     is_ring = sizes.is_ring
-    sent = {
-        (kind, stage): ACTION_SPECS[kind].send
-        if sizes.peer(stage, ACTION_SPECS[kind].flow) is not None
-        else None
-        for kind in INPUTS
-        for stage in range(sizes.num_stages)
-    }
-    # of the window: by kind, and together
+    sent: dict[tuple[Kind, int], Kind | None] = {}
+    for kind in INPUTS:
+        for stage in range(sizes.num_stages):
+            has_peer = sizes.peer(stage, ACTION_SPECS[kind].flow) is not None
+            sent[kind, stage] = ACTION_SPECS[kind].send if has_peer else None
+    # computations in the window, by kind and in total
     computing = dict.fromkeys(INPUTS, 0)
     number = 0
 
@@ -254,10 +250,10 @@ def add_communication(
             continue
         while is_ring and computing[action.kind]:
             yield from leave()
-        kind = ACTION_SPECS[action.kind].receive
-        assert kind is not None, "INPUTS receive"
+        receive = ACTION_SPECS[action.kind].receive
+        assert receive is not None, "INPUTS receive"
         for stage, microbatch in receives.arriving(action):
-            yield Action(kind, stage, microbatch)
+            yield Action(receive, stage, microbatch)
         window.append(action)
         computing[action.kind] += 1
         number += 1
@@ -268,10 +264,13 @@ def add_communication(
 
 
 def merge_backward(actions: Iterable[Action], sizes: PipelineShape) -> Iterator[Action]:
-    """Makes one B of each I of one rank's actions that its own W follows, with at most receives in
-    between, where no other rank waits for what I makes: the first stage sends no gradient, and a
-    rank hands over to itself after both. These receives are posted before it: after it, word of
-    them would reach a distant sender late."""
+    """Merge each I of one rank's actions with the W that follows it into one B, if no other rank
+    waits for the result of I.
+
+    No rank waits for the first stage, which sends no gradient, or for a stage whose gradient goes
+    to the same rank. At most receives may be in between. They are posted before the B: after it, a
+    distant sender would learn of them late.
+    """
     held: list[Action] = []  # an I, and the receives since
     unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
     for action in actions:
@@ -305,15 +304,15 @@ def lower(
     num_batches: int | None = None,
     parts: int | Division = 1,
 ) -> Iterator[Action]:
-    """Yields everything that one rank does for batches [first_batch, first_batch + num_batches),
-    lazily.
+    """Yield all actions of one rank for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means
-    without end. The schedule's options say which passes run. `parts`: of each stage; a Division
-    says more.
+    without end. The schedule's options say which passes run. `parts`: segments of each stage, or a
+    Division.
 
-    Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so
-        divided.
+    Raises:
+        ConfigError: At once, if the schedule is unknown or cannot run on this shape, or with this
+            division.
     """
     schedule = find_schedule(schedule)
     division = _division(parts, sizes, rank)
@@ -353,8 +352,9 @@ def make_plan(
     num_batches: int = 1,
     parts: int | Division = 1,
 ) -> dict[int, tuple[Action, ...]]:
-    """Return the lists of all ranks, for check, simulate and draw; a rank that runs needs its own
-    `lower`."""
+    """Return the lists of all ranks, for check, simulate and draw. A rank that runs needs only its
+    own list from `lower`.
+    """
     return {
         rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, parts))
         for rank in range(sizes.num_ranks)
@@ -369,10 +369,11 @@ def forward_actions(
     version: int = NO_VERSION,
     parts: int | Division = 1,
 ) -> Iterator[Action]:
-    """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all
+    """Yield one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all
     with `version`.
 
-    Raises: ConfigError, at once, if they cannot be so divided.
+    Raises:
+        ConfigError: At once, if they cannot be divided like this.
     """
     division = _division(parts, sizes, rank)
     order = forward_order(sizes, rank, num_microbatches)

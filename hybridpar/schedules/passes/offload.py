@@ -1,16 +1,17 @@
-"""Offload: what micro-batches keep from forward to backward waits in the slow tier meanwhile.
+"""Offload activations to the slow tier between a micro-batch's forward and backward.
 
-A rank with four micro-batches in flight, of which two are away at a time (o, e, r: OFFLOAD, EVICT,
-RELOAD):
+A rank with four micro-batches in flight, of which two are offloaded at a time (o, e, r: OFFLOAD,
+EVICT, RELOAD):
 
     F0 o0  F1  e0 o1  F2  e1 o2  F3  e2 o3 r0  B0  e3 r1  F4  o4  B1  e4 r2  F5  o5  B2  e5 r3  F6
     ..
-    away       0      0 1        0 1 2         1 2        2 3     2 3        3 4     3 4
+    offloaded  0      0 1        0 1 2         1 2        2 3     2 3        3 4     3 4
 
-It leaves beside the next forward or backward of its rank, and comes back beside the one before its
-backward, or, where that has no room for it, right before its backward, which waits. What would not
-be away for one forward or backward at least stays. So where four or more are in flight, there are
-never more in memory than those that are not to be away.
+Activations are written during the next forward or backward of the rank, and read back during the
+one before their backward, or, if that has no memory for them, right before their backward, which
+waits. Activations that would not be offloaded for at least one forward or backward stay. So if four
+or more micro-batches are in flight, memory never holds more than the ones that are not to be
+offloaded.
 """
 
 from __future__ import annotations
@@ -23,32 +24,35 @@ from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, INPUTS, Kind
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
 
 _LEAST = 2
-"""Micro-batches in memory in any case: the one that is computed with, and one that leaves or
-comes."""
+"""Micro-batches in memory in any case: the one that is computed with, and one that is being written
+or read."""
 _GAP = 3
-"""Forwards and backwards between a micro-batch's own in which it can leave, be away, and come
-back."""
+"""Forwards and backwards between a micro-batch's own in which it can be written, stay offloaded,
+and be read back."""
 
 
 def most_away(schedule: Schedule, sizes: PipelineShape, rank: int) -> int:
-    """Micro-batches of a rank that can be away at once, counted on each of its stages."""
+    """Return how many micro-batches of a rank can be offloaded at once, counted on each of its
+    stages.
+    """
     return max(schedule.max_live_activations(sizes, rank) - _LEAST, 0)
 
 
 def num_away(schedule: Schedule, sizes: PipelineShape, rank: int) -> int:
-    """Return how many micro-batches of a rank are away at once: as many as the schedule's options
-    ask for, or as can be."""
+    """Return how many micro-batches of a rank are offloaded at once: as many as the schedule's
+    options ask for, limited to what is possible.
+    """
     offload = schedule.options.offload
     asked = offload if isinstance(offload, int) else offload[rank]
     return min(asked, most_away(schedule, sizes, rank))
 
 
 def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:
-    """Adds OFFLOAD, EVICT and RELOAD to one rank's actions, of which `in_flight` micro-batches are
-    in flight at most.
+    """Add OFFLOAD, EVICT and RELOAD to one rank's actions, of which at most `in_flight`
+    micro-batches are in flight.
 
-    `away` of these are away at once, or as many as can be. Of so many forwards in a row as can,
-    `away` leave, evenly spread: which ones is a matter of their place in the list alone.
+    At most `away` of these are offloaded at once. Of each run of consecutive forwards, `away` are
+    offloaded, evenly spread; the choice depends only on their place in the list.
     """
     away = min(away, in_flight - _LEAST)
     return _Pass(actions, away, in_flight).run() if away > 0 else iter(actions)
@@ -61,9 +65,9 @@ class _Pass:
         self._most = in_flight - _LEAST
         self._room = in_flight - away
         self._read = deque[Action]()
-        self._num_computing = self._num_forwards = self._num_here = (
-            0  # computations read; forwards done; in memory
-        )
+        self._num_computing = 0  # computations read
+        self._num_forwards = 0  # forwards done
+        self._num_here = 0  # micro-batches in memory
         self._gone: set[tuple[int, int]] = set()
 
     def run(self) -> Iterator[Action]:
@@ -95,11 +99,11 @@ class _Pass:
         return action
 
     def _computing(self) -> Iterator[Action]:
-        """The forwards and backwards that come next."""
+        """Yield the next forwards and backwards."""
         return (action for action in self._read if action.kind in COMPUTE)
 
     def _bring(self, action: Action) -> Iterator[Action]:
-        """Has what an action needs come back, if it is away."""
+        """Yield the RELOAD of the activations that an action needs, if they are offloaded."""
         if action.kind in INPUTS and _key(action) in self._gone:
             yield self._move(Kind.RELOAD, action)
 
@@ -113,7 +117,7 @@ class _Pass:
         return Action(kind, action.stage, action.microbatch)
 
     def _leaves(self, forward: Action) -> bool:
-        """Whether it is this one's turn, and time enough until its backward."""
+        """Return whether it is this forward's turn, with enough time until its backward."""
         number = self._num_forwards
         soon = list(self._computing())[:_GAP]
         self._num_forwards += 1

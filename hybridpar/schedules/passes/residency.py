@@ -1,18 +1,19 @@
-"""Residency: what of a rank's state is in its fast tier when, decided from the plan.
+"""Residency: decide from the plan which items of a rank's state are in its fast tier at which time.
 
-A rank's state is cut into items. An action touches some: they must be in the fast tier, of `budget`
-bytes, while it runs. What is not there is in a slow tier of any size. Three parts whose weights are
-items 0 to 2, with room for two:
+A rank's state is cut into items. An action accesses some: they must be in the fast tier, of
+`budget` bytes, while it runs. All other items are in a slow tier of any size. Three segments whose
+weights are items 0 to 2, with space for two:
 
     actions          F0                          F0.1                     F0.2   B0.2   B0.1                      B0
     add_residency    FETCH0 FETCH1  F0  RELEASE0 FETCH2   F0.1            F0.2   B0.2   RELEASE2 FETCH0   B0.1   B0
 
-The plan says what comes, so this is Belady's rule, without a first iteration to watch: what is
-touched last gives way. The pass decides where an action comes that lacks something. Then it puts
-what leaves right behind its last use, and what comes as early as there is room.
+The plan says what comes next, so this is Belady's rule, without a first iteration to observe: the
+item that is accessed last is evicted. The pass first decides the evictions at each action that
+lacks an item. Then it places each eviction right after the item's last use, and each fetch as early
+as there is space.
 
 Source: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
-    Journal 5 (1966).
+Journal 5 (1966).
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from hybridpar.schedules.kinds import PER_ITEM, Kind
 
 
 class Mode(Enum):
-    """Use that an action makes of an item's content."""
+    """How an action uses an item's content."""
 
     READ = "read"
-    WRITE = "write"  # all of it: what it was before does not matter
+    WRITE = "write"  # replaces all of it, so the old content does not matter
     UPDATE = "update"  # reads and changes it
-    # adds to it, from nothing where it is not there: a RELEASE adds it to what is elsewhere
+    # Adds to it, from zero if it is not resident; a RELEASE then adds it to the stored one.
     ADD = "add"
-    RENEW = "renew"  # makes it elsewhere: a copy that were here would be old
+    RENEW = "renew"  # changes it elsewhere, so a resident copy would be outdated
 
 
 _MADE = (Mode.WRITE, Mode.ADD)
-"""How an item is touched that need not be fetched before."""
+"""Accesses that do not need the item to be fetched before."""
 
 
 class Touch(NamedTuple):
-    """An item that an action touches, and how."""
+    """An item that an action accesses, and how."""
 
     item: int
     mode: Mode
@@ -53,14 +54,19 @@ class Touch(NamedTuple):
 
 @dataclass(frozen=True)
 class Residency:
-    """The items of a rank's state, and the room for them.
+    """The items of a rank's state, and the memory for them.
 
-    touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier.
-    pinned: items that are always in it. resident: the others that are in it at the start, and
-    whether they have been changed since they were last in the slow tier. void: items that have no
-    content at the start, in neither tier. spare: bytes of the budget that are left free where they
-    can be, so that what comes need not wait for what leaves. others: numbers of items of another
-    fast tier, whose moves touch items as other actions do.
+    Attributes:
+        touches: Returns the accesses of an action; no item occurs twice.
+        num_bytes: Bytes of each item.
+        budget: Bytes of the fast tier.
+        pinned: Items that are always in it.
+        resident: The other items that are in it at the start, and whether they have changed since
+            they were last in the slow tier.
+        void: Items without content at the start, in neither tier.
+        spare: Bytes of the budget that are left free if possible, so that a fetch need not wait for
+            an eviction.
+        others: Numbers of items of another fast tier, whose moves access items as other actions do.
     """
 
     touches: Callable[[Action], Sequence[Touch]]
@@ -73,7 +79,7 @@ class Residency:
     others: Collection[int] = frozenset()
 
     def moves(self, action: Action) -> bool:
-        """Whether an action moves one of these items."""
+        """Return whether an action moves one of these items."""
         return action.kind in PER_ITEM and action.microbatch not in self.others
 
     @property
@@ -85,27 +91,29 @@ class Residency:
 def add_residency(
     actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4
 ) -> Iterator[Action]:
-    """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be
+    """Add FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be
     endless.
 
-    First to give way is what is next overwritten, which costs nothing; then what is touched last;
-    among equals, what need not be written back. A RELEASE (DROP, if the content is next
-    overwritten) stands behind the last use. A FETCH stands as early as there is room, with at most
-    `ahead` actions that touch anything before its use. What is not touched for `batches` batches
-    counts as never touched; the pass reads so far ahead. At the end all stay where they are.
+    Items that are overwritten at their next access are evicted first, because that costs nothing;
+    then items whose next access is last; among equals, items that need not be written back. A
+    RELEASE (DROP, if the content is overwritten next) follows the last use. A FETCH is placed as
+    early as there is space, with at most `ahead` actions that access anything before its use. An
+    item that is not accessed for `batches` batches counts as never accessed; the pass reads so far
+    ahead. At the end all items stay where they are.
 
-    Raises: ConfigError, once it is within these batches, if an action needs more than the budget.
+    Raises:
+        ConfigError: Once it is within these batches, if an action needs more than the budget.
     """
     return _Pass(actions, residency, ahead, batches).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """An action, and the moves behind it."""
+    """An action, and the moves after it."""
 
     number: int
-    action: Action | None  # none: the start
-    touches: Sequence[Touch] = ()  # of what is not pinned
+    action: Action | None  # None: the start
+    touches: Sequence[Touch] = ()  # accesses to items that are not pinned
     used: int = 0  # bytes in the fast tier while it runs
     leaving: list[Action] = field(default_factory=list)
     coming: list[Action] = field(default_factory=list)
@@ -122,8 +130,9 @@ class _Step:
 
 
 class _Pass:
-    """Three stretches of the plan: what has been read and not decided, what is decided and may
-    still get moves behind it, and what has left."""
+    """Three ranges of the plan: read but not decided, decided but still open for moves after it,
+    and yielded.
+    """
 
     def __init__(self, actions: Iterable[Action], residency: Residency, ahead: int, batches: int):
         self._source = iter(actions)
@@ -131,16 +140,15 @@ class _Pass:
         self._ahead = ahead
         self._batches = batches
         self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
-        self._resident = dict(residency.resident)  # what is not pinned; whether changed
-        # needed: at most, by any one action
+        self._resident = dict(residency.resident)  # items that are not pinned; whether changed
+        # needed: the most bytes that any one action needs
         self._bytes = residency.start_bytes
         self._needed = 0
         self._number = self._num_updates = self._num_touching = 0
         self._last_use: dict[int, int] = {}
-        self._left: dict[int, int] = {}  # behind which step
-        self._upcoming: defaultdict[int, deque[tuple[int, Mode]]] = defaultdict(
-            deque
-        )  # by item: steps that touch it
+        self._left: dict[int, int] = {}  # step after which an item was evicted
+        # steps that access each item
+        self._upcoming: defaultdict[int, deque[tuple[int, Mode]]] = defaultdict(deque)
         self._decided = deque([_Step(-1, None, used=self._bytes)])
         self._read = deque[_Step]()
         self._fill()
@@ -162,7 +170,7 @@ class _Pass:
             yield from step.all()
 
     def _fill(self) -> None:
-        """Reads as many batches ahead as there must be."""
+        """Read as many batches ahead as necessary."""
         num_bytes = self._residency.num_bytes
         pinned = self._residency.pinned
         while (
@@ -196,7 +204,9 @@ class _Pass:
             )
 
     def _decide(self, step: _Step) -> None:
-        """Makes room for what the step lacks, and brings it in. What it makes elsewhere leaves."""
+        """Evict items until the items that the step lacks fit, and fetch these. Items that the step
+        changes elsewhere are evicted, too.
+        """
         num_bytes = self._residency.num_bytes
         resident = self._resident
         touched = {item for item, _ in step.touches}
@@ -227,7 +237,7 @@ class _Pass:
                 resident[item] |= mode is not Mode.READ
 
     def _victims(self, touched: Collection[int], excess: int) -> list[int]:
-        """The items that give way to `excess` bytes."""
+        """Return the items to evict for `excess` bytes."""
         num_bytes = self._residency.num_bytes
         victims = []
         for item in sorted(self._resident.keys() - touched, key=self._worth):
@@ -235,14 +245,14 @@ class _Pass:
                 break
             victims.append(item)
             excess -= num_bytes[item]
-        for item in victims[:-1]:  # the last ones may be so large that others need not go
+        for item in victims[:-1]:  # the last one may be so large that others can stay
             if num_bytes[item] <= -excess:
                 victims.remove(item)
                 excess += num_bytes[item]
         return victims
 
     def _worth(self, item: int) -> tuple[bool, float, bool, int]:
-        """Return the order of eviction: the least leaves first."""
+        """Return the sort key of eviction: the smallest is evicted first."""
         when, mode = self._next(item)
         return mode is not Mode.WRITE, -when, self._resident[item], item
 
@@ -251,7 +261,7 @@ class _Pass:
         return touches[0] if touches else (inf, None)
 
     def _give_up(self, item: int) -> None:
-        """Behind its last use, or as near to it as has not left yet."""
+        """Evict an item right after its last use, or at the next point that is not yet yielded."""
         _, mode = self._next(item)
         del self._resident[item]
         self._bytes -= self._residency.num_bytes[item]
@@ -269,7 +279,7 @@ class _Pass:
         )
 
     def _fetch(self, item: int) -> None:
-        """Place the FETCH as early as there is room, and no earlier than the item left."""
+        """Place the FETCH as early as there is space, and no earlier than the item was evicted."""
         num_bytes = self._residency.num_bytes[item]
         left = self._left.get(item, -2)
         passed = 0
@@ -289,22 +299,23 @@ class _Pass:
 
 
 class FastTier:
-    """Items in the fast tier of one rank, followed along its list, and whether that is right."""
+    """Follows the content of one rank's fast tier along its list, and checks it."""
 
     def __init__(self, residency: Residency):
         self._residency = residency
         self.num_bytes = residency.start_bytes
-        self._changed = dict.fromkeys(residency.pinned, False) | dict(
-            residency.resident
-        )  # by item that is in it
+        # by item in the tier: whether it is changed
+        self._changed = dict.fromkeys(residency.pinned, False) | dict(residency.resident)
         self._void = set(residency.void)
 
     def is_changed(self, item: int) -> bool:
-        """Whether the item would have to be written back."""
+        """Return whether the item would have to be written back."""
         return self._changed.get(item, False)
 
     def made(self, action: Action) -> list[int]:
-        """The items that the action makes here, which are not here before."""
+        """Return the items that the action creates in the tier, because they are not there
+        before.
+        """
         return [
             item
             for item, mode in self._residency.touches(action)
@@ -312,7 +323,7 @@ class FastTier:
         ]
 
     def follow(self, action: Action) -> str:
-        """Goes past the action. What is wrong with it; empty if nothing is."""
+        """Advance past the action; return the fault that it shows, empty if there is none."""
         moves = self._residency.moves(action)
         fault = self._move(action.kind, action.microbatch) if moves else self._touch(action)
         if fault is None and self.num_bytes > self._residency.budget:

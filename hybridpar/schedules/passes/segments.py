@@ -1,17 +1,19 @@
-"""Parts: a stage's blocks cut into consecutive parts, and what the stage does into as many actions.
+"""Segments: a stage's blocks are cut into consecutive segments, and its actions into as many
+actions.
 
-    whole        F7@0                        B4@0                        UPDATE1@0
-    three parts  F7@0    F7@0.1  F7@0.2      B4@0.2  B4@0.1  B4@0        UPDATE1@0  UPDATE1@0.1  UPDATE1@0.2
+    whole           F7@0                        B4@0                        UPDATE1@0
+    three segments  F7@0    F7@0.1  F7@0.2      B4@0.2  B4@0.1  B4@0        UPDATE1@0  UPDATE1@0.1  UPDATE1@0.2
 
-    gpipe on one rank, part by part (part_major), all @0
+    gpipe on one rank, segment by segment (part_major), all @0
     F0 F1 F2  F0.1 F1.1 F2.1  F0.2 F1.2 F2.2     B0.2 B1.2 B2.2  B0.1 B1.1 B2.1  B0 B1 B2
 
-the same where each part is updated just before it is used (late), so its state may come while
-others compute .. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2
-B3.2 ..
+    the same if each segment is updated just before it is used (late), so its state may be loaded
+    while others compute
+    .. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2  B3.2 ..
 
-A receive feeds the part that comes first, a send follows the one that comes last. So a rank can do
-with the weights, gradients and optimizer state of a part in fast memory at a time (residency.py).
+A receive feeds the segment that runs first, and a send follows the one that runs last. So the
+weights, gradients and optimizer state of one segment at a time are enough in fast memory
+(residency.py).
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ NumParts = int | Mapping[int, int] | Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Cut of a plan's actions into parts.
+    """Cut of a plan's actions into segments.
 
-    num_parts: of a stage: one number for all, or by stage. update_parts: of an UPDATE, likewise by
-    rank: it counts through the parts of all the rank's stages; None: as many as those have
-    together. norms: NORM is cut as UPDATE is; else it is whole. part_major: micro-batches that
-    follow each other forward (or backward) on a stage go through a part one after the other before
-    the first of them goes on to the next part. A part's weights are then needed once for all those
-    micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not
-    together, but each comes right before the first forward through its part, or before whatever
-    else may need it. (Other ranks wait for that forward, and had better update meanwhile; where the
-    host updates, all only wait, and all do so late.)
+    Attributes:
+        num_parts: Segments of a stage: one number for all, or by stage.
+        update_parts: Parts of an UPDATE, likewise by rank, counted through the segments of all the
+            rank's stages; None: as many as these have together.
+        norms: NORM is cut like UPDATE; else it is not cut.
+        part_major: Consecutive forwards (or backwards) of micro-batches on a stage all go through
+            one segment before the next. A segment's weights are then needed once for all these
+            micro-batches.
+        late: On the first rank each part of an UPDATE comes right before the first forward through
+            its segment, or before any other action that may need it. Other ranks wait for that
+            forward, so updating the other segments first would delay them. With a host optimizer
+            every UPDATE only waits, so all ranks update late.
     """
 
     num_parts: NumParts = 1
@@ -54,8 +59,8 @@ class Division:
     def on(self, sizes: PipelineShape, rank: int) -> Division:
         """Return the division with the number and the order of UPDATEs of that rank.
 
-        Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for
-            each micro-batch.
+        Raises:
+            ConfigError: `part_major` in a pipeline, where other ranks wait for each micro-batch.
         """
         if self.part_major and sizes.num_ranks > 1:
             raise config_error(
@@ -72,7 +77,7 @@ class Division:
         return replace(self, update_parts=updates, late=self.late and rank == 0)
 
     def count(self, action: Action) -> int:
-        """Number of actions that this one of an undivided plan becomes."""
+        """Return the number of actions that an action of an undivided plan becomes."""
         if not ACTION_SPECS[action.kind].cut or (action.kind is Kind.NORM and not self.norms):
             return 1
         if action.kind in PER_BATCH and self.update_parts is not None:
@@ -85,30 +90,29 @@ WHOLE = Division()
 
 
 def _number(numbers: NumParts, index: int) -> int:
-    number = (
-        numbers
-        if isinstance(numbers, int)
-        else numbers[index]
-        if isinstance(numbers, Mapping)
-        else numbers(index)
-    )
+    if isinstance(numbers, int):
+        number = numbers
+    elif isinstance(numbers, Mapping):
+        number = numbers[index]
+    else:
+        number = numbers(index)
     assert number >= 1, f"{number} parts of stage {index}"
     return number
 
 
 def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
-    """Cuts one rank's actions into parts: the last pass over a plan but that which moves items.
+    """Cut one rank's actions into segments. Only the pass that moves items comes later.
 
-    Each action is replaced by its parts in the place where it was, with `part_major` each run of
-    forwards (or backwards, B) of one stage by that of the parts. So what is right of the order of
-    undivided plans stays so.
+    Each action is replaced by its parts at the same place; with `part_major` each run of forwards
+    (or backwards, B) of one stage is replaced by the runs of the segments. So properties of the
+    order of undivided plans still hold.
     """
     cut = _cut(actions, division)
     return _delay_updates(cut, division) if division.late else cut
 
 
 def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
-    """Puts the parts of each action in its place."""
+    """Replace each action by its parts."""
 
     def together(action: Action) -> object:
         """Neighbours of which this is equal go through the parts together."""
@@ -122,12 +126,12 @@ def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
 
 
 def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
-    """Puts each part of an UPDATE before the first forward that needs it, or what is neither
-    forward nor transfer."""
+    """Move each part of an UPDATE to the place before the first forward that needs it, or before
+    the next action that is neither a forward nor a transfer.
+    """
     waiting = deque[Action]()
-    first: dict[
-        int, int
-    ] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
+    # first segment of the rank, by stage: stages run forward in order
+    first: dict[int, int] = {}
     for action in actions:
         if action.kind is Kind.UPDATE:
             waiting.append(action)
@@ -146,18 +150,18 @@ def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Ac
 
 
 def order(kind: Kind, num_parts: int) -> range:
-    """The parts of an action in the order in which they run."""
+    """Return the parts of an action in the order in which they run."""
     return range(num_parts) if ACTION_SPECS[kind].cut >= 0 else range(num_parts - 1, -1, -1)
 
 
 class PartCounts:
-    """Numbers of parts of one rank's actions, as they are found in its list.
+    """Numbers of parts of one rank's actions, as found in its list.
 
-    All that computes on a stage has the same number; NORM and UPDATE each have their own.
+    All computations on a stage have the same number; NORM and UPDATE have separate numbers.
     """
 
     def __init__(self, actions: Iterable[Action]):
-        self._counts: dict[tuple[Kind, int], int] = {}  # of what is divided
+        self._counts: dict[tuple[Kind, int], int] = {}  # actions that are divided
         for action in actions:
             if action.part:
                 key = self._key(action.kind, action.stage)
@@ -168,25 +172,26 @@ class PartCounts:
         return (Kind.F if kind in COMPUTE else kind), stage
 
     def __bool__(self) -> bool:
-        """Whether anything is divided."""
+        """Return whether anything is divided."""
         return bool(self._counts)
 
     def count(self, kind: Kind, stage: int) -> int:
-        """Number of parts of such an action."""
+        """Return the number of parts of such an action."""
         return self._counts.get(self._key(kind, stage), 1)
 
     def needed(self, kind: Kind, action: Action, stages: Sequence[int]) -> int:
-        """The last part of an action of a batch, on a rank with these stages, that a part of a
-        stage's action needs."""
+        """Return the last part of a batch's action that a part of a stage's action needs, on a rank
+        with these stages.
+        """
         own = [self.count(action.kind, stage) for stage in stages]
         if sum(own) != self.count(kind, stages[0]):
             return self.last(kind, stages[0])
         return sum(own[: stages.index(action.stage)]) + action.part
 
     def first(self, kind: Kind, stage: int) -> int:
-        """The part that runs first."""
+        """Return the part that runs first."""
         return self.count(kind, stage) - 1 if ACTION_SPECS[kind].cut < 0 else 0
 
     def last(self, kind: Kind, stage: int) -> int:
-        """The part that runs last."""
+        """Return the part that runs last."""
         return self.count(kind, stage) - 1 if ACTION_SPECS[kind].cut > 0 else 0

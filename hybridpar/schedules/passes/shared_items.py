@@ -1,8 +1,10 @@
-"""Chunks that replicas share (ZeRO-2 and 3) along a plan: what is whole when, and what waits for
-which collective.
+"""Chunks that replicas shard (ZeRO-2 and 3) along a plan: which ones are unsharded at which time,
+and which actions wait for which collective.
 
-FETCH     gathers weights            RELEASE   drops weights, or starts to sum gradients over the replicas
-B I W     make the gradients that they add to, if these are not here; before, older sums are over
+FETCH     gathers weights            RELEASE   drops weights, or starts to reduce gradients over the
+replicas
+B I W     create the gradients that they add to, if these are not resident; earlier reductions are
+complete before
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SharedItems:
-    """Items of a rank that replicas share. summed: the numbers of those that are gradients. tiers:
-    the items of its tiers; None: it has none. shares: numbers of those among these that are shares,
-    by those of what is shared."""
+    """Items of a rank that replicas shard.
+
+    Attributes:
+        weights: Residency of weights.
+        gradients: Residency of gradients.
+        summed: Numbers of the items that are gradients.
+        tiers: Items of the rank's tiers; None: it has none.
+        shares: Numbers of the shards among the tiers' items, by the numbers of the unsharded items.
+    """
 
     weights: Residency
     gradients: Residency
@@ -36,18 +44,19 @@ class SharedItems:
     shares: Mapping[int, int] = field(default_factory=dict)
 
     def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """A rank's actions with FETCH and RELEASE of all."""
+        """Return a rank's actions with FETCH and RELEASE of all items."""
         moved = add_residency(add_residency(actions, self.gradients), self.weights)
         return moved if self.tiers is None else add_residency(moved, self.tiers)
 
 
 class Sums(Generic[_T]):
-    """Sums of gradients that are under way, the oldest first, each with whatever tells when it is
-    over.
+    """Reductions of gradients that are under way, the oldest first, each with an object that tells
+    when it is complete.
 
-    What makes gradients waits for the sums that were started ahead of those that were made before,
-    and for those of the same items. NORM and UPDATE wait for all. A share (`shares`: by what is
-    summed into it) that is to leave does so once the sums into it are over.
+    An action that creates gradients waits for the reductions that were started before the previous
+    gradients were created, and for reductions of the same items. NORM and UPDATE wait for all. A
+    shard that is to be evicted (`shares`: by the item that is reduced into it) leaves once the
+    reductions into it are complete.
     """
 
     def __init__(self, shares: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -64,12 +73,13 @@ class Sums(Generic[_T]):
         return (item for item, _ in self._sums)
 
     def first(self, count: int) -> Iterator[_T]:
-        """Yield the ends of the oldest sums."""
+        """Return the ends of the oldest reductions."""
         return (over for _, over in islice(self._sums, count))
 
     def num_due(self, action: Action, made: Collection[int]) -> int:
-        """The number of sums, the oldest first, that must be over before an action, which makes
-        these items."""
+        """Return the number of reductions, the oldest first, that must be complete before an action
+        that creates these items.
+        """
         if action.kind in (Kind.NORM, Kind.UPDATE):
             return len(self._sums)
         if not made:
@@ -79,14 +89,18 @@ class Sums(Generic[_T]):
         )
 
     def num_into_leaving(self) -> int:
-        """The number of sums that must be over before all shares that are to leave do."""
+        """Return the number of reductions that must be complete before all leaving shards are
+        free.
+        """
         return max(
             (i for i, item in enumerate(self, 1) if self._shares.get(item) in self.leaving),
             default=0,
         )
 
     def delays(self, action: Action) -> bool:
-        """Whether an action has a share leave that is still added to; then it does later."""
+        """Return whether an action evicts a shard that is still added to; the eviction is then
+        delayed.
+        """
         share = action.microbatch
         delayed = action.kind in (Kind.RELEASE, Kind.DROP) and any(
             self._shares.get(item) == share for item in self
@@ -96,23 +110,26 @@ class Sums(Generic[_T]):
         return delayed
 
     def start(self, item: int, over: _T) -> None:
-        """A sum is started."""
+        """Note that a reduction has started."""
         self._sums.append((item, over))
 
     def complete(self) -> tuple[int, _T, Action | None]:
-        """The oldest is over, and a share leaves, if it was to."""
+        """Remove the oldest reduction, which is complete, and return it with the eviction that it
+        has delayed, if any.
+        """
         self._num_older = max(self._num_older - 1, 0)
         item, over = self._sums.popleft()
         return item, over, self.leaving.pop(self._shares.get(item, -1), None)
 
     def note_backward(self) -> None:
-        """Gradients are made, once what is due is over."""
+        """Note that gradients are created, after the due reductions are complete."""
         self._num_older = len(self._sums)
 
 
 class SharedTiers:
-    """The whole chunks of a rank's shared items, followed along its list. made: of the newest
-    action, the gradients."""
+    """The unsharded chunks of a rank, followed along its list. made: gradients that the newest
+    action creates.
+    """
 
     def __init__(self, items: SharedItems):
         self._items, self._weights, self._gradients = (
@@ -125,8 +142,9 @@ class SharedTiers:
         self.made: list[int] = []
 
     def num_due(self, action: Action) -> int:
-        """The number of sums that must be over before an action: also those of shares that are to
-        leave, where it brings one of them back, or takes memory of the tiers."""
+        """Return the number of reductions that must be complete before an action, including
+        reductions into leaving shards if it fetches one of them or needs memory of the tiers.
+        """
         due = self.sums.num_due(action, self._made(action))
         sums = self.sums
         if self._tiers is None or not sums.leaving:
@@ -139,8 +157,9 @@ class SharedTiers:
         return max(due, sums.num_into_leaving()) if needs else due
 
     def follow(self, action: Action, over: float | None = 0.0) -> str:
-        """Goes past an action. What is wrong with it; empty if nothing is. over: when the sum is
-        that it starts; None: there is nothing to sum."""
+        """Advance past an action; return the fault that it shows, empty if there is none. over:
+        when the reduction that it starts is complete; None: there is nothing to reduce.
+        """
         due = self.num_due(action)
         in_tiers = ""
         self.made = self._made(action)
@@ -167,11 +186,11 @@ class SharedTiers:
         return self._items.tiers is not None and self._items.tiers.moves(action)
 
     def added(self, action: Action) -> list[int]:
-        """The gradients that an action adds to."""
+        """Return the gradients that an action adds to."""
         return [item for item, mode in self._items.gradients.touches(action) if mode is Mode.ADD]
 
     def num_bytes(self) -> int:
-        """Bytes of what is whole now."""
+        """Return the bytes of the chunks that are unsharded now."""
         sizes = self._items.gradients.num_bytes
         return (
             self._weights.num_bytes
@@ -184,10 +203,10 @@ class SharedTiers:
 
 
 class ReplicaEngines:
-    """The collectives of a rank's shared items, one after the other, and when these are whole.
+    """The collectives of a rank's sharded items, one after the other, and when these are unsharded.
 
-    What reads weights waits until they are gathered. fetch, release: time that a MiB takes. calls:
-    the rank's own of it, by kind.
+    Actions that read weights wait until they are gathered. fetch, release: time for a MiB. calls:
+    the rank's own part of it, by kind.
     """
 
     def __init__(
@@ -205,8 +224,9 @@ class ReplicaEngines:
         self._arrivals: dict[int, float] = {}
 
     def work(self, kind: Kind) -> list[float]:
-        """The rank's own time that an action of a kind takes, by item: nobody sends weights that
-        are dropped."""
+        """Return the rank's own time for an action of a kind, by item. Dropping weights sends
+        nothing.
+        """
         return [
             self._calls.get(kind, 0.0) * num_bytes / MIB
             if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
@@ -215,7 +235,9 @@ class ReplicaEngines:
         ]
 
     def ready(self, action: Action) -> float:
-        """Time at which all is there that the action touches, and all is over that must be."""
+        """Return the time at which all items that the action accesses have arrived, and all
+        reductions that it waits for are complete.
+        """
         if action.kind in PER_ITEM:
             return 0.0
         arrivals = [
@@ -226,8 +248,9 @@ class ReplicaEngines:
         return max([0.0, *arrivals, *self._tiers.sums.first(self._tiers.num_due(action))])
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Goes past an action: what is wrong with it, if anything is, and of a move its start and
-        its end."""
+        """Advance past an action; return its fault (empty if there is none) and, for a move, its
+        start and end.
+        """
         item = action.microbatch
         is_summed = item in self._items.summed
         if (

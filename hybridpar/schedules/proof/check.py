@@ -1,22 +1,22 @@
-"""Proves that the lists of all ranks fit together, before anything runs.
+"""Prove that the lists of all ranks fit together, before anything runs.
 
     exactly once    every rank has exactly the actions that the schedule asks of it, with the
                     versions it defines
-    order           an action comes after those on its rank that it needs; collectives come in the
-                    order of batches
+    order           an action comes after the actions on its rank that it needs; collectives come in
+                    the order of batches
     transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th
-                    meets the i-th)
-    items           what an action touches of its rank's state is in the fast tier, which never
-                    holds more than it may
-    offload         what has left is evicted, and comes back before its backward
+                    matches the i-th)
+    items           the items of state that an action accesses are in the fast tier, which never
+                    exceeds its budget
+    offload         offloaded activations are evicted, and reloaded before their backward
     memory          activations, weight versions and gradients alive at once stay within the
                     schedule's bounds
     no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks
-                    may wait for their oldest sends; the report says how many have to be allowed to
+                    may wait for their oldest sends; the report says how many must be allowed to
                     be unfinished (send_window.py)
 
-Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage
-before it fills.
+Together these imply happens-before: F(k) of a stage waits for a receive that F(k) of the previous
+stage completes.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class PlanError(HybridparError):
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Proof of a plan: the range of batches, and the most that each rank holds at once.
+    """Proof of a plan: the range of batches, and the peak counts of each rank.
 
-    send_window: the number of unfinished sends that a rank must be allowed, or the plan would not
-    run to its end.
+    send_window: the number of unfinished sends that a rank must be allowed, so that the plan runs
+    to its end.
     """
 
     schedule: str
@@ -94,15 +94,15 @@ def check(
     serial_links: bool = True,
     residency: Mapping[int, Residency | SharedItems] | None = None,
 ) -> CheckReport:
-    """Proves that `plan` runs the given range of batches (default: the one its forwards span) by
-    the schedule's rules.
+    """Prove that `plan` runs the given range of batches (default: the range of its forwards) by the
+    schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
     NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one
-    axis wait for each other. `residency`: by rank, where the plan moves items.
+    axis wait for each other. `residency`: by rank, if the plan moves items.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot
-        run on these sizes.
+    run on this shape.
     """
     schedule = find_schedule(schedule)
     schedule.check_sizes(sizes)
@@ -153,7 +153,7 @@ def check(
 
 
 _MOVES = PER_ITEM.union(OF_STASH)
-"""Kinds of which a plan may have any number."""
+"""Kinds that may occur any number of times in a plan."""
 
 
 def _range_of_batches(
@@ -173,7 +173,7 @@ def _range_of_batches(
 
 
 def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
-    """The kinds that a plan is made of: it may leave out NORM or HOST."""
+    """Return the kinds that a plan consists of: it may leave out NORM or HOST."""
     return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
 
 
@@ -185,8 +185,9 @@ def _expected(
     kinds: frozenset[Kind],
     actions: Sequence[Action],
 ) -> Iterator[Action]:
-    """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole,
-    or both parts where `actions` have the first."""
+    """Yield all actions of `rank`, undivided, in no particular order: each backward as B, or as I
+    and W if `actions` have the I.
+    """
     m = sizes.num_microbatches
     split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
     for stage in sizes.stages_of(rank):
@@ -218,7 +219,7 @@ def _key(action: Action) -> _Key:
 
 
 def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
-    """Every expected action once, and no other but those that move items."""
+    """Check that every expected action occurs once, and no other action except moves."""
     missing = {_key(action): action for action in expected}
     own = {action.stage for action in missing.values()}
     done: dict[_Key, int] = {}
@@ -246,8 +247,9 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
 
 
 def _check_order(plan: Plan, rank: int, sizes: PipelineShape, parts: PartCounts) -> None:
-    """Checks that what an action needs on its own rank comes before it, where the plan has it at
-    all."""
+    """Check that the actions that an action needs on its own rank come before it, if the plan has
+    them.
+    """
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, sizes, parts):
@@ -260,8 +262,9 @@ def _check_order(plan: Plan, rank: int, sizes: PipelineShape, parts: PartCounts)
 
 
 def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[_Key]:
-    """The actions that come before this one on its rank: what makes its weights, of a part the one
-    before, of the first what all need."""
+    """Yield the actions that come before this one on its rank: the update of its weights; for a
+    segment, the previous segment; for the first segment, the inputs of all.
+    """
     m = sizes.num_microbatches
     k = action.microbatch
     stage = action.stage
@@ -294,15 +297,15 @@ def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[
 
 
 def _beside(stage: int, side: int, sizes: PipelineShape) -> int | None:
-    """The stage's neighbour on that side, if it is on the same rank, which then hands over to
-    itself."""
+    """Return the stage's neighbour on that side, if it is on the same rank; None otherwise."""
     there = 0 <= stage + side < sizes.num_stages and sizes.peer(stage, side) is None
     return stage + side if there else None
 
 
 def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
-    """Prove that touched items are in their fast tier, within its budget, and that moves can
-    run."""
+    """Prove that accessed items are in their fast tier, within its budget, and that moves can
+    run.
+    """
     tiers: list[FastTier | SharedTiers] = []
     if isinstance(items, SharedItems):
         tiers.append(SharedTiers(items))
@@ -322,8 +325,9 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
 
 
 def _check_offload(plan: Plan, rank: int) -> None:
-    """Prove that activations leave, are evicted and comes back, in this order, between its
-    forward and backward."""
+    """Prove that activations are offloaded, evicted and reloaded, in this order, between forward
+    and backward.
+    """
     stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
     for step, action in enumerate(plan[rank]):
         if action.kind not in COMPUTE.union(OF_STASH):
@@ -350,9 +354,11 @@ def _check_offload(plan: Plan, rank: int) -> None:
 def _check_link(
     plan: Plan, sizes: PipelineShape, kind: Kind, ranks: tuple[int, int], turn: int
 ) -> None:
-    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one
-    sends, and for the stage that follows."""
-    row, (sender, receiver) = ACTION_SPECS[kind], ranks
+    """Check that the i-th send of one rank to another, of a turn, matches the i-th receive there,
+    in micro-batch and stage.
+    """
+    row = ACTION_SPECS[kind]
+    sender, receiver = ranks
     sent = [
         step
         for step, action in enumerate(plan[sender])
@@ -381,8 +387,9 @@ def _check_link(
 def _check_memory(
     plan: Plan, rank: int, schedule: Schedule, sizes: PipelineShape, next_batch: int
 ) -> Live:
-    """Peaks of one rank, which are within bounds. The versions that the next batch needs count to
-    the end."""
+    """Return the peaks of one rank after checking them against the bounds. The versions that the
+    next batch needs count to the end.
+    """
     first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
     keep = range(first_needed, next_batch + 1)
     bound = Live(

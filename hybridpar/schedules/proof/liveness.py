@@ -1,5 +1,4 @@
-"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from
-its list alone."""
+"""Count what a rank holds at once, from its list: activations, weight versions, gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +15,11 @@ from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, Kind, Step
 class Live:
     """Counts on one rank, right after an action; or the peaks over a list.
 
-    activations: micro-batches between their forward and the end of their backward, counted on each
-    stage that the rank holds. versions: weights that are the newest, or that an action still to
-    come uses. gradients: batches with a backward behind them whose update is still to come.
+    Attributes:
+        activations: Micro-batches between their forward and the end of their backward, counted on
+            each stage that the rank holds.
+        versions: Weights that are the newest, or that a later action uses.
+        gradients: Batches with a backward done whose update is not done.
     """
 
     activations: int = 0
@@ -26,7 +27,7 @@ class Live:
     gradients: int = 0
 
     def peak(self, other: Live) -> Live:
-        """The larger of each count."""
+        """Return the larger of each count."""
         return Live(
             max(self.activations, other.activations),
             max(self.versions, other.versions),
@@ -35,15 +36,18 @@ class Live:
 
 
 def most_held(steps: Iterable[Step]) -> int:
-    """The most micro-batches that have run forward and not yet backward, of one rank's steps."""
+    """Return the most micro-batches that have run forward and not yet backward, over one rank's
+    steps.
+    """
     return max(accumulate(ACTION_SPECS[kind].holds for kind, _, _ in steps), default=0)
 
 
 def live_counts(
     actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()
 ) -> Iterator[Live]:
-    """Yields the counts after each action of one rank; versions in `keep` are still needed after
-    the last one."""
+    """Yield the counts after each action of one rank. Versions in `keep` are still needed after the
+    last one.
+    """
     last_use = {
         action.version: i for i, action in enumerate(actions) if ACTION_SPECS[action.kind].reads
     }
@@ -78,5 +82,5 @@ def live_counts(
 
 
 def peak_live(actions: Sequence[Action], num_microbatches: int) -> Live:
-    """The largest counts that one rank reaches."""
+    """Return the largest counts that one rank reaches."""
     return reduce(Live.peak, live_counts(actions, num_microbatches), Live())

@@ -1,5 +1,6 @@
-"""`check` at the start of a run: of the plan that will run, or of a smaller one where it would take
-long."""
+"""Run `check` at the start of a run: on the plan that will run, or on a smaller one if that would
+take long.
+"""
 
 from __future__ import annotations
 
@@ -75,19 +76,20 @@ def _prove(schedule: Schedule, sizes: PipelineShape, start: int) -> CheckReport:
 
 
 def _num_batches(schedule: Schedule, sizes: PipelineShape) -> int:
-    """Batches after which a plan repeats itself: at once where it drains, else when the first has
-    left the pipeline, and with it the weights and gradients that it began with."""
+    """Return the batches after which a plan repeats itself: 2 if it drains; otherwise until the
+    first batch has left the pipeline, with the weights and gradients that it started with.
+    """
     return 2 if schedule.flush else 3 + -(-sizes.num_stages // sizes.num_microbatches)
 
 
 def enough(schedule: Schedule, sizes: PipelineShape) -> tuple[Schedule, PipelineShape]:
-    """The schedule and sizes themselves, or smaller ones that stand for them.
+    """Return the schedule and shape themselves, or smaller ones that stand for them.
 
     A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else
-    changes, and what happens at the ends of a batch. A pair leaves on every link and in every count
-    what it found, so a plan is right for any length of a stretch if it is for a length in which all
-    ranks are in it together. And the list of a rank depends on its distance to the last one, by
-    which only the warm-up grows; of three chunks the one between is any of those.
+    changes, and the ends of a batch. A pair leaves every link and every count as it found them, so
+    a plan is right for any length of a stretch if it is right for a length in which all ranks are
+    in the stretch together. The list of a rank depends on its distance to the last one, and only
+    the warm-up grows with it; of three virtual stages the middle one stands for any in between.
     """
     p = sizes.num_ranks
     m = sizes.num_microbatches

@@ -14,12 +14,12 @@ from hybridpar.schedules.simulate.simulated_rank import Rank, Wake
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """A collective of one batch: over once `size` ranks have issued it."""
+    """A collective of one batch: complete once `size` ranks have issued it."""
 
     kind: Kind
     batch: int
     size: int
-    issued: list[tuple[Rank, int]] = field(default_factory=list)  # who, and at which step
+    issued: list[tuple[Rank, int]] = field(default_factory=list)  # ranks, and at which step
     ready: float = 0.0
     end: float | None = None
 
@@ -28,8 +28,11 @@ class Collectives:
     """The collectives of all batches.
 
     Args:
+        ranks: The simulated ranks.
+        costs: Durations.
         ready: By rank, the time at which it has its first weights. None: at once.
-        exchanges: Where ranks compute nothing while they communicate.
+        exchanges: Given if ranks compute nothing while they communicate.
+        wake: Resumes a waiting rank.
     """
 
     def __init__(
@@ -61,17 +64,17 @@ class Collectives:
     # -- dependencies
 
     def gathered(self, rank: Rank, action: Action, start: float) -> float:
-        """Dependency of F: the replicas have gathered the newest weights, if it runs on these."""
+        """Dependency of F: the replicas have gathered the newest weights, if it uses these."""
         if action.version < self._newest[rank.index]:
             return start
         return max(start, self._gathered[rank.index])
 
     def reduced(self, rank: Rank, action: Action, start: float) -> float | None:
-        """Dependency of NORM that reads the result of its REDUCE."""
+        """Dependency of a NORM that reads the result of its REDUCE."""
         return self._once_over(rank, self._reduction(rank, action.microbatch), start)
 
     def normed(self, rank: Rank, action: Action, start: float) -> float | None:
-        """Dependency of HOST and UPDATE: the norm, or without one the rank's REDUCE."""
+        """Dependency of HOST and UPDATE: the norm, or without a norm the rank's REDUCE."""
         batch = action.microbatch
         if batch in self._normed[rank.index]:
             return self._once_over(rank, self._norm_of(batch), start)
@@ -86,14 +89,14 @@ class Collectives:
     # -- effects
 
     def reduce(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of REDUCE: takes part in it."""
+        """Effect of REDUCE: the rank joins it."""
         meeting = self._reduction(rank, action.microbatch)
         self._join(meeting, rank, step, rank.clock)
         if len(meeting.issued) == meeting.size:
             self._end(meeting, self._reduce_times[rank.index])
 
     def norm(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of NORM: takes part in it. It begins once every rank's REDUCE is over."""
+        """Effect of NORM: the rank joins it. It starts once every rank's REDUCE is complete."""
         batch = action.microbatch
         meeting = self._norm_of(batch)
         self._normed[rank.index].add(batch)
@@ -109,7 +112,7 @@ class Collectives:
         rank.ends[step] = self._gathered[rank.index]
 
     def reduction_end(self, rank: Rank, batch: int) -> float:
-        """Return when the rank's REDUCE of a batch is over, as far as that is known."""
+        """Return when the rank's REDUCE of a batch is complete, as far as known."""
         return self._reduction(rank, batch).end or 0.0
 
     def _join(self, meeting: Meeting, rank: Rank, step: int, ready: float) -> None:
@@ -117,7 +120,7 @@ class Collectives:
         meeting.ready = max(meeting.ready, ready)
 
     def _end(self, meeting: Meeting, duration: float) -> None:
-        """All ranks have joined: sets the end, and wakes those who wait for it."""
+        """Set the end, because all ranks have joined, and wake the ranks that wait for it."""
         meeting.end = meeting.ready + duration
         for member, step in meeting.issued:
             member.ends[step] = meeting.end
@@ -126,8 +129,9 @@ class Collectives:
                 self._exchanges.complete(member, meeting.end)
 
     def _reduction(self, rank: Rank, batch: int) -> Meeting:
-        """The REDUCE of a batch that the rank takes part in: with tied embeddings the first and the
-        last rank share one."""
+        """Return the REDUCE of a batch that the rank takes part in. With tied embeddings the first
+        and the last rank share one.
+        """
         if self._tied and rank.index in (0, len(self._ranks) - 1):
             return self._meeting(Kind.REDUCE, batch, 0, 2)
         return self._meeting(Kind.REDUCE, batch, rank.index, 1)

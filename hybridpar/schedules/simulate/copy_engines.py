@@ -1,19 +1,19 @@
-"""Engines that work beside a rank in the simulator: two copy engines, one each way, and the host.
+"""Engines that work in parallel to a rank in the simulator: two copy engines, one for each
+direction, and the host.
 
-Of a rank with a fast tier one engine brings items into it, the other writes them back.
+One engine of a rank with a fast tier loads items into it, the other writes them back.
 
     rank         F0            F0.1                                B0
     in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
     out                         |---- RELEASE2 ----------|
 
-Both take their moves in the order of the list. A FETCH waits until what left before it has made
-room, and so does an action that makes an item which was not there. What was not changed leaves in
-no time.
+Both take their moves in the order of the list. A FETCH waits until earlier evictions have freed
+enough memory, and so does an action that creates an item. Unchanged items are evicted in no time.
 
-So are what micro-batches keep from forward to backward, where it leaves meanwhile (OffloadEngines).
+Offloaded activations move in the same way (OffloadEngines).
 
-Where the host makes the new weights, gradients leave by one engine and the weights arrive by the
-other, group by group:
+With a host optimizer, gradients leave by one engine and new weights arrive by the other, group by
+group:
 
     rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
     to host           |-- 0 --||-- 1 --|
@@ -38,7 +38,11 @@ from hybridpar.schedules.simulate.shared_cores import Cores
 class CopyEngines:
     """The two engines of a rank, and the times from which its items are in the fast tier.
 
-    fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
+    Args:
+        residency: The items.
+        fetch: Time to load a MiB.
+        release: Time to write back a MiB.
+        calls: The rank's own time for a MiB, by kind.
     """
 
     def __init__(
@@ -61,21 +65,22 @@ class CopyEngines:
         self._in_free = self._out_free = 0.0
 
     def work(self, kind: Kind) -> list[float]:
-        """The rank's own time that an action of a kind takes at most, by item."""
+        """Return an upper bound of the rank's own time for an action of a kind, by item."""
         return [
             self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes
         ]
 
     def ready(self, action: Action) -> float:
-        """Time at which all is there that the action touches."""
+        """Return the time at which all items that the action accesses are resident."""
         if self._residency.moves(action):
             return 0.0
         arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
         return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Goes past an action: what is wrong with it, if anything is, and of a move its start and
-        its end."""
+        """Advance past an action; return its fault (empty if there is none) and, for a move, its
+        start and end.
+        """
         item = action.microbatch
         written = action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
         while self._leaving and self._leaving[0][0] <= now:
@@ -98,8 +103,9 @@ class CopyEngines:
         return "", now, now
 
     def _has_room(self, items: Sequence[int]) -> float:
-        """Time from which there is room for items that are not here, none of which is still
-        leaving."""
+        """Return the time from which there is memory for items that are not resident, when none of
+        them is still leaving.
+        """
         if not items:
             return 0.0
         found = max(self._gone.get(item, 0.0) for item in items)
@@ -142,8 +148,12 @@ class TieredReplicaEngines:
 
 
 class OffloadEngines:
-    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one
-    takes of each."""
+    """The two engines of a rank for activations.
+
+    Args:
+        offload: Time to write the activations of a micro-batch.
+        reload: Time to read them back.
+    """
 
     def __init__(self, offload: float, reload: float):
         self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
@@ -153,23 +163,29 @@ class OffloadEngines:
         ] = {}  # when the last move of a micro-batch of a stage is over
 
     def start(self, action: Action, now: float) -> float:
-        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is
-        over."""
+        """Start an OFFLOAD or RELOAD, after earlier ones of its kind; return the time at which it
+        is complete.
+        """
         over = max(now, self._free[action.kind]) + self._takes[action.kind]
         self._free[action.kind] = self._over[action.stage, action.microbatch] = over
         return over
 
     def ready(self, action: Action) -> float:
-        """Time at which nothing of this micro-batch is on its way."""
+        """Return the time at which no move of this micro-batch is under way."""
         return self._over.get((action.stage, action.microbatch), 0.0)
 
 
 class HostEngines:
     """The host of a rank, and the engines to and from it.
 
-    to_host, host, from_host: time that all groups take of each. shares: of each group. What leaves
-    takes the place of the same group of the batch before, once the host has read that; the host
-    begins a batch when it is told to.
+    Gradients overwrite the same group of the previous batch, once the host has read it; the host
+    starts a batch when `begin` is called.
+
+    Args:
+        to_host: Time to copy the gradients of all groups.
+        host: Time of the update of all groups.
+        from_host: Time to copy the weights of all groups.
+        shares: Relative size of each group.
     """
 
     def __init__(self, to_host: float, host: float, from_host: float, shares: Sequence[float]):
@@ -182,12 +198,12 @@ class HostEngines:
         self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
 
     def send(self, now: float) -> None:
-        """The gradients of a batch may leave."""
+        """Send the gradients of a batch."""
         for group, (takes, _, _) in enumerate(self._times):
             self._out_free = self._left[group] = max(now, self._out_free, self._read[group]) + takes
 
     def begin(self, now: float) -> float:
-        """The host may use them. Time at which all that it makes has arrived."""
+        """Let the host use the gradients; return the time at which all new weights have arrived."""
         for group, (_, takes, back) in enumerate(self._times):
             self._host_free = self._read[group] = (
                 max(now, self._host_free, self._left[group]) + takes
@@ -196,17 +212,17 @@ class HostEngines:
         return self._in_free
 
     def ready(self, group: int) -> float:
-        """Time at which a group of the weights has arrived."""
+        """Return the time at which a group of the weights has arrived."""
         return self._arrived[group]
 
 
 class BusyHost:
-    """A host whose copies and updates take the cores that ranks compute on: each is a piece of work
-    like theirs.
+    """A host whose copies and updates use the cores that ranks compute on: each is a piece of work
+    like the ranks' own.
 
-    As HostEngines, but for what is not known before it happens: `ready` is None until then, and
-    `arrived(when)` is called as each group arrives. times: of all groups, to the host, of the
-    update, and back.
+    It has the methods of HostEngines, but its times are not known in advance: `ready` is None until
+    a group has arrived, and `arrived(when)` is called then. times: of all groups, to the host, of
+    the update, and back.
     """
 
     def __init__(
@@ -230,12 +246,12 @@ class BusyHost:
         self._begun = 0
 
     def send(self, now: float) -> None:
-        """The gradients of a batch may leave."""
+        """Send the gradients of a batch."""
         self._queues[0] += [(group, now) for group in range(len(self._arrived))]
         self._start(now)
 
     def begin(self, now: float) -> float:
-        """The host may use them. A time before which nothing has arrived."""
+        """Let the host use the gradients; return a time before which nothing has arrived."""
         self._begun += 1
         for queue in self._queues[1:]:
             queue += [(group, now) for group in range(len(self._arrived))]
@@ -243,12 +259,12 @@ class BusyHost:
         return now
 
     def ready(self, group: int) -> float | None:
-        """Time at which a group of the weights has arrived; None: it has not."""
+        """Return the time at which a group of the weights has arrived; None if it has not."""
         return self._arrived[group] if self._done[-1][group] == self._begun else None
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was begun has arrived."""
+        """Whether all groups that were started have arrived."""
         return all(done == self._begun for done in self._done[-1])
 
     def _start(self, now: float) -> None:
@@ -261,9 +277,9 @@ class BusyHost:
                 )
 
     def _may_begin(self, row: int, group: int) -> bool:
-        """Whether a group may begin: gradients need the place of the batch before, which the host
-        has read; the rest, what
-        comes before it."""
+        """Return whether a group may start. Gradients need the buffer of the previous batch, which
+        the host must have read; the other rows need the previous row.
+        """
         done = [counts[group] for counts in self._done]
         return done[0] == done[1] if row == 0 else done[row - 1] > done[row]
 

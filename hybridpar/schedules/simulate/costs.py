@@ -94,8 +94,9 @@ class Costs:
     blocking: bool = False
 
     def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
-        """Rank's time that actions of a kind take, by stage and micro-batch; from the end on again
-        from the start. homes: ranks of the stages."""
+        """Return the rank's time of actions of a kind, by stage and micro-batch; the sequence
+        repeats at its end. homes: ranks of the stages.
+        """
         if kind in COMPUTE:
             means = self._means(kind, len(homes))
         else:
@@ -111,10 +112,10 @@ class Costs:
         ]
 
     def with_ranks_of(self, other: Costs, of_other: Sequence[bool], homes: Sequence[int]) -> Costs:
-        """Return these costs with what actions of some ranks take from `other`.
+        """Return these costs with the action times of some ranks taken from `other`.
 
         Args:
-            other: Costs of the same sizes. What goes on beside the actions is left as it is.
+            other: Costs for the same shape. Times of asynchronous work are not taken from it.
             of_other: For each rank, whether it is one of these.
             homes: Ranks of the stages.
         """
@@ -168,7 +169,7 @@ class Costs:
 
 
 def expand(cost: PerStage | PerLink, size: int) -> Sequence[float]:
-    """One number for each stage or link."""
+    """Return one number for each stage or link."""
     if isinstance(cost, int | float):
         return [cost] * size
     assert len(cost) == size, f"{len(cost)} costs for {size} stages"

@@ -29,7 +29,7 @@ class Exchanges:
         self._wake = wake
 
     def finished(self, rank: Rank, action: Action, start: float) -> float | None:
-        """Dependency of every action: the exchange is over, unless the action continues it."""
+        """Dependency of every action: the exchange is complete, unless the action continues it."""
         exchange = self._current[rank.index]
         if exchange is None:
             return start
@@ -44,14 +44,14 @@ class Exchanges:
         return max(start, rank.clock)
 
     def join(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of SEND, RECV and REDUCE: begins an exchange, or continues it."""
+        """Effect of SEND, RECV and REDUCE: start an exchange, or continue it."""
         exchange = self._current[rank.index]
         if exchange is None:
             exchange = self._current[rank.index] = Exchange(ACTION_SPECS[action.kind].peer_offset)
         exchange.left += 1
 
     def complete(self, rank: Rank, when: float) -> None:
-        """Note that one of the rank's transfers, or its REDUCE, is over."""
+        """Note that one of the rank's transfers, or its REDUCE, is complete."""
         exchange = self._current[rank.index]
         if exchange is None:
             return

@@ -1,6 +1,7 @@
-"""Connects ranks with the engines beside them, in the simulator: hosts that make weights, items of
-state that are fetched and released, activations that are offloaded. The engines are in
-copy_engines.py and shared_items.py."""
+"""Connect ranks with their engines in the simulator: hosts that update weights, items of state that
+are fetched and released, activations that are offloaded. The engines are in copy_engines.py and
+shared_items.py.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ class OffloadedActivations:
         self._engines = [OffloadEngines(offload, reload) for offload, reload in times]
 
     def ready(self, rank: Rank, action: Action, start: float) -> float:
-        """Dependency of EVICT and of what reads activations: nothing of them is on its way."""
+        """Dependency of EVICT and of actions that read activations: no move of them is under
+        way.
+        """
         return note_stall(rank, start, self._engines[rank.index].ready(action))
 
     def move(self, rank: Rank, action: Action, step: int) -> None:
@@ -133,7 +136,8 @@ class OffloadedActivations:
 
 class MovedItems:
     """The engines of all ranks that fetch and release items of their state, or gather and reduce
-    what replicas share."""
+    items that replicas shard.
+    """
 
     def __init__(
         self,
@@ -149,14 +153,18 @@ class MovedItems:
         return bool(self._engines)
 
     def ready(self, rank: Rank, action: Action, start: float) -> float:
-        """Dependency of what touches or moves items: all that it needs is there."""
+        """Dependency of actions that access or move items: all items that they need are
+        resident.
+        """
         engines = self._engines.get(rank.index)
         return start if engines is None else note_stall(rank, start, engines.ready(action))
 
     def follow(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of what touches or moves items: a move starts, what is made is in the fast tier.
+        """Effect of actions that access or move items: a move starts, and created items are in the
+        fast tier.
 
-        Raises: StuckError if the action cannot run with the items that are there.
+        Raises:
+            StuckError: The action cannot run with the resident items.
         """
         engines = self._engines.get(rank.index)
         if engines is None:

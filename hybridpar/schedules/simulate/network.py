@@ -1,11 +1,11 @@
-"""Links that transfers share, in the simulator: the rate of each changes whenever another one
-starts or ends.
+"""Links that transfers share, in the simulator: the rate of each transfer changes whenever another
+one starts or ends.
 
     rate of a transfer (share of it done in a second) = smallest, over the links it crosses, of
         bandwidth of the link / bytes of all transfers now on it
 
-So equal messages share a link equally, and the messages of all replicas of a stage, which run in
-step, are one transfer.
+So equal transfers share a link equally, and the transfers of all replicas of a stage, which run in
+step, count as one.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Wires:
     def add(
         self, start: float, load: Mapping[Hashable, float], done: Callable[[float], None]
     ) -> None:
-        """Calls `done(when)` once a transfer that starts at `start` is over."""
+        """Call `done(when)` once a transfer that starts at `start` is complete."""
         self._number += 1
         heappush(self._due, (start, self._number, _Flow(load, done)))
 
     def step(self) -> bool:
-        """Goes on to the next start or end; False if nothing is left."""
+        """Advance to the next start or end; return False if nothing is left."""
         ends = [self._now + flow.left / flow.rate for flow in self._flows]
         until = min([*ends, *(start for start, _, _ in self._due[:1])], default=inf)
         if until == inf:

@@ -38,9 +38,7 @@ _WORTH_OF_TWO = 1.02
 def predict_timeline(
     options: ScheduleOptions, sizes: PipelineShape, costs: Costs, num_batches: int = 0
 ) -> Timeline:
-    """Simulates so many batches (0: enough for a steady state, in which all that varies has its
-    turn).
-
+    """Simulate so many batches (0: enough for a steady state in which all variations occur).
     Raises: ConfigError.
     """
     varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
@@ -56,10 +54,11 @@ def predict_timeline(
 
 
 def predict_step_time(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
-    """Steady-state time of a batch, from as few micro-batches and batches as show it.
+    """Return the steady-state time of a batch, from as few micro-batches and batches as show it.
 
-    Where the pipeline never drains, each micro-batch more than fill it takes what the one
-    before took; where few of them wait for a reduction that more would hide, all are simulated.
+    If the pipeline never drains, each further micro-batch takes as long as the previous one. If a
+    few of them would wait for a reduction that more would hide, all are simulated.
+
     Raises: ConfigError.
     """
     m = sizes.num_microbatches
@@ -88,12 +87,12 @@ def predict_step_time(options: ScheduleOptions, sizes: PipelineShape, costs: Cos
 
 
 def _batch(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> tuple[Timeline, float]:
-    """A timeline of a schedule that drains, and what a batch takes of it.
+    """Return a timeline of a schedule that drains, and the time of a batch in it.
 
-    With a NORM all ranks begin their updates at once, and nothing else is under way then: what
-    follows until the next ones is a batch. Where work shares cores with an update, or receives
-    that are posted before it take time, or word of them longer than a forward, more are
-    simulated.
+    With a NORM all ranks start their updates at once, and nothing else is under way then, so one
+    batch lasts until the next updates. More batches are simulated if work shares cores with an
+    update, or if receives that are posted before it take time, or if the sender knows of them later
+    than a forward.
     """
     calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
     far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
@@ -125,8 +124,9 @@ def _endless(options: ScheduleOptions, sizes: PipelineShape, costs: Costs, m: in
 
 
 def extended(takes: Callable[[int], float], sizes: PipelineShape, few: int, least: float) -> float:
-    """The time of a batch from that of `few` micro-batches, and of some more: or of all, where each
-    of these takes less than `least`, as the costliest rank works."""
+    """Return the time of a batch, extrapolated from `few` micro-batches and some more. All are
+    simulated if each additional one takes less than `least`, the time of the costliest rank.
+    """
     m = sizes.num_microbatches
     if few >= m:
         return takes(m)
@@ -156,8 +156,9 @@ def _kept_plan(options: ScheduleOptions, sizes: PipelineShape, num_batches: int)
 def exposed_on_host(
     options: ScheduleOptions, sizes: PipelineShape, costs: Costs, parts: int | Division
 ) -> tuple[float, float]:
-    """Steady-state time of a step whose weights the host makes, and how much longer that is than
-    with a host that takes no time. Raises: ConfigError."""
+    """Return the steady-state time of a step with a host optimizer, and how much longer that is
+    than with a host that takes no time. Raises: ConfigError.
+    """
     plan = make_plan(options.steady, sizes, 0, _STEADY_BATCHES, parts)
     times = [
         simulate(plan, one).step_time(sizes.num_microbatches)
@@ -167,11 +168,11 @@ def exposed_on_host(
 
 
 def smallest_early_switch(costs: Costs, sizes: PipelineShape, options: ScheduleOptions) -> int:
-    """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 %
-    of the paper's rule.
+    """Return the smallest L of 2bw's early switch that costs no time: its simulated step takes at
+    most 1 % longer than with the paper's rule.
 
-    options: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run
-    on these sizes.
+    options: options of 2bw, whose early switch is ignored. Raises: ConfigError if it cannot run on
+    this shape.
     """
     rule = replace(options, early_switch=None)
     m = sizes.num_microbatches
@@ -195,19 +196,22 @@ def free_to_leave(
     resident: Costs | None = None,
     at_most: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """For each rank, how many micro-batches may be away at once so that the simulated step takes
-    within 1 % of one with all in memory. The most on the first rank, where most are in flight, then
-    on the next.
+    """Return, for each rank, how many micro-batches may be offloaded at once so that the simulated
+    step takes at most 1 % longer than with all in memory. The first rank, which has most in flight,
+    gets as many as possible, then the next one.
 
-    A block may so leave where both copies fit between its forward and its backward, and the engines
-    have time for all that do.
+    Activations can be offloaded at no cost if both copies fit between forward and backward, and the
+    engines have time for all copies.
 
     Args:
-        costs: With what a micro-batch takes to leave and to come back.
-        resident: Costs of the ranks of which nothing leaves, where these were measured in a trial
-            of their own, such as with CUDA graphs. Two trials never take the same time, so the step
-            may then take 2 % longer.
-        at_most: Numbers that the slow tier has room for, by rank.
+        costs: Include the times of offloading and reloading a micro-batch.
+        sizes: The shape of the pipeline.
+        options: Options of the schedule.
+        resident: Costs of ranks that offload nothing, if these were measured in a separate trial,
+            such as with CUDA graphs. Two trials never take the same time, so the step may then take
+            2 % longer.
+        at_most: Numbers that fit into the slow tier, by rank.
+
     Raises: ConfigError.
     """
     schedule = make_schedule(options)
@@ -232,10 +236,10 @@ def free_to_leave(
 
 
 def _largest(holds: Callable[[int], bool], bound: int) -> int:
-    """Return the largest number up to `bound` for which `holds`, which it does for 0.
+    """Return the largest number up to `bound` for which `holds`, which is true for 0.
 
-    Step times are not monotone, as which micro-batches leave depends on the number. Where trying
-    all would take long, one is found for which it holds, and does not for the next.
+    Step times are not monotone, because the number decides which micro-batches are offloaded. If
+    trying all would take long, return one for which it holds while it does not hold for the next.
     """
     if bound <= _ALL_TRIED:
         return next(number for number in range(bound, -1, -1) if holds(number))
@@ -254,7 +258,7 @@ def time_with_away(
     *,
     resident: Costs | None = None,
 ) -> float:
-    """Return the steady-state time of a step with so many micro-batches of each rank away.
+    """Return the steady-state time of a step with so many micro-batches of each rank offloaded.
 
     resident: as in `free_to_leave`. Raises: ConfigError.
     """

@@ -47,7 +47,7 @@ class SendWindow:
         self._unfinished = [deque[tuple[Channel, int]]() for _ in ranks]
 
     def oldest_send_finished(self, rank: Rank, action: Action, start: float) -> float | None:
-        """Dependency of every action: no more sends than the window has room for are unfinished."""
+        """Dependency of every action: no more sends are unfinished than the window allows."""
         unfinished = self._unfinished[rank.index]
         while len(unfinished) > self.width:
             channel, number = unfinished[0]

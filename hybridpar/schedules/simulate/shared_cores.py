@@ -24,12 +24,12 @@ class Cores:
         self._number = 0  # only keeps the heaps from comparing callables
 
     def add(self, start: float, work: float, done: Callable[[float], None]) -> None:
-        """Calls `done(when)` once a piece of work that may start at `start` is done."""
+        """Call `done(when)` once a piece of work that may start at `start` is done."""
         self._number += 1
         heappush(self._due, (start, self._number, work, done))
 
     def step(self) -> bool:
-        """Goes on to the next start or end; False if nothing is left."""
+        """Advance to the next start or end; return False if nothing is left."""
         due = self._due
         running = self._running
         if not running and not due:

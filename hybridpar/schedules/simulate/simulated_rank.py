@@ -1,7 +1,7 @@
 """A rank in the simulator, and the two kinds of functions that connect it with the others.
 
-A dependency says when an action can start, an effect what follows once the rank has done its part
-of it. The rules of a kind of action (simulator.py) are lists of both.
+A dependency says when an action can start, and an effect applies its consequences after the rank's
+own time for it. The rules of a kind of action (simulator.py) are lists of both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Wake = Callable[[Rank, object], None]
 
 
 class StuckError(HybridparError):
-    """A plan cannot go on: `waiting` says, by rank, at which step and for what."""
+    """A plan cannot continue: `waiting` says, by rank, at which step and for what."""
 
     def __init__(self, waiting: Mapping[int, tuple[int, str]]):
         self.waiting = waiting

@@ -76,13 +76,18 @@ def simulate(
     residency: Mapping[int, Residency | SharedItems] | None = None,
     ready: Sequence[float] | None = None,
 ) -> Timeline:
-    """Runs a lowered plan (`lowering.make_plan`) with the given costs (default: a forward takes 1,
-    a backward 2).
+    """Simulate a lowered plan (`lowering.make_plan`) with the given costs (default: a forward takes
+    1, a backward 2).
 
-    residency: by rank, the items that the plan moves between tiers or replicas; without it, moves
-    take no time. ready: by rank, the time at which it has its first weights; None: at once.
+    Args:
+        plan: The plan.
+        costs: The costs.
+        residency: By rank, the items that the plan moves between tiers or replicas; without it,
+            moves take no time.
+        ready: By rank, the time at which it has its first weights; None: at once.
 
-    Raises: StuckError if a rank waits for something that never comes.
+    Raises:
+        StuckError: A rank waits for something that never comes.
     """
     assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
     machine = _Machine(plan, costs or Costs(), residency or {}, ready)
@@ -132,7 +137,7 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _OfFirstPart:
-    """A dependency of the first part to run of actions that are cut into parts."""
+    """A dependency that applies only to the first segment of an action."""
 
     dependency: Dependency
     parts: Sequence[PartCounts]
@@ -144,7 +149,7 @@ class _OfFirstPart:
 
 @dataclass(frozen=True)
 class _OfLastPart:
-    """An effect of the last part to run."""
+    """An effect that applies only to the last segment of an action."""
 
     effect: Effect
     parts: Sequence[PartCounts]
@@ -205,7 +210,9 @@ class _Machine:
     # -- rules
 
     def _dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
-        """Return what an action of a kind waits for. Those that set the rank's clock come first."""
+        """Return what an action of a kind waits for. Dependencies that set the rank's clock come
+        first.
+        """
         row = ACTION_SPECS[kind]
         found: list[Dependency] = []
         if self.window is not None:
@@ -229,7 +236,7 @@ class _Machine:
         return tuple(found)
 
     def _effects(self, kind: Kind) -> tuple[Effect, ...]:
-        """Return what follows an action of a kind."""
+        """Return the effects of an action of a kind."""
         row = ACTION_SPECS[kind]
         found: list[Effect] = []
         if row.matching_recv and self.window is not None:
@@ -270,7 +277,7 @@ class _Machine:
         ]
 
     def _touches_items(self, kind: Kind) -> bool:
-        """Whether actions of a kind, which is no move, touch items of the rank's state."""
+        """Return whether actions of a kind, which is no move, access items of the rank's state."""
         return kind is Kind.NORM or kind not in BESIDE
 
     def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
@@ -335,7 +342,7 @@ class _Machine:
                 effect(rank, action, step)
 
     def _done(self, rank: Rank, now: float) -> None:
-        """The work of the rank's action is done."""
+        """Complete the rank's current action, whose work is done."""
         step = len(rank.starts) - 1
         action = rank.actions[step]
         rank.clock = now
@@ -346,7 +353,7 @@ class _Machine:
         self.runnable.append(rank)
 
     def _arrived(self, channel: Channel, when: float) -> None:
-        """A transfer has arrived: both ends may go on."""
+        """Wake both ends of a transfer that has arrived."""
         self._wake(channel.receiver, channel)
         if self.window is not None:
             self.window.arrived(channel.sender)

@@ -30,8 +30,9 @@ _TO_SETTLE = 8
 
 
 def fewer(schedule: Schedule, sizes: PipelineShape) -> Iterator[int]:
-    """Numbers of micro-batches, fewer than those of the batch, whose timeline may prove what more
-    of them take."""
+    """Yield numbers of micro-batches, fewer than the batch has, whose timeline may prove the time
+    of additional ones.
+    """
     p = sizes.num_ranks
     m = sizes.num_microbatches
     if schedule.order or schedule.activations or (sizes.is_ring and m % p):
@@ -54,8 +55,9 @@ def fewer(schedule: Schedule, sizes: PipelineShape) -> Iterator[int]:
 
 
 def time_of_more(timeline: Timeline, schedule: Schedule, sizes: PipelineShape) -> float | None:
-    """Time that each more micro-batch adds to a batch of a timeline of these sizes that drains;
-    None: does not show."""
+    """Return the time that each additional micro-batch adds to a batch, from a timeline of this
+    shape that drains; None if the timeline does not show it.
+    """
     alike = _alike(sizes)
     number = sizes.num_microbatches * sizes.chunks
     stop = number - schedule.warmup(sizes, 0)
@@ -81,11 +83,11 @@ def time_of_more(timeline: Timeline, schedule: Schedule, sizes: PipelineShape) -
 
 
 def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
-    """The time of a batch, if every forward and backward of the last batch but one began as long
-    after its counterpart in the batch before, on all ranks: then all that follows does. None: they
-    did not.
+    """Return the time of a batch, if every forward and backward of the last batch but one starts
+    equally long after its counterpart in the previous batch, on all ranks: then all later ones do.
+    None otherwise.
 
-    For plans whose stages have no more than a batch in flight, and do not drain before the end.
+    For plans whose stages have at most one batch in flight, and do not drain before the end.
     """
     m = num_microbatches
     end = max(action.microbatch for action in timeline.plan[0] if action.kind is Kind.F) + 1
@@ -107,15 +109,15 @@ def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
 
 
 def _delay(schedule: Schedule, sizes: PipelineShape) -> int:
-    """The most slices by which gradients of weights come later."""
+    """Return the most slices by which weight gradients are delayed."""
     return max(schedule.weight_delay(sizes, rank) for rank in range(sizes.num_ranks))
 
 
 def _alike(sizes: PipelineShape) -> int:
-    """Slices after which what a rank does repeats itself."""
+    """Return the number of slices after which a rank's work repeats."""
     return sizes.num_stages if sizes.is_ring else 1
 
 
 def _window(sizes: PipelineShape) -> int:
-    """Slices that must be as long after those alike."""
+    """Return the number of slices that must repeat with an equal time difference."""
     return 2 * sizes.num_ranks + _BACK if sizes.is_ring else _BACK

@@ -14,18 +14,17 @@ from hybridpar.schedules.sizes import PipelineShape
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Times at which each action of a plan ran: from `starts[rank][i]` on the rank itself did
-    `plan[rank][i]`, until `returns[rank][i]`; from then on it did other things. At `ends[rank][i]`
-    the action was complete.
+    """Times at which each action of a plan ran.
 
-    A computation returns when it is complete, what goes on BESIDE the rank's work as soon as it is
-    issued, and UPDATE when the weights are made, which other ranks may still have to gather.
-    `returns` left out: the actions that start something take none of the rank's time, and all
-    others return at their end.
+    `plan[rank][i]` used the rank's own time from `starts[rank][i]` until `returns[rank][i]`, and
+    was complete at `ends[rank][i]`. A computation returns when it is complete, an asynchronous
+    action as soon as it is issued, and UPDATE when the weights are made, which other ranks may
+    still have to gather. Without `returns`, asynchronous actions take none of the rank's time, and
+    all others return at their end.
 
-    stalls: by rank and step, where it is more than none: of a computation how long it waited for
-    items of the rank's state or activations alone, and so of an EVICT; of a FETCH or RELEASE how
-    long after its call the engine took it up.
+    stalls: by rank and step, if not zero: for a computation or an EVICT, how long it waited for
+    items of the rank's state or activations alone; for a FETCH or RELEASE, the time from its call
+    until the engine started it.
     """
 
     plan: Plan
@@ -36,7 +35,7 @@ class Timeline:
     stalls: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     def actions(self, rank: int) -> Iterator[tuple[Action, float, float, float]]:
-        """Each action of a rank: start, return, end."""
+        """Yield each action of a rank with start, return and end."""
         starts = self.starts[rank]
         ends = self.ends[rank]
         returns = (
@@ -51,7 +50,7 @@ class Timeline:
 
     @property
     def sizes(self) -> PipelineShape:
-        """Ranks and stages of the plan, and which holds which."""
+        """Shape of the pipeline, found from the plan."""
         return PipelineShape.found(
             {
                 action.stage: rank
@@ -64,12 +63,13 @@ class Timeline:
 
     @property
     def rank_name(self) -> str:
-        """Word for a rank in pictures: stage, where each holds one."""
+        """Word for a rank in pictures: stage, if each holds one."""
         return self.sizes.rank_name
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """Each action of a rank as pictures show it: start and end; of an update, the end of the
-        rank's own work."""
+        """Yield each action of a rank with the start and end that pictures show; for an update, the
+        end of the rank's own work.
+        """
         for (action, start, done, end), stall in zip(
             self.actions(rank), self._stalls(rank), strict=True
         ):
@@ -96,7 +96,7 @@ class Timeline:
         return Timeline(self.plan, starts, ends, by * self.makespan, returns, stalls)
 
     def busy(self, rank: int, since: float = 0.0, until: float = inf) -> float:
-        """Time in [since, until] that the rank itself spends on actions."""
+        """Return the time in [since, until] that the rank itself spends on actions."""
         return sum(
             max(0.0, min(done, until) - max(start, since))
             for _, start, done, _ in self.actions(rank)
@@ -104,19 +104,22 @@ class Timeline:
         )
 
     def item_waits(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """Each action of a rank that waits for items: its start, and how long it waits before
-        that."""
+        """Yield each action of a rank that waits for items: its start, and how long it waits before
+        that.
+        """
         for step, stall in self.stalls.get(rank, {}).items():
             if self.plan[rank][step].kind not in PER_ITEM:
                 yield self.plan[rank][step], self.starts[rank][step], stall
 
     def idle_share(self, rank: int, since: float = 0.0, until: float | None = None) -> float:
-        """Share of [since, until] (default: all) in which the rank does nothing (its bubble)."""
+        """Return the share of [since, until] (default: all) in which the rank is idle (its
+        bubble).
+        """
         until = self.makespan if until is None else until
         return 1 - self.busy(rank, since, until) / (until - since) if until > since else 0.0
 
     def batch_starts(self, num_microbatches: int) -> list[float]:
-        """Times at which rank 0 begins the first forward of each batch."""
+        """Return the times at which rank 0 starts the first forward of each batch."""
         return [
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)
@@ -127,13 +130,13 @@ class Timeline:
         ]
 
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
-        """A stretch of whole batches in the steady state, as rank 0 begins them: since when, until
-        when, how many.
+        """Return a stretch of complete batches in the steady state, as rank 0 starts them: start,
+        end, and number of batches.
 
-        One that the plan drains before and behind, where it has begun to repeat itself. Else the
-        second half of the plan without its last batch, so fill and drain do not count; that needs
-        at least four batches, and schedules with a long pipeline of few micro-batches need more to
-        settle.
+        If the plan drains before and after a batch and repeats itself, that batch. Else the second
+        half of the plan without its last batch, so that fill and drain do not count; that needs at
+        least four batches, and schedules with a long pipeline of few micro-batches need more to
+        become steady.
         """
         if repeating := self.drained(num_microbatches):
             return *repeating[0], 1
@@ -143,13 +146,14 @@ class Timeline:
         return starts[middle], starts[-1], len(starts) - 1 - middle
 
     def step_time(self, num_microbatches: int) -> float:
-        """Steady-state time of a batch: from the start of its first forward on rank 0 to that of
-        the next batch."""
+        """Return the steady-state time of a batch: from the start of its first forward on rank 0 to
+        the start of the next batch.
+        """
         since, until, num_batches = self.steady(num_microbatches)
         return (until - since) / num_batches
 
     def steady_step(self, num_microbatches: int) -> tuple[float, tuple[float, ...]]:
-        """Steady-state time of a batch, and the idle share of each rank meanwhile."""
+        """Return the steady-state time of a batch, and the idle share of each rank in it."""
         windows = self.drained(num_microbatches)
         num_batches = 1
         if not windows:
@@ -162,13 +166,13 @@ class Timeline:
         )
 
     def drained(self, num_microbatches: int) -> list[tuple[float, float]]:
-        """A batch on each rank, from its update of the batch before to its own, if all that follows
-        repeats it; else nothing.
+        """Return a batch on each rank, from the previous batch's update to its own, if all later
+        batches repeat it; else nothing.
 
-        So it does where ranks begin a batch once they have made the update of the one before, and
-        all of them end it as long after that: how far they are apart is all that a batch has of the
-        past. It is the second, or the last but one: the last posts no receives for another, which
-        take time only where calls do.
+        They do if ranks start a batch once they have made the previous update, and all of them end
+        it equally long after that, because a batch depends on the past only through the time
+        differences between ranks. It is the second batch, or the last but one: the last posts no
+        receives for another, which take time only if calls do.
         """
         windows = []
         took = []
@@ -196,7 +200,9 @@ class Timeline:
         return windows if took and max(took) - min(took) <= SAME * self.makespan else []
 
     def peak_live(self, rank: int, num_microbatches: int) -> Live:
-        """The most activations, weight versions and gradients that the rank holds at once."""
+        """Return the most activations, weight versions and gradients that the rank holds at
+        once.
+        """
         return peak_live(self.plan[rank], num_microbatches)
 
 

@@ -19,7 +19,9 @@ from hybridpar.schedules.sizes import PipelineShape
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Transfers that one rank has issued and that are not over: channel, and step of the rank."""
+    """Transfers that one rank has issued and that are not complete: channel, and step of the
+    rank.
+    """
 
     pending: deque[tuple[Channel, int]] = field(default_factory=deque)
     free: float = 0.0  # when the last one was over
@@ -45,11 +47,14 @@ class Channel:
 
 
 class Transfers:
-    """All channels, each with the order that its ends have issued transfers in. homes: ranks of the
-    stages.
+    """All channels, each with the order in which its ends have issued transfers.
 
-    arrived(channel, when): is told of what has arrived. Where cores or links are shared, they say
-    how long that takes.
+    Args:
+        ranks: The simulated ranks.
+        sizes: The shape of the pipeline.
+        homes: Ranks of the stages.
+        costs: Durations. Shared cores or links decide how long transfers take.
+        arrived: Called with the channel and the time of each arrival.
     """
 
     def __init__(
@@ -81,8 +86,9 @@ class Transfers:
         }
 
     def _channels(self, flow: int) -> list[Channel | None]:
-        """The channel that flows that way into each stage; none where it begins, or the rank hands
-        over to itself."""
+        """Return the channel in this direction into each stage; None at the first stage, or if the
+        rank hands over to itself.
+        """
         costs = self.costs
         sizes = self.sizes
         links = self.sizes.num_links
@@ -127,7 +133,7 @@ class Transfers:
         return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
 
     def received(self, rank: Rank, action: Action, start: float) -> float | None:
-        """Dependency of F, B and I: what the stage beside has sent is there."""
+        """Dependency of F, B and I: the neighbour's transfer has arrived."""
         channel = self.incoming[action.kind][action.stage]
         if channel is None:
             return start
@@ -139,7 +145,7 @@ class Transfers:
         return max(start, arrival)
 
     def send(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of SEND: issues its transfer."""
+        """Effect of SEND: issue its transfer."""
         channel = self.outgoing[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to send to"
         channel.num_sent += 1
@@ -147,7 +153,7 @@ class Transfers:
         self._transfer(channel)
 
     def post(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of RECV: posts it."""
+        """Effect of RECV: post it."""
         channel = self.incoming[action.kind][action.stage]
         assert channel is not None, f"{action} has no stage to receive from"
         channel.num_posted += 1
@@ -155,8 +161,9 @@ class Transfers:
         self._transfer(channel)
 
     def _transfer(self, channel: Channel) -> None:
-        """Runs the channel's next transfer if it is first in line at both ends, and those that it
-        was in the way of."""
+        """Run the channel's next transfer if it is first in line at both ends, and the transfers
+        that it has blocked.
+        """
         freed = [channel]
         while freed:
             channel = freed.pop()
@@ -191,7 +198,7 @@ class Transfers:
                 self._transfer(queue.pending[0][0])
 
     def _arrive(self, channel: Channel, start: float) -> None:
-        """The channel's first transfer occupies the link from `start` on."""
+        """Let the channel's first transfer occupy the link from `start` on."""
         sender = channel.sender
         receiver = channel.receiver
         (_, sent), (_, posted) = channel.sends.pending.popleft(), channel.receives.pending.popleft()

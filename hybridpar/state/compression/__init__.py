@@ -1,5 +1,6 @@
-"""Sums of gradients over replicas in fewer bytes: a batch sends a part, the rest is added to the
-next gradient."""
+"""Compressed all-reduce of gradients: a batch sends a part of the gradient, and the unsent rest is
+added to the next gradient (error feedback).
+"""
 
 from hybridpar.state.compression.exchange import Compression, Exchange
 

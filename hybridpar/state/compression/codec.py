@@ -1,4 +1,6 @@
-"""The base of codecs of messages between stages, and the codecs that several methods share."""
+"""The base class of codecs for activations and gradients between stages, and codecs that several
+methods share.
+"""
 
 from __future__ import annotations
 
@@ -19,41 +21,44 @@ class Codec(ABC):
     """Turns rows of numbers into bytes, and back. Both ways depend only on their arguments.
 
     Attributes:
-        follows: It sends a gradient's numbers at the places of those that were sent of the
-            activation, which both ends of the link know: see `at`.
+        follows: The codec sends a gradient's numbers at the indices that were sent of the
+            activation. Both ends of the link know these indices: see `at`.
     """
 
     follows: ClassVar[bool] = False
 
     @abstractmethod
     def row_bytes(self, cols: int) -> int:
-        """Bytes of a row of `cols` numbers."""
+        """Return the bytes of a row of `cols` numbers."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """The bytes of `x`, which do not keep it alive. Shapes: [rows, cols] -> uint8 [rows,
-        row_bytes(cols)]."""
+        """Return the encoded bytes of `x`. They do not keep `x` alive. Shapes: [rows, cols] ->
+        uint8 [rows, row_bytes(cols)].
+        """
 
     @abstractmethod
     def decode_(self, x: Tensor, message: Tensor) -> None:
-        """Fills x [rows, cols] from `message` [rows, row_bytes(cols)]."""
+        """Fill x [rows, cols] from `message` [rows, row_bytes(cols)]."""
 
     def for_gradients(self) -> Codec:
-        """The codec of gradients where that of activations is this one."""
+        """Return the codec of gradients if activations use this codec."""
         return self
 
     def places(self, message: Tensor, cols: int) -> Tensor | None:
-        """The places of a message's numbers, for a codec that `follows`: a copy."""
+        """Return a copy of the indices of a message's numbers, for a codec that `follows`."""
         return None
 
     def at(self, places: Tensor | None) -> Codec:
-        """The codec of the gradient of an activation whose numbers were sent at `places`."""
+        """Return the codec for the gradient of an activation whose numbers were sent at these
+        indices.
+        """
         return self
 
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Numbers of a narrower type."""
+    """Casts numbers to a narrower type."""
 
     dtype: torch.dtype
 
@@ -69,7 +74,7 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class BlockQuantized(Codec):
-    """Blocks of integers with a scale each (ops.quantize)."""
+    """Sends blocks of integers with one scale each (ops.quantize)."""
 
     bits: int
     rotate: bool = False
@@ -87,22 +92,28 @@ class BlockQuantized(Codec):
 
 @dataclass(frozen=True)
 class KeptShare(Codec):
-    """Keeps a share of a row's numbers, of this dtype. rounded: they are sent as bfloat16."""
+    """Base of codecs that keep a share of each row's numbers.
+
+    Attributes:
+        share: The share of numbers that are kept.
+        dtype: Type of the numbers.
+        rounded: Numbers are sent as bfloat16.
+    """
 
     share: float
     dtype: torch.dtype
     rounded: bool = False
 
     def kept(self, cols: int) -> int:
-        """Numbers that are sent of a row of `cols`."""
+        """Return how many numbers of a row of `cols` are sent."""
         return max(1, round(self.share * cols))
 
     def values(self, cols: int) -> int:
-        """Bytes of these numbers."""
+        """Return the bytes of the numbers that are sent of a row of `cols`."""
         return self.kept(cols) * value_bytes(self.dtype, self.rounded)
 
 
 def kept_share(config: Config) -> tuple[float, torch.dtype, bool]:
-    """The arguments of a `KeptShare` that the settings say."""
+    """Return the arguments of `KeptShare` from the configuration."""
     settings = config.compression
     return settings.messages_kept, DTYPES[config.train.dtype], settings.messages_values == "bf16"

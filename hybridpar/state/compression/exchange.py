@@ -1,13 +1,13 @@
-"""Chooses the parameters to compress, and exchanges their buckets beside training.
+"""Choose the parameters to compress, and all-reduce their buckets while training continues.
 
-    REDUCE(t)   G(t) + E(t) encoded, bucket by bucket; messages start
-    later       next steps of the exchange, where replicas' plans have them: at the first backward
-                of batch t+1
-    NORM(t)     the sums of the decoded messages are in the place of the gradients
+    REDUCE(t)   G(t) + E(t) is encoded bucket by bucket, and messages start
+    later       the next steps of the exchange, where the plans of all replicas have them: at the
+                first backward of batch t+1
+    NORM(t)     the sums of the decoded messages have replaced the gradients
     UPDATE(t)   the unsent rest becomes E(t+1); after a skipped step E(t+1) = E(t)
 
-With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of
-a decoded sum. If gradients are factors, there is no other memory of them.
+With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own shard
+of a decoded sum. If gradients are factors, no other memory holds them.
 
 Every message goes to all ranks, which add them in rank order, so replicas stay equal to the bit.
 Later messages of tied weights leave at NORM, as the plans of their two stages differ before that.
@@ -37,9 +37,12 @@ from hybridpar.state.residency.shares import Shares
 
 
 class Exchange:
-    """The steps of a bucket's sum, one at a time; wait for it as for a Work.
+    """The steps of one bucket's all-reduce, taken one at a time; wait for it as for a Work.
 
-    rounds: most messages that follow each other. over_stages: ranks of several stages take part.
+    Args:
+        steps: Yields the communication of each step.
+        rounds: Upper bound of the number of messages that follow each other.
+        over_stages: Ranks of several stages take part.
     """
 
     def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
@@ -49,12 +52,12 @@ class Exchange:
         self._work: Work | Works | None = next(steps)
 
     def proceed(self) -> None:
-        """Waits for the message under way and sends the next one, if there is another."""
+        """Wait for the message under way and send the next one, if there is another."""
         if self.rounds > 1 and self._work is not None:
             self._advance()
 
     def wait(self) -> None:
-        """Returns once the sum is there."""
+        """Return once the bucket has been all-reduced."""
         while self._work is not None:
             self._advance()
 
@@ -65,17 +68,25 @@ class Exchange:
         self.rounds = self.rounds - 1
 
     def is_done(self) -> bool:
-        """Whether what has been started is over."""
+        """Return whether the communication started so far is complete."""
         return self._work is None or self._work.is_done()
 
 
 class Compression:
-    """Compressed sums of the gradients of a partition.
+    """Compressed all-reduce of the gradients of a partition.
 
-    Parameters of at least `gradients_smallest` elements that are summed over several ranks are
-    compressed. Those with partial sums along tp, which are small or rare, are sent whole. `shared`:
-    a rank has only its own part of the sums (ZeRO-2 and 3), and its gradients become the unsent
-    rest, or are only factors.
+    A parameter is compressed if it has at least `gradients_smallest` elements and its gradient is
+    reduced over several ranks. Gradients that are partial along tp are small or rare, so they are
+    sent uncompressed.
+
+    Args:
+        partition: Which rank updates which shard.
+        placements: Placement of each parameter, by name.
+        settings: The configuration's `compression` table.
+        memory: Allocates buffers.
+        kernels: Backends of the operators.
+        shared: A rank keeps only its own shard of the all-reduced gradients (ZeRO-2 and 3). Its own
+            gradients become the unsent rest, or exist only as factors.
     """
 
     def __init__(
@@ -145,7 +156,7 @@ class Compression:
         policy: StatePolicy,
         memory: Memory,
     ) -> Compression | None:
-        """None if nothing is compressed."""
+        """Create the compression of a policy; None if nothing is compressed."""
         if policy.compression.gradients == "none":
             return None
         made = Compression(
@@ -160,12 +171,14 @@ class Compression:
 
     @property
     def factored(self) -> frozenset[str]:
-        """Parameters whose gradients it takes as factors."""
+        """Parameters whose gradients are taken as factors."""
         return self.packed if self.takes_factors else frozenset()
 
     @property
     def absent(self) -> frozenset[str]:
-        """Those of them whose sums are not whole either: no gradient buffer has them."""
+        """Parameters in `factored` whose reduced gradients are not kept unsharded either: no
+        gradient buffer holds them.
+        """
         return self.factored if self._scratch is not None else frozenset()
 
     def begin(
@@ -176,9 +189,15 @@ class Compression:
         gradients: Mapping[str, Tensor] = NONE,
         sums: Shares | None = None,
     ) -> None:
-        """Begins to reduce a batch's gradients, which are multiplied by `scale`. parts: of
-        `factored` parameters; it takes them away. With `shared`, gradients: by parameter, but for
-        those `absent`; sums: their place.
+        """Start to reduce a batch's gradients, which are multiplied by `scale`.
+
+        Args:
+            batch: Number of the batch.
+            parts: Factors of the gradients of the `factored` parameters; they are removed from the
+                dict.
+            scale: The loss scale.
+            gradients: With `shared`, the gradients by parameter, without the `absent` ones.
+            sums: With `shared`, receives this rank's shard of the reduced gradients.
         """
         if batch >= self._start:
             self.feedback.open(scale, gradients)
@@ -187,21 +206,20 @@ class Compression:
             method.begin(parts, sums)
 
     def covers(self, bucket: Bucket) -> bool:
-        """Whether anything of a bucket is compressed."""
+        """Return whether any parameter of a bucket is compressed."""
         return bucket in self._methods
 
     def start(self, bucket: Bucket, buffer: Tensor | Buffer) -> Exchange:
-        """Starts the sum of a bucket of a buffer that it covers."""
+        """Start the all-reduce of a bucket for which `covers` is true."""
         method = self._methods[bucket]
         steps = _without_grad(method.steps(buffer, bucket, self._batch))
-        rounds = (
-            method.rounds if self._batch >= self._start else 1
-        )  # whole: not before the sum is waited for
+        # uncompressed buckets do not proceed before somebody waits for them
+        rounds = method.rounds if self._batch >= self._start else 1
         return Exchange(steps, rounds, over_stages=method.axis.name == "ends")
 
     @property
     def sent(self) -> Sent:
-        """The amount that this rank has sent since the start of the run."""
+        """How much this rank has sent since the start of the run."""
         total = Sent()
         for method in self._methods.values():
             total.add_all(method.sent)
@@ -209,7 +227,7 @@ class Compression:
 
     @property
     def rooms(self) -> list[Tensor]:
-        """Memory of messages."""
+        """Message buffers."""
         scratch = [] if self._scratch is None else [self._scratch]
         return scratch + [
             wire.room for method in self._methods.values() for wire in (method.wire, method.other)
@@ -217,7 +235,9 @@ class Compression:
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
-    """Whether a parameter of that local shape is compressed if it is summed over several ranks."""
+    """Return whether a parameter of that local shape is compressed if it is reduced over several
+    ranks.
+    """
     packs = gradient_method(settings.gradients).packs(shape, placement)
     return (
         packs
@@ -228,7 +248,7 @@ def _is_packed(shape: Sequence[int], placement: Placement, settings: Compression
 
 
 def _without_grad(steps: Iterator[Works]) -> Iterator[Works]:
-    """The same steps, unseen by autograd wherever they are taken."""
+    """Yield the same works, with autograd disabled in each step."""
     while True:
         with torch.no_grad():
             work = next(steps, None)

@@ -1,5 +1,6 @@
-"""The unsent rest of this rank's gradients, and what a method has learned: at the last update, and
-at the next."""
+"""Error feedback: the unsent rest of this rank's gradients, and the tensors that a compression
+method has learned. Both are kept for the last update and for the next one.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Feedback:
-    """Two states of error feedback: the settled one, which a batch begins with, and what that batch
-    leaves behind.
+    """Two states of error feedback: the committed state that a batch starts from, and the state
+    that the batch produces.
 
-    `close` settles what the batch leaves, if its update was made; a skipped update changes nothing.
-    kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros:
-    nothing yet. scaled: those of them in the same units. If losses are scaled, so are these, but
-    only while a batch is sent: the next batch may have another scale. in_place: a batch's gradients
-    become its unsent rest, which needs no other memory.
+    `close` commits the new state if the batch's update was made; a skipped update changes nothing.
+
+    Args:
+        kept: Shapes of the unsent rests, by parameter. Units: as the all-reduced gradient.
+        learned: Shapes of the learned tensors, by 'parameter.what'; all zeros means that nothing
+            was learned yet.
+        dtype: Type of the tensors.
+        memory: Allocates buffers.
+        scaled: Learned tensors that have the units of the gradient. While a batch is being sent,
+            these and the unsent rests are multiplied by the loss scale; afterwards they are divided
+            again, because the next batch may have another scale.
+        in_place: A batch's gradients become its unsent rest, which then needs no other memory.
     """
 
     def __init__(
@@ -57,27 +65,30 @@ class Feedback:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """The unsent rest so far."""
+        """The committed unsent rest, by parameter."""
         return self._views[0 if self._in_place else self._settled][0]
 
     @property
     def learned(self) -> dict[str, Tensor]:
-        """What the method has learned so far."""
+        """The committed learned tensors, by 'parameter.what'."""
         return self._views[self._settled][-1]
 
     @property
     def next_kept(self) -> Mapping[str, Tensor]:
-        """The unsent rest after the batch that is under way."""
+        """The unsent rest that the batch under way produces."""
         return self._gradients if self._in_place else self._views[1 - self._settled][0]
 
     @property
     def next_learned(self) -> dict[str, Tensor]:
-        """What the method will have learned then; the method sets all of it in every batch."""
+        """The learned tensors that the batch under way produces. The method writes all of them in
+        every batch.
+        """
         return self._views[1 - self._settled][-1]
 
     def open(self, scale: float = 1.0, gradients: Mapping[str, Tensor] = NONE) -> None:
-        """Begins to send a batch, whose gradients are multiplied by `scale`. gradients: these, by
-        parameter."""
+        """Start to send a batch whose gradients, `gradients` by parameter, are multiplied by
+        `scale`.
+        """
         assert not self._is_open, "the update of the batch before is not made"
         self._is_open = True
         self._scale = scale
@@ -85,7 +96,9 @@ class Feedback:
         self._multiply(scale)
 
     def close(self, *, made: bool) -> None:
-        """Ends the batch, whose update is made or skipped; does nothing if none was sent."""
+        """End the batch. `made`: its update was made, not skipped. Do nothing if no batch was
+        sent.
+        """
         if self._is_open and made:
             for name, x in self.kept.items() if self._in_place else ():
                 x.copy_(self._gradients[name])
@@ -96,14 +109,14 @@ class Feedback:
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
-        """Brings the settled state to other units; exact if the factor is a power of two."""
+        """Convert the committed state to other units; exact if the factor is a power of two."""
         if factor != 1:
             for tensor in (*self.kept.values(), *(self.learned[name] for name in self._scaled)):
                 tensor.mul_(factor)
 
     @property
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory of the settled state, and of the next one."""
+        """Memory of the committed state, and of the next one."""
         settled, following = (
             [tensor for buffer in state for tensor in buffer.tensors] for state in self._states
         )

@@ -1,4 +1,4 @@
-"""The base of methods whose messages are thin matrices."""
+"""The base of methods that send thin matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridpar.state.reduction.precision import Precision
 
 
 class LowRank(Method):
-    """Methods whose messages are thin matrices, which are added in rank order."""
+    """Base of methods whose messages are thin matrices, which are added in rank order."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -34,13 +34,14 @@ class LowRank(Method):
         return Precision("full", self.dtype)
 
     def _read(self, message: Reader, numel: int) -> Tensor:
-        """The next numbers of a message. Shapes: -> [numel]."""
+        """Return the next numbers of a message. Shapes: -> [numel]."""
         part = message.take(self._form.size(numel), self._form.unit)
         return self._form.read(torch.empty(numel, dtype=self.dtype, device=self.device), part)
 
     def _sums(self, messages: Iterable[Reader], rows: Sequence[int]) -> list[Tensor]:
-        """The matrices of all messages, added up in rank order. Shapes: [rows, rank] each, a column
-        after the other."""
+        """Return the matrices of all messages, added in rank order. Shapes: [rows, rank] each,
+        column-major.
+        """
         totals = [
             torch.empty(self._rank(entry), n, dtype=self.dtype, device=self.device)
             for entry, n in zip(self.packed, rows, strict=True)
@@ -51,8 +52,9 @@ class LowRank(Method):
         return [total.t() for total in totals]
 
     def _random(self, rows: int, rank: int) -> Tensor:
-        """A matrix to begin with, the same for all parameters of a shape. Shapes: -> [rows,
-        rank]."""
+        """Return a starting matrix, equal for all parameters of a shape. Shapes: -> [rows,
+        rank].
+        """
         return random.normal(
             0,
             random.site(f"{self.name} {rows} {rank}"),
@@ -65,8 +67,9 @@ class LowRank(Method):
 
 
 def factor_share(config: Config) -> float:
-    """Elements of factors for one of the matrices of blocks between the ends, or of all: rows and
-    columns for their elements."""
+    """Return the ratio of factor elements to matrix elements, over the transformer blocks (all
+    blocks, if there are only two).
+    """
     blocks = block_placements(config.model, config.optim.groups)
     matrices = [
         one.shape
@@ -80,8 +83,10 @@ def factor_share(config: Config) -> float:
 
 
 def basis(x: Tensor) -> Tensor:
-    """Orthonormal columns with the span of x's, each in the direction of x's; dependent ones are
-    replaced by others.
-    Shapes: [rows, k], k <= rows -> [rows, k]."""
+    """Return orthonormal columns with the span of x's columns, each in the direction of the column
+    of x. Linearly dependent columns are replaced by others.
+
+    Shapes: [rows, k], k <= rows -> [rows, k].
+    """
     q, r = torch.linalg.qr(x.double())
     return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).to(x.dtype)

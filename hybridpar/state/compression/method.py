@@ -1,5 +1,6 @@
-"""The base of all ways to compress gradients: tensors that are sent whole, and the order of
-steps."""
+"""The base of all gradient compression methods: tensors that are sent uncompressed, and the order
+of steps.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,14 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter of a bucket. start: its first element in the flat buffer. packed: it is
-    compressed."""
+    """A parameter of a bucket.
+
+    Attributes:
+        name: Its name.
+        shape: Its local shape.
+        start: Its first element in the flat buffer.
+        packed: It is compressed.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,14 +49,15 @@ class Entry:
         return prod(self.shape)
 
     def view(self, buffer: Tensor | Buffer) -> Tensor:
-        """The parameter's view in a flat buffer."""
+        """Return the parameter's view in a flat buffer."""
         return buffer[self.start : self.start + self.numel].view(self.shape)
 
 
 @dataclass(slots=True)
 class Sent:
-    """The elements and bytes that this rank has sent, headers included, and what they would have
-    been uncompressed."""
+    """Elements and bytes that this rank has sent, headers included, and how many it would have sent
+    uncompressed.
+    """
 
     elements: int = 0
     num_bytes: int = 0
@@ -57,12 +65,12 @@ class Sent:
     whole_bytes: int = 0
 
     def add(self, elements: int, num_bytes: int) -> None:
-        """Count what was sent."""
+        """Count a message."""
         self.elements += elements
         self.num_bytes += num_bytes
 
     def add_all(self, other: Sent) -> None:
-        """Count what another has sent."""
+        """Add the counts of `other`."""
         self.add(other.elements, other.num_bytes)
         self.whole_elements += other.whole_elements
         self.whole_bytes += other.whole_bytes
@@ -83,10 +91,15 @@ def _ratio(whole: int, part: int) -> str:
 class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
 
-    A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends
-    of operators. `name`: the value of compression.gradients. `rounds`: most messages that follow
-    each other. `scaled`: what it learns that is in the units of gradients. What others ask of it is
-    in its row of config/compression_methods.py.
+    A message has the uncompressed tensors first, then the bytes that `exchange` writes.
+    config/compression_methods.py has one row for each method, with the rules that the configuration
+    checks.
+
+    Attributes:
+        name: The value of compression.gradients.
+        rounds: Upper bound of the number of messages that follow each other.
+        scaled: Learned tensors that have the units of gradients.
+        kernels: Backends of the operators.
     """
 
     name: ClassVar[str]
@@ -113,10 +126,8 @@ class Method(ABC):
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         main, other = self.most_bytes()
-        self.wire, self.other = (
-            Wire(self._dense_numel * dtype.itemsize + main, axis, device),
-            Wire(other, axis, device),
-        )
+        self.wire = Wire(self._dense_numel * dtype.itemsize + main, axis, device)
+        self.other = Wire(other, axis, device)
         self.sent = Sent()
         self.parts: dict[str, list[GradientPart]] = {}
         self.sums: Shares | None = None
@@ -128,52 +139,60 @@ class Method(ABC):
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
-        """Whether it can compress a parameter of this local shape."""
+        """Return whether the method can compress a parameter of this local shape."""
         return True
 
     @classmethod
     def learned(
         cls, shape: Sequence[int], settings: CompressionConfig
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of what it learns of a parameter, by name."""
+        """Return the shapes of the tensors that the method learns for a parameter, by name."""
         return {}
 
     @classmethod
     @abstractmethod
     def element_bytes(cls, config: Config, item: int) -> float:
-        """Bytes of a replica's message for an element of its gradients, of large tensors; for
-        factors: of blocks between the ends. item: bytes of an element that is sent whole."""
+        """Return the bytes that a replica sends for each element of its large gradients.
+
+        Methods that take factors count the transformer blocks only. `item`: bytes of an
+        uncompressed element.
+        """
 
     @abstractmethod
     def most_bytes(self) -> tuple[int, int]:
-        """Most bytes that `exchange` writes into the message on `wire`, behind the tensors that are
-        sent whole, and into that on `other`. Units: bytes."""
+        """Return upper bounds of the bytes that `exchange` writes: into the message on `wire`,
+        after the uncompressed tensors, and into the message on `other`.
+        """
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """Encodes the feedback's next_kept, leaves the unsent rest in it, and writes the sums over
-        all ranks into the gradients that `totals` gives, one for each of `packed`. Yields what it
-        has started, and continues once that is over. If it takes factors, it encodes `parts`, and
-        takes them away.
+        """Encode the feedback's next_kept, leave the unsent rest in it, and write the sums over all
+        ranks into the tensors that `totals` yields, one for each of `packed`.
 
-        message: this rank's on `wire`, behind the tensors that are sent whole.
+        Yields the communication that it has started, and is resumed once that is complete. A method
+        that takes factors encodes `parts` instead, and removes them.
+
+        Args:
+            gradients: Gradients of `packed`.
+            batch: Number of the batch.
+            message: This rank's message on `wire`, positioned after the uncompressed tensors.
         """
 
     def begin(self, parts: dict[str, list[GradientPart]], sums: Shares | None) -> None:
-        """Begin a batch: take factors from `parts`, and put sums into `sums`."""
+        """Begin a batch: take factors from `parts`, and put reduced gradients into `sums`."""
         self.parts = parts
         self.sums = sums
 
     def decode_into(self, scratch: Tensor | None) -> None:
-        """Multiply sums out in this tensor, one at a time; None: in the gradients."""
+        """Decode reduced gradients into this tensor, one at a time; None: into the gradients."""
         self.scratch = scratch
 
     def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
-        """Sums a bucket of a flat buffer over the axis; yields works to be waited for before it
-        continues.
+        """All-reduce a bucket of a flat buffer over the axis; yields works that must be
+        waited for before it continues.
 
-        Collectives: those of `exchange`, all in one order on every rank; before `gradients_start`
-            those of `_whole`.
+        Collectives: as `exchange`, in the same order on every rank; before `gradients_start` as
+        `_whole`.
         """
         gradients = [] if self._is_absent else [entry.view(buffer) for entry in self.packed]
         self.sent.whole_elements += self._numel
@@ -203,7 +222,9 @@ class Method(ABC):
                 )
 
     def totals(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each compressed parameter a tensor; write its sum there before you take the next."""
+        """Yield a tensor for each compressed parameter; write its sum there before taking the
+        next.
+        """
         for i, entry in enumerate(self.packed):
             total = (
                 gradients[i]
@@ -218,7 +239,9 @@ class Method(ABC):
             self.sums.put(entry.name, total)
 
     def messages(self) -> Iterator[Reader]:
-        """The messages of all ranks, in rank order, behind the tensors that are sent whole."""
+        """Yield the messages of all ranks, in rank order, positioned after the uncompressed
+        tensors.
+        """
         for reader in self.wire.readers():
             reader.take(self._dense_numel, self.dtype)
             yield reader
@@ -233,14 +256,15 @@ class Method(ABC):
 
     @property
     def _is_absent(self) -> bool:
-        """Whether no buffer has the gradients of `packed`."""
+        """Whether no buffer holds the gradients of `packed`."""
         return self.takes_factors and self.scratch is not None
 
     def _whole(
         self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]
     ) -> Iterator[Works]:
-        """Sums the bucket as it is. Collectives: one all-reduce; one for each parameter if some are
-        in no buffer."""
+        """All-reduce the bucket uncompressed. Collectives: one all-reduce; one for each
+        parameter if no buffer holds some of them.
+        """
         if self._is_absent:
             yield Works(all_reduce_async(entry.view(buffer), self.axis) for entry in self.dense)
             for total, entry in zip(self.totals(gradients), self.packed, strict=True):
@@ -259,5 +283,5 @@ class Method(ABC):
 
 
 def add(to: Tensor, x: Tensor, *, overwrite: bool) -> None:
-    """to += x; overwrite: to = x."""
+    """Add x to `to`; with `overwrite`, copy x to it."""
     to.copy_(x) if overwrite else to.add_(x)

@@ -1,7 +1,7 @@
-"""Loads compression methods by name; nothing else imports their files.
+"""Load compression methods by name; nothing else imports their files.
 
-A file of methods/ has GRADIENTS, its `Method`, or MESSAGES, a function of the configuration that
-makes its `Codec`, or both, as its row in config/compression_methods.py says.
+A file in methods/ defines GRADIENTS (a subclass of `Method`), MESSAGES (a function from the
+configuration to a `Codec`), or both; its row in config/compression_methods.py says which.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from hybridpar.state.compression.method import Method
 
 
 def gradient_method(name: str) -> type[Method]:
-    """The class of a value of compression.gradients, other than "none"."""
+    """Return the class of a value of compression.gradients other than "none"."""
     method: type[Method] = _file(name).GRADIENTS
     return method
 
 
 def message_codec(name: str, config: Config) -> Codec | None:
-    """Make the codec of a value of compression.messages; None for "none": numbers travel as they
-    are."""
+    """Create the codec of a value of compression.messages; None for "none", which sends numbers
+    uncompressed.
+    """
     if name == "none":
         return None
     codec: Codec = _file(name).MESSAGES(config)

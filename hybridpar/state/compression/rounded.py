@@ -1,5 +1,6 @@
-"""The base of methods that send every element of a gradient in fewer bits; the rounding error is
-added to the next batch's."""
+"""The base of methods that send every element of a gradient in fewer bits. The rounding error is
+added to the next batch's gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from hybridpar.state.reduction.precision import Precision
 
 
 class Rounded(Method):
-    """A message has all elements, piece by piece; messages of all ranks are added up in the
-    gradients' type."""
+    """Sends all elements, piece by piece. The messages of all ranks are added in the type of the
+    gradients.
+    """
 
     rounds = 1
 

@@ -1,4 +1,6 @@
-"""Messages of all ranks of an axis, side by side in one tensor of bytes."""
+"""Message buffers: the messages of all ranks of an axis, one after the other in one tensor of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from hybridpar.state.layout import ALIGN_BYTES
 
 
 class Wire:
-    """Room for a message of up to `most_bytes` from each rank of the axis; kept from batch to
-    batch."""
+    """Buffer for a message of up to `most_bytes` from each rank of the axis, reused for every
+    batch.
+    """
 
     def __init__(self, most_bytes: int, axis: Axis, device: torch.device):
         self.axis = axis
@@ -23,9 +26,9 @@ class Wire:
         self.room = zeros(axis.size * self._stride, torch.uint8, device)
 
     def gather(self, num_bytes: Sequence[int]) -> Works:
-        """Starts to bring every rank's message to all; `num_bytes`: of each.
+        """Start to bring every rank's message to all ranks. `num_bytes`: length of each message.
 
-        Collectives: a broadcast for each rank, of its own message.
+        Collectives: each rank broadcasts its own message.
         """
         starts = [rank * self._stride for rank in range(self.axis.size)]
         return all_gather_async(
@@ -38,7 +41,7 @@ class Wire:
         )
 
     def reader(self, rank: int) -> Reader:
-        """A reader of the message of an axis rank."""
+        """Return a reader of the message of an axis rank."""
         return Reader(self.room[rank * self._stride : (rank + 1) * self._stride])
 
     @property
@@ -47,8 +50,9 @@ class Wire:
         return self.reader(self.axis.rank)
 
     def readers(self) -> Iterator[Reader]:
-        """Readers of all messages, in rank order: sums in that order have equal bits on all
-        ranks."""
+        """Return readers of all messages, in rank order. Sums in that order have equal bits on all
+        ranks.
+        """
         return map(self.reader, range(self.axis.size))
 
 
@@ -60,7 +64,7 @@ class Reader:
         self.num_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next elements, as a view."""
+        """Return the next elements, as a view."""
         start = self.num_bytes
         self.num_bytes = self.num_bytes + numel * dtype.itemsize
         return self._message[start : self.num_bytes].view(dtype)

@@ -1,1 +1,1 @@
-"""How gradients and weights are summed over replicas and sites."""
+"""Reduction of gradients and weights over replicas and sites."""

@@ -1,4 +1,4 @@
-"""The outer step: it brings the weights of sites that train apart together again.
+"""The outer step: averages the weights of sites that train apart (as DiLoCo).
 
     site 0   W ----- inner steps -----> W0    anchor - W0 -.                      anchor, momentum: equal to the bit
     site 1   W ----- inner steps -----> W1    anchor - W1 --+-> mean d;  v = momentum v + d
@@ -6,10 +6,10 @@
                                                             '-> W0, W1 = mix W0, W1 + (1 - mix)
                                                             anchor
 
-It is part of UPDATE: it changes a version as that is made (outer_timeline.py says which). A rank
-exchanges what it updates (with ZeRO-1 its share) with the ranks that hold the same parameters at
-other sites. Every element goes through the same exactly rounded operations at all sites, whatever
-their threads and vector widths.
+It is part of UPDATE: it changes a version while that version is made (outer_timeline.py says
+which). A rank exchanges the parameters that it updates (with ZeRO-1 its shard) with the ranks that
+hold the same parameters at other sites. Every element goes through the same exactly rounded
+operations at all sites, whatever their threads and vector widths.
 """
 
 from __future__ import annotations
@@ -50,19 +50,29 @@ def wait_here(wait: Callable[[], None]) -> None:
 
 
 def _pieces(slot: ParameterSlot) -> list[int]:
-    """PipelineShape of the pieces of a slot's tensor; rows that others hold as well are pieces of
-    their own, so all write them alike."""
+    """Return the sizes of the pieces of a slot's tensor. Rows that other ranks hold as well are
+    separate pieces, so all ranks write them alike.
+    """
     rows = [stop - start for start, stop in slot.segments] if slot.num_parts > 1 else [1]
     parts = [slot.numel // sum(rows) * number for number in rows]
     return [min(_PIECE, part - start) for part in parts for start in range(0, part, _PIECE)] or [0]
 
 
 class OuterStep:
-    """The outer optimizer of what this rank updates, the `slots`, and its messages over `site`.
+    """The outer optimizer of the `slots` that this rank updates, and its messages over `site`.
 
-    dtype: of the master copy, if there is one, else of the weights. `remainder`: if messages are
-    lossy, what a parameter's last one left out, which goes with the next; of one under way, all
-    that it was made of. Between two versions at most one message is under way.
+    Between two versions at most one message is under way.
+
+    Args:
+        settings: The configuration's `outer` table.
+        site: The ranks that hold the same parameters at other sites.
+        slots: The shards that this rank updates.
+        dtype: Type of the master copy, or of the weights if there is none.
+        memory: Allocates buffers.
+
+    Attributes:
+        remainder: With lossy messages, each parameter's quantization error, which is added to its
+            next message; for a message under way, the numbers that it was made from.
     """
 
     def __init__(
@@ -86,7 +96,8 @@ class OuterStep:
         self._members: list[list[int]] = [[] for _ in range(settings.fragments)]
         for i, slot in enumerate(slots):
             self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
-        self._slots, self._form = list(slots), Precision(settings.precision, dtype)
+        self._slots = list(slots)
+        self._form = Precision(settings.precision, dtype)
         self.remainder = (
             Buffer(layout, dtype, memory, kind="remainder") if self._form.is_lossy else None
         )
@@ -107,19 +118,21 @@ class OuterStep:
 
     @property
     def room(self) -> list[Tensor]:
-        """Room for messages and sums."""
+        """Buffers for messages and sums."""
         return [self.wire, self._room]
 
     def message_bytes(self, fragment: int) -> int:
-        """Bytes of this rank's message, the same at each site."""
+        """Return the bytes of this rank's message, equal at each site."""
         return (
             sum(self._sizes[fragment]) * self.wire.element_size()
             + self._told.nbytes // self.site.size
         )
 
     def sent(self, version: int) -> dict[str, Tensor]:
-        """The differences that this rank has sent but not taken yet by a version, by parameter;
-        none if messages are lossy: `remainder` has what they were made of."""
+        """Return the differences that this rank has sent and no version has applied yet, by
+        parameter. Empty if messages are lossy, because `remainder` has the numbers that they were
+        made from.
+        """
         if (fragment := self.timeline.under_way(version)) is None or self._form.is_lossy:
             return {}
         return {
@@ -129,7 +142,7 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Begins with weights that all sites have in common: those of the slots, in order."""
+        """Start from weights that all sites have in common, in the order of the slots."""
         for anchor, momentum, weight in zip(self._anchors, self._momenta, weights, strict=True):
             anchor.copy_(weight)
             momentum.zero_()
@@ -137,15 +150,20 @@ class OuterStep:
             kept.zero_()
 
     def begin_at(self, since: int) -> None:
-        """Prepares for a load: sites have trained apart `since` a version; a message under way is
-        void."""
+        """Prepare for a load: sites have trained apart `since` a version. A message under way
+        becomes void.
+        """
         if self._under_way is not None:
             self._under_way.wait()
-        self._under_way, self.timeline = None, replace(self.timeline, since=since)
+        self._under_way = None
+        self.timeline = replace(self.timeline, since=since)
 
     def go_on(self, version: int) -> None:
-        """Prepares to train from a version: resends the message under way that was loaded.
-        Collectives: as `step`."""
+        """Prepare to train from a version: resend the message that was under way when the
+        checkpoint was saved.
+
+        Collectives: as `step`.
+        """
         fragment = self.timeline.under_way(version)
         if fragment is not None and self._under_way is None:
             self._notes = (0.0,) * NUM_NOTES
@@ -156,10 +174,10 @@ class OuterStep:
                     self._form.write(out, kept)
             self._send(fragment)
 
-    # -- as a version is made
+    # -- while a version is made
 
     def concerns(self, version: int) -> bool:
-        """Whether `step` does anything to a version."""
+        """Return whether `step` changes a version."""
         return (
             self.timeline.leaving(version) is not None or self.timeline.taken(version) is not None
         )
@@ -177,10 +195,14 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, version: int, weights: Weights, wait: Wait = wait_here) -> None:
-        """Takes and sends what is due as a version is made; `weights`: the new ones of all slots,
-        in order. `wait`: called with a function that waits for other sites.
+        """Apply and send the fragments that are due while a version is made.
 
-        Collectives: where a fragment leaves, all-gathers of it and of the notes over `site`.
+        Args:
+            version: The version that is being made.
+            weights: The new weights of all slots, in order.
+            wait: Called with a function that waits for other sites.
+
+        Collectives: if a fragment leaves, all-gathers of it and of the notes over `site`.
         """
         at_once = self.timeline.delay == 0
         arriving = self.timeline.taken(version)
@@ -195,27 +217,25 @@ class OuterStep:
             self._take(arriving, weights, wait)
 
     def _spans(self, fragment: int) -> list[tuple[int, tuple[int, int]]]:
-        """Slots of a fragment by number, and where they lie in a message."""
+        """Return the slots of a fragment by number, and their ranges in a message."""
         ends = accumulate(self._sizes[fragment], initial=0)
         return list(zip(self._members[fragment], pairwise(ends), strict=True))
 
     def _own(self, fragment: int) -> list[tuple[int, Tensor]]:
-        """Slots of a fragment by number, and this rank's message of each."""
+        """Return the slots of a fragment by number, and this rank's message of each."""
         own = self._messages(fragment)[self.site.rank]
         return [(i, own[a:b]) for i, (a, b) in self._spans(fragment)]
 
     def _split(self, slot: int, x: Tensor) -> Sequence[Tensor]:
-        """The pieces of a tensor of a slot."""
+        """Return the pieces of a slot's tensor."""
         return x.view(-1).split(self._pieces[slot])
 
     def _messages(self, fragment: int) -> list[Tensor]:
-        """The messages of all sites."""
+        """Return the messages of all sites."""
         size = sum(self._sizes[fragment])
-        return (
-            list(self.wire[: self.site.size * size].split(size))
-            if size
-            else [self.wire[:0]] * self.site.size
-        )
+        if not size:
+            return [self.wire[:0]] * self.site.size
+        return list(self.wire[: self.site.size * size].split(size))
 
     def _send(self, fragment: int) -> None:
         size = sum(self._sizes[fragment])
@@ -242,10 +262,8 @@ class OuterStep:
         assert self._under_way is not None, "nothing has left: go_on comes before training"
         wait(self._under_way.wait)
         self._under_way = None
-        self._heard, messages = (
-            self._told.view(self.site.size, NUM_NOTES).clone(),
-            self._messages(fragment),
-        )
+        self._heard = self._told.view(self.site.size, NUM_NOTES).clone()
+        messages = self._messages(fragment)
         for i, (a, b) in self._spans(fragment):
             self._average(i, [m[a:b] for m in messages], weights.new[i])
             if weights.working:
@@ -258,7 +276,7 @@ class OuterStep:
         return self._room[:numel], self._room[half : half + numel]
 
     def _subtract(self, slot: int, message: Tensor, weight: Tensor) -> None:
-        """Makes the message of a slot."""
+        """Write the message of a slot."""
         kept = self._split(slot, self._remainders[slot]) if self._form.is_lossy else None
         pieces = zip(
             message.split(self._cuts[slot]),
@@ -271,8 +289,9 @@ class OuterStep:
             self._form.write(out, difference if kept is None else kept[number].add_(difference))
 
     def _average(self, slot: int, messages: Sequence[Tensor], weight: Tensor) -> None:
-        """Takes the messages of a slot. Multiplications and additions go one by one: fused ones are
-        not the same in all parts of a tensor."""
+        """Apply the messages of a slot. Multiplications and additions are separate operations:
+        fused ones do not round alike in all parts of a tensor.
+        """
         settings = self.settings
         tensors = (self._anchors[slot], self._momenta[slot], weight)
         pieces = zip(

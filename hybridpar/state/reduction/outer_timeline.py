@@ -1,12 +1,12 @@
-"""Says when sites exchange which fragment of the weights: by the version's number alone.
+"""Decide when sites exchange which fragment of the weights, by the version's number alone.
 
     every = 6, fragments = 2, delay = 2
 
     version       1   2   3   4   5   6   7   8   9  10  11  12  13  14
     fragment 0            *---------->*           *---------->*               * its differences leave
-    fragment 1                        *---------->*           *------ ..      > the averages are taken
+    fragment 1                        *---------->*           *------ ..      > the averages are applied
 
-UPDATE(v - 1) makes version v. Differences that leave at v are taken by version v + delay as it is
+UPDATE(v - 1) makes version v. Differences that leave at v are applied while version v + delay is
 made.
 """
 
@@ -20,8 +20,9 @@ from hybridpar.state.residency.chunks import block_of
 
 @dataclass(frozen=True)
 class OuterTimeline:
-    """The timeline of these settings. since: the version since which sites have trained apart in
-    this way; nothing left up to then."""
+    """The timeline of these settings. since: the version since which sites have trained apart;
+    nothing leaves up to then.
+    """
 
     every: int
     fragments: int
@@ -30,11 +31,11 @@ class OuterTimeline:
 
     @staticmethod
     def of(settings: OuterConfig, since: int = 0) -> OuterTimeline:
-        """The timeline of a configuration."""
+        """Create the timeline of a configuration."""
         return OuterTimeline(settings.every, settings.fragments, settings.delay, since)
 
     def leaving(self, version: int) -> int | None:
-        """The fragment whose differences leave as a version is made."""
+        """Return the fragment whose differences leave while a version is made."""
         phase = version % self.every or self.every
         found = [
             f for f in range(self.fragments) if (f + 1) * self.every // self.fragments == phase
@@ -42,21 +43,21 @@ class OuterTimeline:
         return found[0] if found and version > self.since else None
 
     def taken(self, version: int) -> int | None:
-        """The fragment whose averages a version takes as it is made."""
+        """Return the fragment whose averages are applied while a version is made."""
         return self.leaving(version - self.delay)
 
     def under_way(self, version: int) -> int | None:
-        """The fragment that has left by a version, and that a later one takes."""
+        """Return the fragment that has left by a version, and that a later version applies."""
         starts = (self.leaving(v) for v in range(max(version - self.delay + 1, 1), version + 1))
         return next((fragment for fragment in starts if fragment is not None), None)
 
     def is_common(self, version: int, mix: float = 0.0) -> bool:
-        """Whether all sites have the same weights at a version."""
+        """Return whether all sites have the same weights at a version."""
         at_once = self.fragments == 1 and self.delay == 0 and mix == 0
         return version <= self.since or (at_once and self.leaving(version) is not None)
 
     def next_common(self, version: int, mix: float = 0.0) -> int | None:
-        """The next version that all sites have in common; None: there will be none."""
+        """Return the next version that all sites have in common; None if there will be none."""
         return next(
             (v for v in range(version + 1, version + self.every + 1) if self.is_common(v, mix)),
             None,
@@ -64,5 +65,7 @@ class OuterTimeline:
 
 
 def fragment_of(parameter: str, tied: str, fragments: int) -> int:
-    """The fragment of a parameter: blocks take turns; a tied parameter is in the embedding's."""
+    """Return the fragment of a parameter: blocks are dealt round-robin; tied parameters go with the
+    embedding.
+    """
     return 0 if tied else max(block_of(parameter), 0) % fragments

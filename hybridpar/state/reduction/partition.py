@@ -1,11 +1,11 @@
-"""ZeRO: decides which replica updates which part of the parameters, and keeps the optimizer state
-for it.
+"""ZeRO: decide which replica updates which shard of the parameters and keeps their optimizer state.
 
     flat buffer   [ a a a a a a b b | c c c c c c c | d ... ]     buckets, in the order of the layout
-    owner           0 0 0 0 1 1 1 1   1 1 1 1 1 1 1   ...         c must stay whole (LAMB, Muon's matrices)
+    owner           0 0 0 0 1 1 1 1   1 1 1 1 1 1 1   ...         c must not be cut (LAMB, Muon's matrices)
 
-Each bucket's gradient is reduce-scattered over its axis, owners update their parts, and an
-all-gather brings these to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
+Each bucket's gradient is reduce-scattered over its axis, owners update their shards, and an
+all-gather brings the updated weights to the others. Source: Rajbhandari et al., arXiv 1910.02054,
+section 5.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Route:
-    """The route of one parameter's gradient.
+    """How one parameter's gradient is reduced.
 
-    axis: the ranks it is summed over. group: parameters of different groups share no message.
-    sharded: those ranks share the update. whole: 0 if the update may be cut anywhere; else it may
-    not, and this is its size for balancing, equal on all tp ranks.
+    Attributes:
+        axis: The ranks it is reduced over.
+        group: Parameters of different groups are never in one bucket.
+        sharded: These ranks shard the update.
+        whole: 0 if the update may be cut anywhere. Otherwise it may not be cut, and this is its
+            size for load balancing, equal on all tp ranks.
     """
 
     axis: Axis
@@ -49,14 +52,15 @@ class Route:
 def make_routes(
     policy: StatePolicy, placements: Mapping[str, Placement], grid: ProcessGrid
 ) -> dict[str, Route]:
-    """Routes of the gradients of a stage's parameters.
+    """Return the routes of the gradients of a stage's parameters.
 
-    A weight tied across stages is summed over both its holders and all their replicas at once
-    (`ends`); a rank that has both ends has summed them already. Replicated parameters are apart
-    from split ones: Gloo adds in an order that depends on the place in the message, and they must
-    come out equal on all tp ranks, whose split parameters differ in size. Rows that several tp
-    ranks hold lie at different places there, so everyone updates those. Sums that are still partial
-    along a layer's axis are completed later, by `reduce_shared_gradients`.
+    A weight tied across stages is reduced over both of its holders and all their replicas at once
+    (`ends`); a rank that has both ends has added them already. Replicated parameters are in other
+    buckets than sharded ones: Gloo adds in an order that depends on the place in the message, and
+    replicated parameters must come out equal on all tp ranks, whose sharded parameters differ in
+    size. Rows that several tp ranks hold lie at different places there, so all ranks update them.
+    Gradients that are still partial along a layer's axis are completed later, by
+    `reduce_shared_gradients`.
     """
 
     def route(name: str, placement: Placement) -> Route:
@@ -74,17 +78,25 @@ def make_routes(
 
 
 def frozen_routes(policy: StatePolicy, names: Iterable[str], grid: ProcessGrid) -> dict[str, Route]:
-    """Routes of frozen parameters, which have no gradient: the replicas that share the weights, if
-    they do."""
+    """Return the routes of frozen parameters. They have no gradient; the route says which replicas
+    shard the weights.
+    """
     return {name: Route(grid.axis(*BATCH), sharded=policy.splits_weights) for name in names}
 
 
 class Partition:
-    """A flat buffer in buckets, and the rank that updates each part of them.
+    """A flat buffer in buckets, and the rank that updates each shard of them.
 
-    Whole parameters go to the rank that has least so far, the rest is cut evenly. Both depend only
-    on the order of the parameters and on global sizes, so tp ranks of one replica own the same
-    whole parameters. `uses`: parameters of a bucket have their use in common, besides their route.
+    Parameters that may not be cut go to the rank with the smallest load so far; the rest is cut
+    evenly. Both depend only on the order of the parameters and on global sizes, so the tp ranks of
+    one replica own the same uncut parameters.
+
+    Args:
+        layout: Layout of the buffer.
+        routes: How each parameter's gradient is reduced.
+        bucket_bytes: Size at which a bucket is closed.
+        uses: Returns how a parameter is used; the parameters of a bucket have one use and one
+            route.
     """
 
     def __init__(
@@ -104,7 +116,8 @@ class Partition:
             name: (route.axis.name, route.sharded, route.group, uses(name))
             for name, route in routes.items()
         }
-        # what is final last, and is never given away, goes last: nothing is held back for it
+        # Buckets that become final last and are never released go last, so that they hold back no
+        # other bucket.
         self.buckets = tuple(
             sorted(
                 layout.buckets(bucket_bytes, keys.__getitem__), key=lambda b: self.use_of(b).stays
@@ -113,28 +126,28 @@ class Partition:
         self.axes = [routes[bucket.names[0]].axis for bucket in self.buckets]
         self._owner_of_whole: dict[str, int] = {}
         self._load = {axis.name: [0] * axis.size for axis in self.axes}
-        self.parts: list[Parts] = [
-            tuple(self._cut(bucket, axis))
-            if routes[bucket.names[0]].sharded and axis.size > 1
-            else ()
-            for bucket, axis in zip(self.buckets, self.axes, strict=True)
-        ]
-        """Parts of each bucket: (owner, start, stop), counted from its start; () where everyone
+        self.parts: list[Parts] = []
+        for bucket, axis in zip(self.buckets, self.axes, strict=True):
+            is_cut = routes[bucket.names[0]].sharded and axis.size > 1
+            self.parts.append(tuple(self._cut(bucket, axis)) if is_cut else ())
+        """Shards of each bucket: (owner, start, stop), counted from its start; () if every rank
         updates all of it."""
         self.owned = sorted(self._owned(), key=lambda owned: owned.start)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank leaves anything to others."""
+        """Whether other ranks update some shard."""
         return any(self.parts)
 
     def is_alone(self, part: int) -> bool:
-        """Whether no other rank has a share in the gradients that a part's backward makes final."""
+        """Return whether the gradients that a segment's backward makes final belong to this rank
+        alone.
+        """
         return part not in self._shared_parts
 
     @cached_property
     def _shared_parts(self) -> frozenset[int]:
-        """Parts whose backward makes shared gradients final."""
+        """Segments whose backward makes sharded gradients final."""
         return frozenset(
             self.use_of(bucket).parts[0]
             for bucket, axis in zip(self.buckets, self.axes, strict=True)
@@ -142,26 +155,27 @@ class Partition:
         )
 
     def most_whole(self, ranks: Sequence[int]) -> int:
-        """That of these ranks of the job which updates most of what is not cut; the first of equal
-        ones."""
+        """Return the rank, among these ranks of the job, that updates the most elements of uncut
+        parameters; the first one if there are several.
+        """
         load = Counter[int]()
         for name, owner in self._owner_of_whole.items():
             load[self.axis_of(name).ranks[owner]] += self._routes[name].whole
         return max(ranks, key=load.__getitem__)
 
     def axis_of(self, name: str) -> Axis:
-        """The ranks that a parameter's gradient is summed over."""
+        """Return the ranks that a parameter's gradient is reduced over."""
         return self._routes[name].axis
 
     def use_of(self, bucket: Bucket) -> Use:
-        """The use of all its parameters."""
+        """Return the use of all parameters of a bucket."""
         return self.uses(bucket.names[0])
 
     def gather(
         self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
     ) -> Works:
-        """Starts to bring each rank's own parts of `flat`, or of its buckets of some uses, to the
-        others.
+        """Start to all-gather `flat`, or its buckets of some uses, from the ranks that own its
+        shards.
 
         Collectives: an all-gather for each bucket over its axis.
         """
@@ -171,8 +185,8 @@ class Partition:
         )
 
     def reduce_scatter(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool]) -> Works:
-        """Starts the sums of the buckets of some uses, each complete on its owner; the rest of them
-        is scratch.
+        """Start to reduce-scatter the buckets of some uses. Each shard is complete on its owner;
+        elsewhere its content is undefined.
 
         Collectives: a reduce-scatter for each bucket over its axis.
         """
@@ -191,8 +205,9 @@ class Partition:
     def owned_views(
         self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
     ) -> Iterator[Tensor]:
-        """Views of this rank's own parts of a flat buffer, in order: parameters, or parts of them
-        as vectors."""
+        """Return views of this rank's shards of a flat buffer, in order: complete parameters in
+        their shape, others as vectors.
+        """
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return (
             flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,))
@@ -201,8 +216,9 @@ class Partition:
         )
 
     def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
-        """All parameters, by name, from each rank's own parts, in order. Collectives: as
-        `gather`."""
+        """Return all parameters unsharded, by name, from each rank's shards in order. Collectives:
+        as `gather`.
+        """
         flat = self.layout.zeros(device)
         for view, own in zip(self.owned_views(flat), owned, strict=True):
             view.copy_(own)
@@ -216,8 +232,9 @@ class Partition:
         offset_dtype: torch.dtype | None = None,
         wanted: Callable[[Use], bool] = lambda use: True,
     ) -> FlatLayout:
-        """The layout of this rank's own parts, in order: parameters, or parts of them as
-        vectors."""
+        """Return the layout of this rank's shards, in order: complete parameters in their shape,
+        others as vectors.
+        """
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         own = {
             o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)

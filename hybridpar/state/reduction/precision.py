@@ -1,8 +1,8 @@
-"""Writes and reads messages between replicas or sites, in several precisions.
+"""Encode and decode messages between replicas or sites, in several precisions.
 
-    full    as it is        bf16    rounded        int8, int4    tiles of integers (ops/quantize.py)
+    full    unchanged       bf16    rounded        int8, int4    blocks of integers (ops/quantize.py)
 
-int4 rotates numbers before, so that large ones do not make the others zero.
+int4 rotates numbers first, so that large ones do not round the others to zero.
 """
 
 from __future__ import annotations
@@ -16,41 +16,55 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class Precision:
-    """The form of messages of a precision. dtype: of the numbers. backend: of ops.quantize. `unit`:
-    dtype of a message's elements."""
+    """The encoding of messages.
+
+    Args:
+        name: "full", "bf16", "int8" or "int4".
+        dtype: Type of the numbers.
+        backend: Backend of ops.quantize.
+
+    Attributes:
+        unit: dtype of a message's elements.
+        is_lossy: Numbers are quantized.
+    """
 
     def __init__(self, name: str, dtype: torch.dtype, backend: str = "auto"):
         self._bits = _BITS.get(name, 0)
         self._backend = backend
-        self.unit = torch.uint8 if self._bits else torch.bfloat16 if name == "bf16" else dtype
+        if self._bits:
+            self.unit = torch.uint8
+        elif name == "bf16":
+            self.unit = torch.bfloat16
+        else:
+            self.unit = dtype
         self.is_lossy = self._bits > 0
 
     @classmethod
     def bytes_per_number(cls, name: str, item: int) -> float:
-        """Bytes of a number in a large message. item: of a number in full."""
+        """Return the bytes of a number in a large message. item: bytes of a number in full
+        precision.
+        """
         whole = torch.float64 if item == 8 else torch.float32
         return cls(name, whole).num_bytes(TILE) / TILE
 
     def size(self, numel: int) -> int:
-        """Elements of a message for a piece of so many numbers."""
+        """Return the number of elements of a message for `numel` numbers."""
         return quantized_bytes(numel, self._bits) if self._bits else numel
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of a message for a piece of so many numbers."""
+        """Return the bytes of a message for `numel` numbers."""
         return self.size(numel) * self.unit.itemsize
 
     def write(self, message: Tensor, x: Tensor) -> None:
-        """Makes the message of a piece. Shapes: x [n], message [size(n)]."""
-        message.copy_(
-            quantize(x.view(1, -1), self._bits, rotate=self._bits == 4, backend=self._backend).view(
-                -1
-            )
-            if self._bits
-            else x
-        )
+        """Write the message of a piece. Shapes: x [n], message [size(n)]."""
+        if self._bits:
+            x = quantize(
+                x.view(1, -1), self._bits, rotate=self._bits == 4, backend=self._backend
+            ).view(-1)
+        message.copy_(x)
 
     def read(self, x: Tensor, message: Tensor) -> Tensor:
-        """Fills a piece from its message, and returns it. Shapes: as `write`."""
+        """Fill a piece from its message, and return it. Shapes: as `write`."""
         if self._bits:
             return dequantize_(
                 x.view(1, -1), message, self._bits, rotate=self._bits == 4, backend=self._backend

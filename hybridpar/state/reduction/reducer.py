@@ -1,5 +1,6 @@
-"""Sums gradients over the dp axis, bucket by bucket, while the last backward of the batch still
-runs."""
+"""Reduces gradients over the dp axis, bucket by bucket, while the last backward of the batch still
+runs.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +18,26 @@ from hybridpar.state.residency.chunks import Buffer, Use
 
 
 class GradientReducer:
-    """Reduces a flat gradient in the buckets of a partition, each started as soon as all of its
-    gradients are final.
+    """Reduces a flat gradient in the buckets of a partition. Each bucket starts as soon as all of
+    its gradients are final.
 
     For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final
-    (see GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the
-    sums are used. A batch may be armed while the reduction of an earlier one, flushed but not
-    waited for, is still under way in another buffer. `reduces`: uses that are reduced here; others
-    are elsewhere. `compression`: of the buckets that it covers.
+    (see GradientAccumulator.arm), `flush()` after it for parameters without a gradient, and
+    `wait()` before the reduced gradients are used. A batch may be armed while the reduction of an
+    earlier one, flushed but not waited for, is still under way in another buffer.
 
-    Afterwards the sums are on their owners: on all ranks, or in parts if the partition is sharded.
+    Afterwards the reduced gradients are on their owners: on all ranks, or in shards if the
+    partition is sharded.
+
+    Args:
+        partition: The buckets, and the owners of their shards.
+        reduces: Selects the uses that this object reduces.
+        compression: Compresses the buckets that it covers.
 
     Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the
-        buckets on every
-    rank: a bucket that fills early is held back until those before it have started. On an axis of
-    size 1 nothing is sent. Where a bucket is compressed, those of its method.
+    buckets on every rank. A bucket that fills early is held back until the earlier buckets have
+    started. On an axis of size 1 nothing is sent. For a compressed bucket, the collectives of its
+    method.
     """
 
     def __init__(
@@ -60,8 +66,9 @@ class GradientReducer:
 
     @property
     def summed_beside(self) -> list[tuple[str, ...]]:
-        """Parameters of each bucket, if no sum needs more memory than the gradients' own, so that
-        any stream may start it; else none, nor if nothing is summed."""
+        """Parameters of each bucket that any stream may reduce, because the reduction needs no
+        memory besides the gradients. Empty if gradients are compressed or nothing is reduced.
+        """
         if self._compression is not None:
             return []
         return [
@@ -79,7 +86,7 @@ class GradientReducer:
         self._started.append([])
 
     def ready(self, name: str) -> None:
-        """Notes that the gradient of this parameter is final; starts the bucket that it
+        """Note that the gradient of this parameter is final; starts the bucket that it
         completes."""
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
@@ -87,15 +94,14 @@ class GradientReducer:
             self._start_complete()
 
     def complete(self, names: Iterable[str]) -> None:
-        """Notes that these parameters get no more gradients; starts the buckets that are
-        complete."""
+        """Note that these parameters get no more gradients; start the buckets that are complete."""
         if self._flat is not None:
             for name in names:
                 self._missing[self._bucket_of[name]].discard(name)
             self._start_complete()
 
     def flush(self) -> None:
-        """Starts the other buckets: no more gradients will come."""
+        """Start the remaining buckets: no more gradients will come."""
         if self._flat is None:
             return
         for missing in self._missing:
@@ -105,7 +111,7 @@ class GradientReducer:
         self._flat = None
 
     def wait(self) -> None:
-        """Waits for the oldest reduction under way, if there is one."""
+        """Wait for the oldest reduction under way, if there is one."""
         if not self._started:
             return
         assert self._flat is None or len(self._started) > 1, (
@@ -119,10 +125,10 @@ class GradientReducer:
             work.wait()
 
     def proceed(self) -> None:
-        """Takes the next step of compressed sums under way within this stage; replicas must call it
-        at the same places.
+        """Take the next step of compressed reductions under way within this stage. Replicas must
+        call it at the same places.
 
-        Sums over several stages, whose plans are at different places, are left to `wait`.
+        Reductions over several stages, whose plans are at different places, are left to `wait`.
         """
         for works in self._started:
             _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
@@ -133,7 +139,9 @@ class GradientReducer:
         return Works(self._started[-1] if self._started else ())
 
     def of(self, use: Use) -> Works:
-        """The part of that reduction for parameters of this use; all of it has started."""
+        """Return the newest reduction's works for parameters of this use. All of its buckets must
+        have started.
+        """
         works = self._started[-1]
         numbers = [
             i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use
@@ -157,6 +165,8 @@ class GradientReducer:
 
 
 def _proceed(exchanges: Iterable[Exchange]) -> None:
-    """Takes the next step of each, so that messages are under way together."""
+    """Take the next step of each exchange, so that their messages are under way at the same
+    time.
+    """
     for exchange in exchanges:
         exchange.proceed()

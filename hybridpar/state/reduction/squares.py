@@ -1,4 +1,4 @@
-"""The squared norm of a rank's gradients, part by part as they become final."""
+"""The squared norm of a rank's gradients, segment by segment as they become final."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hybridpar.state.residency.uses import layout_run
 
 
 class Squares:
-    """Sums of squares of the gradients that this rank counts: `views` of a buffer or of its shares,
-    one a slot.
+    """Sums of squares of the gradients that this rank counts: `views` of a buffer or of its shards,
+    one for each slot.
 
-    They are added up block by block in one order, so a stage has equal bits however it is cut into
-    parts.
+    They are added block by block in one order, so a stage has equal bits however it is cut into
+    segments.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Squares:
         self._order = torch.tensor([i for part in sorted(order) for i in order[part]]).argsort()
 
     def add(self, part: int) -> None:
-        """Notes the squares of a part, whose gradients are reduced over replicas.
+        """Compute the squares of a segment whose gradients are reduced over replicas.
 
-        Collectives: part 0, one all-reduce over tp where its ranks share rows.
+        Collectives: for part 0, one all-reduce over tp if its ranks share rows.
         """
         if part == 0:
             reduce_shared_gradients(self._views, self._tp)
         self._sums[part] = sums_of_squares(self._tensors.get(part, ()), self._backend)
 
     def total(self) -> Tensor:
-        """All squares, including parts that were not added; a float64 scalar. Forgets what was
-        added.
+        """Return the sum of all squares, including segments that were not added, as a float64
+        scalar; forget what was added.
 
         Collectives: as `add`.
         """
@@ -90,8 +90,9 @@ class Squares:
 
 
 def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout, int]:
-    """The layout of gradients of a use, and its element at which their memory begins. start: of
-    one, in the flat buffer."""
+    """Return the layout of gradients of a use, and the element at which their memory starts. start:
+    offset of one of them in the flat buffer.
+    """
     if isinstance(gradients, Shares):
         if gradients.has(use):
             return gradients.buffer.layout, gradients.base(use)

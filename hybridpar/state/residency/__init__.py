@@ -1,1 +1,1 @@
-"""Where state is: chunks, tiers, shares, and which actions touch which item."""
+"""Residency of state: chunks, tiers, shards, and the items that each action accesses."""

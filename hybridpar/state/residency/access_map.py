@@ -1,4 +1,6 @@
-"""Which items of its state each action of a rank touches: a plan is thus an access string."""
+"""Map each action of a rank to the items of its state that it accesses. A plan is thus an access
+string.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,30 @@ _Touches = tuple[Touch, ...]
 
 
 class AccessMap:
-    """The items that an action touches, except those that stay.
+    """The items that an action accesses, except those that are always resident.
 
-    weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
-    frozen weights        the same; nothing writes them
-    what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes
-    the new weights where replicas share, items are shares, and whole chunks have the numbers behind
-    (shared_touches.py):
-    FETCH of weights      reads the share                RELEASE of gradients   adds to it; the first B or I writes it
+        weights of a segment     read by F B I
+        gradients of a segment   changed by B I W, written by the first of a batch; changed by NORM,
+                                 if they are reduced there
+        frozen weights           read by F B I; nothing writes them
+        an UPDATE                all items of its group: reads gradients, changes moments and master,
+                                 writes the new weights
 
-    items: of the rank's state, by number.
+    If replicas shard state, items are shards, and unsharded chunks have the numbers after the items
+    (shared_access.py):
+
+        FETCH of weights         reads the shard
+        RELEASE of gradients     adds to the shard; the first B or I writes it
+
+    Args:
+        memory: The memory that holds the items.
+        state: The rank's state.
+        parts: The segments of the rank's stages.
+        sizes: The shape of the pipeline.
+        norms: Squared norms of some segments are computed by NORM, not at their backward.
+
+    Attributes:
+        items: Items of the rank's state, by number.
     """
 
     def __init__(
@@ -50,32 +66,32 @@ class AccessMap:
             for i, item in enumerate(items)
             if (item.kind, item.use) == (chunk.kind, chunk.use)
         }
-        """Numbers of shares, by those of whole chunks."""
+        """Numbers of the shards, by the numbers of their unsharded chunks."""
         self._chunks = range(len(items), len(items) + len(chunks))
         self._parts = parts
         self._m = sizes.num_microbatches
         self._norms = norms
         self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
         self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
-        """Items that come and go."""
+        """Items that may be offloaded."""
         self.void = frozenset(
             i for i, item in self.moving.items() if item.kind.startswith("gradients/")
         )
-        """Items whose content does not outlast a batch."""
+        """Items whose content is void after a batch."""
         self._compute, self._update = cache(self._compute_touches), cache(self._update_touches)
 
     @property
     def num_bytes(self) -> list[int]:
-        """Bytes by item."""
+        """Bytes of each item."""
         return [item.num_bytes for item in self.items]
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of memory with which nothing moves."""
+        """Bytes of memory with which nothing has to move."""
         return sum(self.num_bytes) + self.whole_bytes
 
     def least_budget(self) -> int:
-        """Least bytes of memory that the state needs."""
+        """Return the smallest number of bytes that the state needs in memory."""
         state = self.state
         versions = range(state.weights.num_versions)
         buffers = range(len(state.gradients.buffers))
@@ -108,24 +124,30 @@ class AccessMap:
         )
 
     def require(self, budget: int) -> None:
-        """Raises: ConfigError if a budget is too small for any plan."""
+        """Check a budget.
+
+        Raises:
+            ConfigError: The budget is too small for any plan.
+        """
         if (least := self.least_budget()) > budget:
             rule = f"too small: one segment of this rank needs {least} bytes at a time"
             raise config_error("memory.budget", budget, rule, str(least))
 
     def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:
-        """What the tiers keep and move with a budget. resident: as in Residency; None: all is in
-        the slow tier.
+        """Return what the tiers keep and move with a budget.
 
-        If not all items fit, two of the largest do: one comes while another leaves.
+        If not all items fit, space for two of the largest is kept free: one arrives while another
+        leaves.
+
+        Args:
+            budget: Bytes of memory.
+            resident: As in Residency; None: all items are in the slow tier.
         """
         num_bytes = self.num_bytes
         budget = budget - self.whole_bytes
-        spare = (
-            2 * max((num_bytes[i] for i in self.moving), default=0)
-            if sum(num_bytes) > budget
-            else 0
-        )
+        spare = 0
+        if sum(num_bytes) > budget:
+            spare = 2 * max((num_bytes[i] for i in self.moving), default=0)
         return Residency(
             self, num_bytes, budget, self.pinned, resident or {}, self.void, spare, self._chunks
         )
@@ -152,7 +174,7 @@ class AccessMap:
         return self._shared(kind, number) if kind in PER_ITEM else ()
 
     def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
-        """The items of a kind of state that come and go."""
+        """Yield the items of a kind of state that may be offloaded."""
         return ((i, item) for i, item in self.moving.items() if item.kind == kind)
 
     def _compute_touches(
@@ -172,8 +194,9 @@ class AccessMap:
         return tuple(touches)
 
     def _shared(self, kind: Kind, number: int) -> _Touches:
-        """Weights are gathered from their share, and dropped; gradients that leave are added to
-        theirs."""
+        """Return the shard that a FETCH of weights reads, or that a RELEASE of gradients adds
+        to.
+        """
         if (share := self.shares.get(number)) is None or (share in self.void) is not (
             kind is Kind.RELEASE
         ):
@@ -181,7 +204,7 @@ class AccessMap:
         return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
 
     def _norm_touches(self, buffer: int, part: int) -> _Touches:
-        """Gradients whose squares were not noted at their backward."""
+        """Return the gradients whose squares were not computed at their backward."""
         return tuple(
             Touch(i, Mode.UPDATE)
             for i, item in self.of(f"gradients/{buffer}")

@@ -1,9 +1,10 @@
-"""Flat buffers in chunks: contiguous ranges of whole parameters that are needed at the same times.
+"""Flat buffers in chunks: contiguous ranges of complete parameters that are needed at the same
+times.
 
-    layout   [ tied | norms, biases | 0 1 2 3 ]      each kind of reduction has its run of parameters
-    chunks   [ a    | b             | c d e f ]      of blocks 0 to 3, in parts of one block each
+    layout   [ tied | norms, biases | 0 1 2 3 ]      each kind of reduction has a contiguous run of parameters
+    chunks   [ a    | b             | c d e f ]      blocks 0 to 3, in segments of one block each
 
-A stage that is not divided into parts has buffers of one chunk.
+A stage that is not divided into segments has buffers of one chunk.
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ from hybridpar.state.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a chunk is needed for. parts: the rank's parts that compute with it, ascending; its
-    gradient is final after the backward of the first. group: part of an UPDATE that updates it.
-    stays: it never leaves fast memory. hosted: the host updates it (a master copy's)."""
+    """How a chunk is used.
+
+    Attributes:
+        parts: The rank's segments that compute with it, ascending. Its gradient is final after the
+            backward of the first one.
+        group: Part of an UPDATE that updates it.
+        stays: It never leaves fast memory.
+        hosted: The host updates it (only chunks of a master copy).
+    """
 
     parts: tuple[int, ...] = (0,)
     group: int = 0
@@ -48,11 +55,15 @@ class Chunk:
 
 
 EMPTY = Chunk(0, 0, Use(stays=True))
-"""Chunk of a buffer that has no memory: nothing of it comes and goes."""
+"""Chunk of a buffer that has no memory and therefore nothing to offload."""
 
 
 class Memory:
-    """Memory of a device, taken at once and kept. is_limited: it cannot hold all state at once."""
+    """Memory of a device, allocated once and kept.
+
+    Attributes:
+        is_limited: It cannot hold all state at once.
+    """
 
     is_limited = False
 
@@ -60,36 +71,44 @@ class Memory:
         self.device = torch.device(device)
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """The flat tensor of a chunk, zeros. kind: of state."""
+        """Return the flat tensor of a chunk, filled with zeros. kind: kind of state."""
         return zeros(chunk.stop - chunk.start, dtype, self.device)
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> StateMemory | None:
-        """Memory for the optimizer's state; None: the device's. uses: of parameters, by name."""
+        """Return the memory for the optimizer's state; None: the device's. uses: returns a
+        parameter's use by its name.
+        """
         return None
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """Ends the taking of memory. Call it once all state has its own but the optimizer's, which
-        `allocate` takes."""
+        """End the allocation. Call it once all state is allocated except the optimizer's, which
+        `allocate` allocates.
+        """
 
     def close(self) -> None:
-        """Gives back files and other room outside this process."""
+        """Free files and other resources outside this process."""
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk, or of its base, can be made."""
+        """Return a context in which views of a chunk, or of its base, can be made."""
         return nullcontext()
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        """While in it, the chunks of these views are here, and may be written. Only while no plan
-        runs."""
+        """Return a context in which the chunks of these views are resident and may be written. Use
+        it only while no plan runs.
+        """
         return nullcontext()
 
     def read(self, view: Tensor) -> Tensor:
-        """The view, or an equal one of a copy. Read it at once, and do not write to it."""
+        """Return the view, or a view of a copy with equal content. Read it at once, and do not
+        write to it.
+        """
         return view
 
 
 def block_of(name: str) -> int:
-    """3 for blocks.3.mlp.up.weight; -1 for a parameter that is in no block."""
+    """Return the number of a parameter's block: 3 for blocks.3.mlp.up.weight; -1 for a parameter
+    outside all blocks.
+    """
     number = name.split(".")[1] if name.startswith("blocks.") else ""
     return int(number) if number.isdecimal() else -1
 
@@ -97,8 +116,13 @@ def block_of(name: str) -> int:
 def cut(
     layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()
 ) -> tuple[Chunk, ...]:
-    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's
-    name. absent: those that get no memory."""
+    """Cut a layout into chunks, joining neighbouring parameters of equal use.
+
+    Args:
+        layout: The layout.
+        use: Returns a parameter's use by its name.
+        absent: Parameters that get no memory.
+    """
     runs = [
         (key, list(run))
         for key, run in groupby(
@@ -114,7 +138,7 @@ def cut(
 class Buffer:
     """A flat buffer of a layout: one tensor for each chunk.
 
-    Slices count from the buffer's start and must lie within one chunk. kind: of state, for the
+    Slices count from the buffer's start and must lie within one chunk. kind: kind of state, for the
     memory.
     """
 
@@ -126,11 +150,9 @@ class Buffer:
         chunks: Sequence[Chunk] = (),
         kind: str = "",
     ):
-        self.layout, self.memory, self.chunks = (
-            layout,
-            memory,
-            tuple(chunks) or (Chunk(0, layout.numel),),
-        )
+        self.layout = layout
+        self.memory = memory
+        self.chunks = tuple(chunks) or (Chunk(0, layout.numel),)
         self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]
 
     def detached(self) -> Buffer:
@@ -146,9 +168,8 @@ class Buffer:
             return self.tensors[number][where.start - start : where.stop - start]
 
     def _number(self, start: int, stop: int) -> int:
-        for number in reversed(
-            range(len(self.chunks))
-        ):  # an empty slice belongs to the chunk that it begins
+        # an empty slice belongs to the chunk that starts there
+        for number in reversed(range(len(self.chunks))):
             chunk = self.chunks[number]
             if chunk.start <= start <= stop <= chunk.stop:
                 return number
@@ -159,7 +180,7 @@ class Buffer:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def views(self, names: Container[str] | None = None) -> dict[str, Tensor]:
-        """The views of these parameters (None: of all), in the order of the layout."""
+        """Return the views of these parameters (None: all), in the order of the layout."""
         layout = self.layout
         found = dict[str, Tensor]()
         places = [
@@ -173,10 +194,10 @@ class Buffer:
         return found
 
     def group(self, group: int) -> list[int]:
-        """Numbers of the chunks that are updated together."""
+        """Return the numbers of the chunks that are updated together."""
         return [i for i, chunk in enumerate(self.chunks) if chunk.use.group == group]
 
     def take(self, other: Buffer, number: int) -> None:
-        """Copies a chunk from a buffer of the same offsets, in which one chunk holds it."""
+        """Copy a chunk from a buffer of the same offsets, in which one chunk holds it."""
         chunk = self.chunks[number]
         self.tensors[number].copy_(other[chunk.start : chunk.stop])

@@ -1,9 +1,9 @@
-"""The two tiers of a GPU's state: its memory, and pinned host memory. The same items move as on a
-CPU (tiered.py).
+"""The two tiers of a GPU's state: its memory, and pinned host memory. Items move as on a CPU
+(tiered.py).
 
-An item's memory is its tensor's storage, which is empty while the item is away: so views stay
-views. An item leaves once the launch thread's stream has passed its release, and copies each way
-have a stream.
+An item's memory is its tensor's storage, which is empty while the item is offloaded, so views stay
+valid. An item leaves once the launch thread's stream has passed its release. Each copy direction
+has a stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridpar.state.residency.tiers import Tiers
 def state_memory(
     config: Config, device: torch.device, policy: StatePolicy
 ) -> TieredMemory | WholeChunks | None:
-    """The configured memory of a rank's state; None: the device's."""
+    """Create the configured memory of a rank's state; None: plain device memory."""
     budget = config.memory.budget
     whole = WholeChunks(device, policy) if policy.moves else None
     if not budget:
@@ -40,12 +40,12 @@ def state_memory(
 
 
 def _is_late(device: torch.device) -> bool:
-    """Whether a call returns before its work is over."""
+    """Return whether calls on a device return before their work is complete."""
     return device.type == "cuda"
 
 
 class DevicePages:
-    """As SparePages, for a device: its allocator keeps the memory that is given back."""
+    """Counterpart of SparePages for a device: its allocator keeps freed memory."""
 
     def add(self, region: TensorRegion) -> None:
         region.give_back()
@@ -58,27 +58,28 @@ class DevicePages:
 
 
 class HostStore:
-    """Room for items of these sizes (bytes) in host memory, taken at once; for a GPU pinned."""
+    """Host memory for items of these sizes (bytes), allocated once; pinned for a GPU."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         sizes = [padded(size) for size in sizes]
-        self._memory, self._work = HostMemory(device), host_work(device)
+        self._memory = HostMemory(device)
+        self._work = host_work(device)
         self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
 
     def read(self, item: int, into: Tensor) -> None:
-        """Copies an item to `into`; returns once it is there."""
+        """Copy an item to `into`; return once the copy is complete."""
         self._copy("in", into, self._items[item])
 
     def write(self, item: int, content: Tensor) -> None:
-        """Stores an item's content; returns once it is there."""
+        """Store an item's content; return once the copy is complete."""
         self._copy("out", self._items[item], content)
 
     def item(self, number: int) -> Tensor:
-        """The memory of an item."""
+        """Return the memory of an item."""
         return self._items[number]
 
     def close(self) -> None:
-        """Does nothing: the memory goes with this object."""
+        """Do nothing: the memory is freed with this object."""
 
     @torch.no_grad()
     def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
@@ -87,7 +88,9 @@ class HostStore:
 
 
 class _Passed:
-    """Is done once the launch thread's stream has reached the point at which this was made."""
+    """A marker that is done once the launch thread's stream has reached the point at which it was
+    created.
+    """
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event()
@@ -131,8 +134,9 @@ class DeviceTieredMemory(TieredMemory):
         return tiers
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk can be made. Before `seal` its content is lost
-        afterwards."""
+        """Return a context in which views of a chunk can be made. Before `seal` its content is lost
+        afterwards.
+        """
         if self._is_whole(chunk):
             return super().viewing(chunk)
         region = self._regions[self.number_of(chunk)]

@@ -1,8 +1,8 @@
-"""Memory at fixed addresses, whose pages are taken, given back, and handed from one region to
+"""Memory at fixed addresses, whose pages are allocated, freed, and moved from one region to
 another.
 
-The kernel clears a page that it gives out. Reading into such pages takes eight times the CPU time
-of reading into pages in use, so a region takes the pages that another one gives up.
+The kernel zeroes a page that it hands out. Reading a file into such pages takes eight times the CPU
+time of reading into pages in use, so a region takes over the pages that another one gives up.
 """
 
 from __future__ import annotations
@@ -18,33 +18,39 @@ from torch import Tensor
 from hybridpar.state.residency.store import padded
 
 HUGE_PAGE = 2 << 20
-# of mremap, Linux 5.7
+# flags of mremap, Linux 5.7
 _MAYMOVE = 1
 _FIXED = 2
 _DONTUNMAP = 4
 
 
 class AnyRegion(Protocol):
-    """Memory that is taken and given back. tensor: all of it, in bytes, in whole pages. view: as
-    its store has it."""
+    """Memory that is allocated and freed.
+
+    Attributes:
+        tensor: All of it, as bytes, in whole pages.
+        view: The same memory, in the form that its store needs.
+    """
 
     @property
     def tensor(self) -> Tensor: ...
     @property
     def view(self) -> Any: ...
     def another(self) -> AnyRegion:
-        """One of the same size, of zeros."""
+        """Return a region of the same size, filled with zeros."""
 
     def clear(self) -> None:
-        """Makes it zeros."""
+        """Fill it with zeros."""
 
 
 class Region:
-    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole
-    pages.
+    """Memory at a fixed address that is allocated and freed.
 
-    It begins at a huge page, so regions have like `pieces`: address and bytes of each huge page and
-    of the rest.
+    It starts at a huge page boundary, so that regions have equally sized `pieces`.
+
+    Attributes:
+        tensor: A view of the memory, as bytes, in whole pages.
+        pieces: Address and bytes of each huge page, and of the rest.
     """
 
     def __init__(self, num_bytes: int):
@@ -59,8 +65,8 @@ class Region:
         self.pieces = tuple(
             (address + at, min(HUGE_PAGE, size - at)) for at in range(0, size, HUGE_PAGE)
         )
-        # mappings that touch are one to the kernel, and a huge page across both would come with
-        # either
+        # The kernel merges adjacent mappings, and a huge page across two of them would be allocated
+        # with either.
         self._map.madvise(mmap.MADV_NOHUGEPAGE)
         if whole := size // HUGE_PAGE * HUGE_PAGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
@@ -72,14 +78,16 @@ class Region:
         self.tensor.zero_()
 
     def give_back(self) -> None:
-        """Frees the memory. It reads as zeros when it is next used."""
+        """Free the memory. It reads as zeros when it is next used."""
         self._map.madvise(mmap.MADV_DONTNEED, self._start, len(self.view))
 
 
 class SparePages:
-    """Pages that regions have given up, kept until another region takes them.
+    """Pages that regions have given up, kept until another region takes them. Regions must live as
+    long as this object.
 
-    num_bytes: of these pages. Regions must live as long as this.
+    Attributes:
+        num_bytes: Bytes of these pages.
     """
 
     def __init__(self) -> None:
@@ -87,7 +95,7 @@ class SparePages:
         self.num_bytes = 0
 
     def add(self, region: Region) -> None:
-        """Takes over the pages of a region, whose content is void."""
+        """Take over the pages of a region, whose content becomes void."""
         if _kernel() is None:
             region.give_back()
             return
@@ -96,7 +104,7 @@ class SparePages:
         self.num_bytes += len(region.view)
 
     def hand_to(self, region: Region) -> None:
-        """Gives a region without pages as many as it takes; their content is anything."""
+        """Give a region without pages as many as fit; their content is undefined."""
         for address, num_bytes in region.pieces:
             if found := self._pieces.get(num_bytes):
                 source = address if address in found else next(reversed(found))
@@ -106,7 +114,7 @@ class SparePages:
                     _move(source, address, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
-        """Gives the kernel all pages beyond these bytes."""
+        """Free all pages beyond this many bytes."""
         for size, found in self._pieces.items():
             while found and self.num_bytes > num_bytes:
                 _free(next(iter(found)), size)
@@ -116,7 +124,7 @@ class SparePages:
 
 @cache
 def _kernel() -> ctypes.CDLL | None:
-    """The C library, where it can move pages."""
+    """Return the C library; None if it cannot move pages."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "mremap"):
         return None
@@ -134,7 +142,7 @@ def _kernel() -> ctypes.CDLL | None:
 
 
 def _move(source: int, target: int, num_bytes: int) -> None:
-    """Moves pages to an address that has none; where the kernel does not, they are freed."""
+    """Move pages to an address that has none. If the kernel cannot move them, they are freed."""
     kernel = _kernel()
     assert kernel is not None
     if (
@@ -142,7 +150,7 @@ def _move(source: int, target: int, num_bytes: int) -> None:
         == target
     ):
         return
-    # what failed may have unmapped the target
+    # the failed call may have unmapped the target
     _free(source, num_bytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
     found = kernel.mmap(target, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)

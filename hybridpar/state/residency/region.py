@@ -1,5 +1,6 @@
-"""Tensors whose memory comes and goes, while their views stay: whole chunks (ZeRO), and items on a
-GPU."""
+"""Tensors whose memory is allocated and freed while their views stay valid: unsharded chunks
+(ZeRO), and items on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,21 @@ from torch import Tensor
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """While in it, this thread's work goes to a stream; None: changes nothing."""
+    """Return a context in which this thread's work goes to a stream; None: the current stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class TensorRegion:
-    """A tensor whose memory is taken and given back; meanwhile it and its views have no content.
+    """A tensor whose memory is allocated and freed. While it is freed, the tensor and its views
+    have no content.
 
-    tensor: all of its storage. view: the same, from which autograd does not notice that content has
-    come back. stream: memory is taken on it; None: on the current one. On a stream of its own no
-    memory is taken that the launch thread's may still use.
+    Args:
+        tensor: The tensor. It must span its storage.
+        stream: Memory is allocated on this stream; None: on the current one. A separate stream
+            never gets memory that the launch thread's stream may still use.
+
+    Attributes:
+        view: The same tensor, detached so that autograd does not notice that content has come back.
     """
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None = None):
@@ -35,26 +41,27 @@ class TensorRegion:
         return self.tensor.untyped_storage().nbytes() > 0
 
     def take(self) -> None:
-        """Takes memory, whose content is anything."""
+        """Allocate the memory; its content is undefined."""
         with on(self._stream):
             self._resize(self.num_bytes)
 
     def give_back(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._resize(0)
 
     def _resize(self, num_bytes: int) -> None:
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def another(self) -> TensorRegion:
-        """One of the same size, of zeros, in the current stream's memory: for the launch thread to
-        read."""
+        """Return a region of the same size, filled with zeros, allocated on the current stream for
+        the launch thread to read.
+        """
         found = TensorRegion(torch.empty_like(self.tensor))
         found.clear()
         return found
 
     def clear(self) -> None:
-        """Makes it zeros, for all streams."""
+        """Fill it with zeros, visible to all streams."""
         with on(self._stream):
             self.view.zero_()
             if self.view.is_cuda:
@@ -63,8 +70,9 @@ class TensorRegion:
 
 @contextmanager
 def taken(regions: Iterable[TensorRegion]) -> Iterator[None]:
-    """While in it, these have memory. The content of those that had none before is lost
-    afterwards."""
+    """Give these regions memory while in this context. The content of regions that had none before
+    is lost afterwards.
+    """
     absent = [region for region in regions if not region.is_here]
     for region in absent:
         region.take()

@@ -1,7 +1,7 @@
-"""The parts that a rank's stages are cut into; one at a time computes.
+"""The segments that a rank's stages are cut into. One segment computes at a time.
 
-Parts also cut the messages in which gradients are reduced, and with ZeRO-1 they decide who owns
-what. So runs on three or more replicas have equal bits only with equal parts.
+Segments also cut the messages in which gradients are reduced, and with ZeRO-1 they decide who owns
+what. So runs on three or more replicas have equal bits only with equal segments.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from hybridpar.state.rank import RankState
 
 @dataclass(frozen=True)
 class Parts:
-    """The blocks of each part, by stage of the rank. Parts are numbered through all stages.
+    """The blocks of each segment, by stage of the rank. Segments are numbered through all stages.
 
-    part_major: all micro-batches of a batch go through a part before the next one; not if the last
-    part shares a weight with the first, whose gradients would then be added in another order. late:
-    parts are updated as they are needed, so that their state comes from the slow tier while others
-    compute. is_divided: stages are cut, if only into one part.
+    Attributes:
+        of_stage: Blocks of each segment, by stage.
+        part_major: All micro-batches of a batch go through a segment before the next one. Not if
+            the last segment shares a weight with the first: its gradients would then be added in
+            another order.
+        late: Segments are updated when they are needed, so that their state is loaded from the slow
+            tier while others compute.
+        is_divided: Stages are cut, even if into only one segment.
     """
 
     of_stage: Mapping[int, tuple[range, ...]]
@@ -34,7 +38,9 @@ class Parts:
 
     @staticmethod
     def of(config: Config, split: Mapping[int, range]) -> Parts:
-        """The parts that a configuration asks for. split: the blocks of each stage of the rank."""
+        """Create the segments that a configuration asks for. split: the blocks of each stage of the
+        rank.
+        """
         found = {
             stage: cut_into_parts(config, blocks) or (blocks,) for stage, blocks in split.items()
         }
@@ -53,16 +59,14 @@ class Parts:
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """The blocks of all parts in order; none where stages are whole."""
-        return (
-            tuple(part for parts in self.of_stage.values() for part in parts)
-            if self.is_divided
-            else ()
-        )
+        """The blocks of all segments in order; empty if stages are not cut."""
+        if not self.is_divided:
+            return ()
+        return tuple(part for parts in self.of_stage.values() for part in parts)
 
     @cached_property
     def last(self) -> int:
-        """Number of the part whose backward comes first."""
+        """Number of the last segment, whose backward comes first."""
         return sum(map(len, self.of_stage.values())) - 1
 
     @cached_property
@@ -70,15 +74,16 @@ class Parts:
         ends = 0
         first = {}
         for stage, parts in self.of_stage.items():
-            first[stage], ends = ends, ends + len(parts)
+            first[stage] = ends
+            ends += len(parts)
         return first
 
     def number(self, action: Action) -> int:
-        """Number of the part that an action computes with."""
+        """Return the number of the segment that an action computes with."""
         return self._first[action.stage] + action.part
 
     def division(self, state: RankState) -> Division:
-        """How to cut the plan of the rank with this state."""
+        """Return how to cut the plan of the rank with this state."""
         if not self.is_divided:
             return WHOLE
         norms = state.num_groups > 1 and not all(map(state.is_alone, range(1, state.num_parts)))

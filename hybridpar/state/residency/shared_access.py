@@ -1,4 +1,6 @@
-"""Which chunks that replicas share (ZeRO-2 and 3) each action of a plan touches."""
+"""Map each action of a plan to the chunks that it accesses and that replicas shard (ZeRO-2 and
+3).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,14 @@ from hybridpar.state.residency.shares import FROZEN, WholeChunks
 
 
 class SharedTouches:
-    """Which of the chunks that come and go an action touches, by number.
+    """The unsharded chunks that an action accesses, by number.
 
-    weights of a part     F B I reads, frozen ones, too     gradients   B I W adds
-    what an UPDATE makes  new shares: a whole chunk is old              REDUCE: all are in the shares
+        weights of a segment     read by F B I, also frozen ones
+        gradients of a segment   added to by B I W
+        an UPDATE                makes new shards, so an unsharded chunk becomes outdated
+        a REDUCE                 all gradients are then in the shards
 
-    chunks: by number, from `first` on: lower numbers are items of the rank's tiers.
+    chunks are numbered from `first` on: lower numbers are items of the rank's tiers.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class SharedTouches:
             self._by_kind.setdefault(chunk.kind, []).append(number)
 
     def of_weights(self, action: Action) -> list[Touch]:
-        """The touches of weights."""
+        """Return the accesses to weights."""
         weights = self._state.weights
         if action.kind in (Kind.F, Kind.B, Kind.I):
             return [
@@ -58,7 +62,7 @@ class SharedTouches:
         return []
 
     def of_gradients(self, action: Action) -> list[Touch]:
-        """The touches of gradients."""
+        """Return the accesses to gradients."""
         if action.kind in (Kind.B, Kind.I, Kind.W):
             return self._in_part(action, self._gradients(action.microbatch // self._m), Mode.ADD)
         if action.kind is Kind.REDUCE:
@@ -69,9 +73,11 @@ class SharedTouches:
         return []
 
     def items(self) -> SharedItems:
-        """The chunks as a plan knows them. Weights have room for two consecutive parts, so the next
-        is gathered while a part computes; gradients have room for one part, besides those being
-        summed."""
+        """Return the chunks in the form that a plan needs.
+
+        Weights have space for two consecutive segments, so the next one is gathered while a segment
+        computes. Gradients have space for one segment besides the ones being reduced.
+        """
         num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
         summed = frozenset(
             i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/")

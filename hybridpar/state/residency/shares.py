@@ -1,12 +1,12 @@
-"""ZeRO-2 and 3: a rank keeps its own share of each chunk, and has the whole chunk only while it
+"""ZeRO-2 and 3: a rank keeps its own shard of each chunk, and has the unsharded chunk only while it
 needs it.
 
-    whole    [ a a a a ]   .   .   [ b b b b ]     chunks of a flat buffer, here for as long as a part computes
-    share    [ a | b | c | d ]                     this rank's own part of each, always here
+    unsharded   [ a a a a ]   .   .   [ b b b b ]     chunks of a flat buffer, resident while a segment computes
+    shard       [ a | b | c | d ]                     this rank's shard of each, always resident
 
-Weights: a whole chunk is gathered from the shares of all replicas, and dropped. Gradients: a
-backward adds to a whole chunk, which is summed over the replicas into their shares, and dropped.
-Uses that stay are whole on every rank.
+Weights: an unsharded chunk is gathered from the shards of all replicas, and dropped. Gradients: a
+backward adds to an unsharded chunk, which is reduce-scattered over the replicas into their shards,
+and dropped. Chunks whose use `stays` are unsharded on every rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from hybridpar.state.residency.chunks import Buffer, Chunk, Memory, Use, cut
 from hybridpar.state.residency.region import TensorRegion, taken
 
 SHARES = "shares/"
-"""Prefix of a share's kind: the kind of the whole follows."""
+"""Prefix of the kind of a shard; the kind of the unsharded state follows."""
 FROZEN = "frozen/0"
-"""Kind of state of the frozen weights, of which there is one version."""
+"""Kind of the frozen weights, which have one version."""
 
 
 class WholeChunk(TensorRegion):
-    """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'.
-    index: that number. listeners: called with it when it has come or gone."""
+    """An unsharded chunk that is gathered and released.
+
+    Args:
+        kind: Kind of state, with its number: 'weights/0', 'gradients/1'.
+        use: How the chunk is used.
+        tensor: Its tensor.
+        listeners: Called with the chunk when it has been allocated or freed.
+
+    Attributes:
+        index: The number in `kind`.
+    """
 
     def __init__(
         self,
@@ -41,17 +50,19 @@ class WholeChunk(TensorRegion):
         listeners: Sequence[Callable[[WholeChunk], object]],
     ):
         super().__init__(tensor)
-        self.kind, self.use, self.index = kind, use, int(kind.rpartition("/")[2])
+        self.kind = kind
+        self.use = use
+        self.index = int(kind.rpartition("/")[2])
         self._listeners = listeners
 
     def take(self) -> None:
-        """Takes memory, if it has none; its content is anything."""
+        """Allocate the memory, if it is not allocated; its content is undefined."""
         if not self.is_here:
             super().take()
             self._tell()
 
     def give_back(self) -> None:
-        """Gives the memory back, if there is any."""
+        """Free the memory, if it is allocated."""
         if self.is_here:
             super().give_back()
             self._tell()
@@ -62,8 +73,13 @@ class WholeChunk(TensorRegion):
 
 
 class WholeChunks(Memory):
-    """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order
-    of their making. At the start none is here. `listeners`: as a chunk's."""
+    """Memory of a device in which unsharded chunks are gathered and released. At the start none is
+    allocated.
+
+    Attributes:
+        chunks: The chunks, in the order of their creation.
+        listeners: As in WholeChunk.
+    """
 
     chunk = WholeChunk
 
@@ -85,16 +101,17 @@ class WholeChunks(Memory):
         return flat
 
     def has(self, kind: str, use: Use) -> bool:
-        """Whether chunks of a kind and a use come and go."""
+        """Return whether chunks of a kind and a use are gathered and released."""
         return not use.stays and kind.startswith(self._kinds)
 
     def room_of_weights(self) -> int:
-        """Most bytes of weights that are whole at once, trained and frozen: of two consecutive
-        parts."""
+        """Return an upper bound of the bytes of weights that are unsharded at once, trained and
+        frozen: two consecutive segments.
+        """
         return self._room(("weights/0", FROZEN), 2)
 
     def room_of_gradients(self, consecutive: int) -> int:
-        """Bytes of the gradients of so many consecutive parts, at most."""
+        """Return an upper bound of the bytes of the gradients of so many consecutive segments."""
         return self._room(("gradients/0",), consecutive)
 
     def _room(self, kinds: Sequence[str], consecutive: int) -> int:
@@ -105,8 +122,9 @@ class WholeChunks(Memory):
 
     @property
     def most_bytes(self) -> int:
-        """Most bytes that are whole at once: weights of two parts, gradients of one and of the one
-        being summed."""
+        """Upper bound of the bytes that are unsharded at once: weights of two segments, gradients
+        of one and of the one being reduced.
+        """
         return self.room_of_weights() + self.room_of_gradients(2)
 
     def _storage(self, view: Tensor) -> object:
@@ -116,12 +134,13 @@ class WholeChunks(Memory):
         return self.writing(chunk)
 
     def writing(self, *views: Tensor) -> AbstractContextManager[None]:
-        """While in it, the chunks of these views are here. Their content is lost afterwards:
-        `Shares` keep it."""
+        """Return a context in which the chunks of these views are allocated. Their content is lost
+        afterwards: the shards keep it.
+        """
         return taken(chunk for chunk in map(self.of, views) if chunk is not None)
 
     def of(self, view: Tensor) -> WholeChunk | None:
-        """The chunk that a tensor is a view of, if any."""
+        """Return the chunk that a tensor is a view of, if any."""
         storage = self._storage(view)
         return next(
             (chunk for chunk in self.chunks if self._storage(chunk.tensor) == storage), None
@@ -129,8 +148,9 @@ class WholeChunks(Memory):
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
-    """Most bytes of chunks that so many consecutive parts need, without those that stay. chunks:
-    use and bytes."""
+    """Return an upper bound of the bytes of chunks that so many consecutive segments need, without
+    the chunks that stay. chunks: use and bytes.
+    """
     moving = [(set(use.parts), num_bytes) for use, num_bytes in chunks if not use.stays]
     last = max((max(parts) for parts, _ in moving), default=-1)
     return max(
@@ -147,10 +167,20 @@ def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
 
 
 class Shares:
-    """This rank's shares of the chunks of `whole` that do not stay, or `of_all`.
+    """This rank's shards of a flat buffer.
 
-    buffer: their memory, in chunks by use. kind: of state of the whole ones. views: by name, each
-    parameter that it owns, or its part of it as a vector.
+    Args:
+        partition: The shards that this rank updates.
+        whole: The unsharded buffer.
+        dtype: Type of the shards.
+        memory: Allocates the shards.
+        kind: Kind of state of the unsharded buffer.
+        of_all: Also have shards of the chunks that stay.
+        buffer: Memory of the shards; None: allocate it.
+
+    Attributes:
+        buffer: Memory of the shards, in chunks by use.
+        views: By name, each parameter that this rank owns, or its shard of it as a vector.
     """
 
     def __init__(
@@ -177,7 +207,7 @@ class Shares:
         self._names: dict[Use, list[str]] = {}
         for name in partition.layout.names:
             self._names.setdefault(partition.uses(name), []).append(name)
-        # autograd need not know that a chunk comes back with what it had
+        # detached: a chunk that comes back with its old content is no change for autograd
         self._unwatched = whole.detached()
 
     @staticmethod
@@ -190,8 +220,10 @@ class Shares:
         split: bool,
         of_all: bool = False,
     ) -> list[Shares]:
-        """Shares of all buffers of a kind; none if replicas do not split them. of_all: in one
-        memory, as only one buffer's are needed at a time."""
+        """Create the shards of all buffers of a kind; none unless `split`.
+
+        of_all: All shards use one memory, because only one buffer's are needed at a time.
+        """
         found: list[Shares] = []
         for i, whole in enumerate(buffers if split else ()):
             found.append(
@@ -208,20 +240,19 @@ class Shares:
         return found
 
     def has(self, use: Use) -> bool:
-        """Whether there are shares of a use."""
+        """Return whether there are shards of a use."""
         return self._of_all or not use.stays
 
     def base(self, use: Use) -> int:
-        """The element of the buffer at which the memory of a use begins."""
-        return (
-            0
-            if self._of_all
-            else next(chunk.start for chunk in self.buffer.chunks if chunk.use == use)
-        )
+        """Return the element of the buffer at which the memory of a use starts."""
+        if self._of_all:
+            return 0
+        return next(chunk.start for chunk in self.buffer.chunks if chunk.use == use)
 
     def owned(self) -> list[Tensor]:
-        """This rank's own parts, in the order of the partition: its shares, and views of what
-        stays."""
+        """Return the parameters that this rank updates, in the order of the partition: shards, and
+        views of chunks that stay.
+        """
         kept = self.partition.owned_views(self.whole, lambda use: not self.has(use))
         return [
             self.views[o.name] if o.name in self.views else next(kept) for o in self.partition.owned
@@ -229,43 +260,46 @@ class Shares:
 
     @torch.no_grad()
     def take(self, names: Iterable[str], *, add: bool = False) -> None:
-        """Copies (or adds) some parameters from the whole chunks to their shares."""
+        """Copy (or add) some parameters from the unsharded chunks to their shards."""
         for share, part in self._pairs(names):
             share.add_(part) if add else share.copy_(part)
 
     @torch.no_grad()
     def put(self, name: str, whole: Tensor) -> None:
-        """Copies the same part of a whole tensor to a parameter's share, if there is one."""
+        """Copy this rank's range of an unsharded tensor to the parameter's shard, if it has one."""
         if name in self.views:
             start, stop = self._owned[name].part or (0, whole.numel())
             self.views[name].view(-1).copy_(whole.view(-1)[start:stop])
 
     @torch.no_grad()
     def clear(self, names: Iterable[str]) -> None:
-        """Makes the shares of some parameters zero."""
+        """Zero the shards of some parameters."""
         for name in self.views.keys() & names:
             self.views[name].zero_()
 
     @torch.no_grad()
     def gather(self, use: Use) -> Works:
-        """Starts to fill a whole chunk, which has memory. Collectives: an all-gather for each of
-        its buckets."""
+        """Start to gather an unsharded chunk, whose memory is allocated. Collectives: an all-gather
+        for each of its buckets.
+        """
         for share, part in self._pairs(self.names(use)):
             part.copy_(share)
         return self.partition.gather(self._unwatched, lambda other: other == use)
 
     def reduce_scatter(self, use: Use) -> Works:
-        """Starts to sum a whole chunk over replicas, for `take`. Collectives: a reduce-scatter for
-        each bucket."""
+        """Start to reduce an unsharded chunk over replicas, for `take`. Collectives: a
+        reduce-scatter for each bucket.
+        """
         return self.partition.reduce_scatter(self._unwatched, lambda other: other == use)
 
     def names(self, use: Use) -> list[str]:
-        """The parameters of a use."""
+        """Return the parameters of a use."""
         return self._names[use]
 
     def _pairs(self, names: Iterable[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each of these in which this rank has a share: the share, and the same part of the
-        whole chunk."""
+        """Yield, for each of these parameters of which this rank has a shard, the shard and the
+        same range of the unsharded chunk.
+        """
         for name in names:
             if name in self.views:
                 owned = self._owned[name]

@@ -1,7 +1,7 @@
 """The slow tier of a rank's state on a machine without a GPU: one file, read and written past the
 page cache.
 
-The file has no name: a killed run leaves nothing behind, and a restart trusts nothing of it.
+The file has no name, so a killed run leaves nothing behind, and a restart does not depend on it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def padded(num_bytes: int) -> int:
-    """`num_bytes` in whole pages."""
+    """Return `num_bytes` rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 class DiskStore:
-    """Room for items of these sizes (bytes) in a file in `folder`, zeros until written.
+    """Space for items of these sizes (bytes) in a file in `folder`, zeros until written.
 
     Reads and writes are of whole pages, in pieces that several threads move at a time.
-    Raises: HybridparError naming the folder, where there is no room or it cannot be written to.
+
+    Raises:
+        HybridparError: Names the folder, if it is full or cannot be written to.
     """
 
     def __init__(self, folder: Path, sizes: Sequence[int]):
-        self.folder, self._sizes = folder, [padded(size) for size in sizes]
+        self.folder = folder
+        self._sizes = [padded(size) for size in sizes]
         *self._offsets, self.num_bytes = accumulate(self._sizes, initial=0)
         self._threads = ThreadPoolExecutor(_THREADS, "slow tier")
         self._file = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(
-                prefix="state.", dir=folder, buffering=0
-            ) as file:  # never has a name on Linux
+            # on Linux this file never has a name
+            with tempfile.TemporaryFile(prefix="state.", dir=folder, buffering=0) as file:
                 self._file = os.dup(file.fileno())
             if self.num_bytes:
                 os.posix_fallocate(self._file, 0, self.num_bytes)
@@ -54,7 +56,7 @@ class DiskStore:
             raise self._failure("make the file of the state", error) from None
 
     def _go_direct(self) -> bool:
-        """Opens the file anew past the page cache, if its file system can do that."""
+        """Reopen the file past the page cache; return False if its file system cannot do that."""
         try:
             direct = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
         except OSError as error:
@@ -66,11 +68,13 @@ class DiskStore:
         return True
 
     def read(self, item: int, into: memoryview) -> None:
-        """Reads an item into `into`: whole pages, beginning at a page. Raises: HybridparError."""
+        """Read an item into `into`: whole pages, starting at a page boundary. Raises:
+        HybridparError.
+        """
         self._move(os.preadv, "read", item, into)
 
     def write(self, item: int, content: memoryview) -> None:
-        """Writes an item's content, as `read`."""
+        """Write an item's content. Raises: HybridparError."""
         self._move(os.pwritev, "write", item, content)
 
     def _move(self, call: object, what: str, item: int, memory: memoryview) -> None:
@@ -87,7 +91,7 @@ class DiskStore:
                 start += moved
 
         try:
-            if size <= _PIECE:  # to wake threads would take longer
+            if size <= _PIECE:  # waking threads would take longer
                 piece(0)
             for done in [
                 self._threads.submit(piece, start)
@@ -110,7 +114,7 @@ class DiskStore:
         return HybridparError(f"{self.folder}: cannot {what}: {error}{room}")
 
     def close(self) -> None:
-        """Gives back the room."""
+        """Free the space."""
         self._threads.shutdown()
         if self._file >= 0:
             os.close(self._file)

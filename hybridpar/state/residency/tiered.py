@@ -25,12 +25,12 @@ FOLDER = "state"
 
 
 def slow_folder(config: Config) -> Path:
-    """The folder of the slow tier."""
+    """Return the folder of the slow tier."""
     return Path(config.memory.folder or config.run.folder / FOLDER)
 
 
 def folder_to_measure(config: Config) -> Path:
-    """That folder, or the nearest one above it that exists."""
+    """Return the folder of the slow tier, or its nearest existing parent."""
     folder = Path(config.memory.folder or config.run.folder).absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
@@ -38,7 +38,8 @@ def folder_to_measure(config: Config) -> Path:
 @dataclass(frozen=True, slots=True)
 class StateItem:
     """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master',
-    'optimizer/..'."""
+    'optimizer/..'.
+    """
 
     kind: str
     use: Use
@@ -46,10 +47,10 @@ class StateItem:
 
 
 class ItemMemory(Memory):
-    """Memory that lists its chunks: `items`, in the order in which they are taken.
+    """Memory that lists its chunks in `items`, in the order in which they are allocated.
 
-    whole: holds the chunks that replicas share; their items are this rank's shares. None: they
-    share none.
+    whole: Holds the unsharded chunks; their items are then this rank's shards. None: replicas shard
+    nothing.
     """
 
     is_limited = True
@@ -67,7 +68,7 @@ class ItemMemory(Memory):
 
     @property
     def whole_bytes(self) -> int:
-        """Most bytes of shared chunks that are whole at once."""
+        """Upper bound of the bytes of chunks that are unsharded at once."""
         return 0 if self.whole is None else self.whole.most_bytes
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
@@ -75,7 +76,9 @@ class ItemMemory(Memory):
         return self
 
     def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
-        """Zeros of the slots' shapes, an item for each use. what: name of an optimizer's state."""
+        """Return zeros of the slots' shapes, an item for each use. what: name of the optimizer
+        state.
+        """
         found: dict[str, Tensor] = {}
         for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
             names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
@@ -105,7 +108,7 @@ class ItemMemory(Memory):
 class TieredMemory(ItemMemory):
     """State in at most `budget` bytes of a CPU's memory, and the rest in a file in `folder`.
 
-    From `seal` on, `tiers` moves the items, in the part of the budget that `whole` leaves.
+    From `seal` on, `tiers` moves the items, within the part of the budget that `whole` leaves.
     """
 
     def __init__(
@@ -139,7 +142,11 @@ class TieredMemory(ItemMemory):
         return Region(num_bytes)
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """Makes the slow tier. Raises: HybridparError if there is no room for it."""
+        """Create the slow tier.
+
+        Raises:
+            HybridparError: There is no space for it.
+        """
         super().seal(allocate)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
         self.tiers = self._make_tiers(
@@ -147,7 +154,9 @@ class TieredMemory(ItemMemory):
         )
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
-        """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
+        """Create the tiers, with these sizes in the slow one. pinned: items that are always
+        resident.
+        """
         return Tiers(
             self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages()
         )
@@ -156,7 +165,7 @@ class TieredMemory(ItemMemory):
         self.tiers.close()
 
     def number_of(self, view: Tensor) -> int:
-        """The item that a tensor is a view of."""
+        """Return the item that a tensor is a view of."""
         return self._numbers[view.untyped_storage()._cdata]
 
     @contextmanager
@@ -167,7 +176,7 @@ class TieredMemory(ItemMemory):
             yield
 
     def _is_whole(self, view: Tensor) -> bool:
-        """Whether a tensor is a view of a chunk that replicas share."""
+        """Return whether a tensor is a view of an unsharded chunk."""
         return self.whole is not None and self.whole.of(view) is not None
 
     def read(self, view: Tensor) -> Tensor:
@@ -175,11 +184,11 @@ class TieredMemory(ItemMemory):
         if self.tiers.is_here(number):
             return view
         if self._copy is None or self._copy[0] != number:
-            self._copy = None  # not both at once
+            self._copy = None  # frees the old copy first, so that only one exists at a time
             self._copy = number, self.tiers.content(number)
         content = self._copy[1].view(view.dtype)
         return content.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def forget(self) -> None:
-        """Forgets the copy that was read: it is going to change."""
+        """Drop the copy that was read, because the item is about to change."""
         self._copy = None

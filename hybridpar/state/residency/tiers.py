@@ -44,7 +44,7 @@ class Spare(Protocol):
 
 
 class Where(Enum):
-    """Whereabouts of an item, as seen from fast memory."""
+    """Location of an item, as seen from fast memory."""
 
     ABSENT = "absent"
     ARRIVING = "arriving"
@@ -54,10 +54,16 @@ class Where(Enum):
 
 @dataclass(slots=True)
 class Item:
-    """One item: its memory, and where it is. `changed`: the store lacks its content. `written`: the
-    store has any.
+    """One item: its memory, and where it is.
 
-    `holds`: it may leave once these are done. `used`: when it was last requested, by a count.
+    Attributes:
+        region: Its memory.
+        pinned: It is always resident.
+        where: Its location.
+        changed: The store lacks its content.
+        written: The store has some content of it.
+        used: When it was last requested, by a counter.
+        holds: It may leave once these are done.
     """
 
     region: AnyRegion
@@ -75,7 +81,7 @@ class Item:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes moved between the tiers, the most in memory at once, and seconds waited."""
+    """Bytes moved between the tiers, the peak in memory, and seconds waited."""
 
     read: int = 0
     written: int = 0
@@ -84,11 +90,19 @@ class Traffic:
 
 
 class Tiers:
-    """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
+    """Moves items between `regions` and a store, without ever having more than `budget` bytes in
+    memory.
 
-    `pinned`: numbers of the items that stay in memory. Errors of the store are raised by the next
-    call. `mark`: makes what is done once the caller's work so far is over; None: work is over when
-    its call returns.
+    An error of the store is raised by the next call.
+
+    Args:
+        regions: Memory of each item.
+        pinned: Numbers of the items that are always resident.
+        budget: Bytes of memory.
+        store: The slow tier.
+        spare: Keeps freed memory for other items.
+        mark: Returns a marker that is done once the caller's work so far is complete; None: work is
+            complete when its call returns.
     """
 
     def __init__(
@@ -101,7 +115,9 @@ class Tiers:
         mark: Callable[[], Waitable] | None = None,
     ):
         self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
-        self.budget, self.traffic, self._store = budget, Traffic(), store
+        self.budget = budget
+        self.traffic = Traffic()
+        self._store = store
         self._resident = self._clock = 0
         self._spare: Spare = spare or SparePages()
         self._mark = mark
@@ -122,18 +138,17 @@ class Tiers:
         for mover in self._movers:
             mover.start()
 
-    # -- what a plan asks for
+    # -- requests of a plan
 
     def fetch(self, number: int) -> None:
-        """Starts to bring an item that is absent or leaving."""
+        """Start to load an item that is absent or leaving."""
         with self._looking():
             self.items[number].where = Where.ARRIVING
             self._queues[Where.ARRIVING].append(number)
             self._state.notify_all()
 
     def release(self, number: int) -> None:
-        """Starts to write an item back, where the store lacks its content, and then gives up its
-        memory."""
+        """Start to write an item back, if the store lacks its content, and then free its memory."""
         item = self.items[number]
         if item.where is Where.ARRIVING:
             self._wait(lambda: item.where is Where.HERE)
@@ -148,17 +163,17 @@ class Tiers:
             self._state.notify_all()
 
     def drop(self, number: int) -> None:
-        """Gives up an item's memory and its content."""
+        """Discard an item's content and free its memory."""
         item = self.items[number]
         assert item.where is Where.HERE, f"item {number} is {item.where.value}"
         item.changed = False
         self.release(number)
 
     def create(self, number: int) -> None:
-        """Takes memory for an absent item, zeros; waits until leaving items have made room."""
+        """Allocate zeros for an absent item; wait until leaving items have freed enough memory."""
         item = self.items[number]
 
-        def has_taken() -> bool:  # in one step: what is on its way may want the same room
+        def has_taken() -> bool:  # in one step, because arriving items may take the same memory
             if item.where is not Where.ABSENT or not self._has_room(item):
                 return False
             self._take(item)
@@ -169,16 +184,17 @@ class Tiers:
         item.region.clear()
 
     def is_here(self, number: int) -> bool:
-        """Whether an item can be used at once."""
+        """Return whether an item can be used at once."""
         return self.items[number].where is Where.HERE
 
     def is_absent(self, number: int) -> bool:
-        """Whether an item has no memory and is not to get any."""
+        """Return whether an item has no memory and is not about to get any."""
         return self.items[number].where in (Where.ABSENT, Where.LEAVING)
 
     def await_item(self, number: int, *, changing: bool = False) -> None:
-        """Returns once an item that was fetched is here. `changing`: its content is going to
-        change."""
+        """Return once an item that was fetched is resident. `changing`: its content is about to
+        change.
+        """
         item = self.items[number]
         if item.where is not Where.HERE:
             assert item.where is Where.ARRIVING, (
@@ -189,18 +205,20 @@ class Tiers:
         item.changed |= changing
 
     def settle(self) -> None:
-        """Waits for the end of all moves."""
+        """Wait for the end of all moves."""
         self._wait(lambda: not any(self._queues.values()))
 
     def hold(self, number: int, until: Waitable) -> None:
-        """Keeps an item in memory until this is done, even if it is to leave."""
+        """Keep an item in memory until this is done, even if it was released."""
         self.items[number].holds.append(until)
 
-    # -- what is asked for beside plans
+    # -- requests outside plans
 
     @contextmanager
     def using(self, numbers: Sequence[int], *, changing: bool = False) -> Iterator[None]:
-        """While in it, items are here; the least recently used make room. Not while a plan runs."""
+        """Make items resident while in this context, evicting the least recently used ones. Do not
+        use it while a plan runs.
+        """
         for number in numbers:
             self._use(self.items[number])
         for number in numbers:
@@ -214,7 +232,7 @@ class Tiers:
         yield
 
     def content(self, number: int) -> Tensor:
-        """An item's bytes: itself if it is here, else a copy. Moves nothing."""
+        """Return an item's bytes: its own memory if it is resident, else a copy. Moves nothing."""
         item = self.items[number]
         if item.where in (Where.ARRIVING, Where.LEAVING):
             self._wait(lambda: item.where in (Where.HERE, Where.ABSENT))
@@ -227,7 +245,7 @@ class Tiers:
         return copy.tensor
 
     def close(self) -> None:
-        """Ends the transfers under way."""
+        """End the transfers under way."""
         with self._state:
             self._closed = True
             self._state.notify_all()
@@ -235,7 +253,7 @@ class Tiers:
             mover.join()
         self._store.close()
 
-    # -- inside
+    # -- implementation
 
     def _use(self, item: Item) -> None:
         self._clock += 1
@@ -281,11 +299,11 @@ class Tiers:
         self._spare.add(item.region)
         item.changed = False
         self._resident -= item.num_bytes
-        if item.where is not Where.ARRIVING:  # it was fetched again meanwhile
+        if item.where is not Where.ARRIVING:  # it may have been fetched again
             item.where = Where.ABSENT
 
     def _work(self, where: Where) -> None:
-        """A mover: brings arriving items, or takes leaving ones away, one after the other."""
+        """Run a mover thread: load arriving items, or write leaving ones, one after the other."""
         try:
             while self._move_next(where):
                 pass
@@ -295,7 +313,7 @@ class Tiers:
                 self._state.notify_all()
 
     def _move_next(self, where: Where) -> bool:
-        """Waits for an item to move, and moves it; False once the tiers are closed."""
+        """Wait for an item to move, and move it; return False once the tiers are closed."""
         queue = self._queues[where]
         with self._state:
             self._state.wait_for(lambda: self._closed or self._may_begin(where))
@@ -318,7 +336,7 @@ class Tiers:
         queue = self._queues[where]
         if not queue:
             return False
-        # what is still to be written is not read before
+        # an item that is still to be written is not read before that
         return where is Where.LEAVING or (
             queue[0] not in self._queues[Where.LEAVING] and self._has_room(self.items[queue[0]])
         )

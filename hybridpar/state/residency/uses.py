@@ -1,5 +1,6 @@
-"""The uses of parameters: the parts of a rank that compute with each, and the part of an UPDATE it
-belongs to."""
+"""The use of each parameter: the segments of a rank that compute with it, and the part of an UPDATE
+it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from hybridpar.state.residency.chunks import WHOLE, Use
 
 
 def layout_run(placement: Placement) -> int:
-    """The place of a parameter in the layout: tied ones first, then replicated, then split, and
-    last split ones with rows on several tp ranks. Each of these is contiguous, as its gradients are
-    reduced apart."""
+    """Return the rank of a parameter in the order of the layout: tied, replicated, sharded, and
+    last sharded with rows on several tp ranks. Each of these runs is contiguous, because its
+    gradients are reduced separately.
+    """
     if placement.tied or placement.shard is None:
         return 0 if placement.tied else 1
     return 3 if has_shared_rows(placement) else 2
@@ -27,13 +29,19 @@ def uses_of(
     elementwise: bool,
     alone: bool = True,
 ) -> Callable[[str], Use]:
-    """The use of each parameter by name, on a rank whose blocks are in these parts.
+    """Return a function from a parameter's name to its use, on a rank whose blocks are in these
+    segments.
 
-    Parameters whose gradients are summed over the ranks of a layer stay; so do norms and biases,
-    which are small, if they do not lie between the matrices. `blocks`: those with a parameter; a
-    tied one may be in several. `elementwise`: every element is updated on its own; else all
-    together. `alone`: the pipeline has one rank. Else a tied weight stays too: its gradient waits
-    for the other end.
+    Parameters whose gradients are reduced over the ranks of a layer stay resident. So do norms and
+    biases, which are small, unless they lie between the matrices.
+
+    Args:
+        parts: Blocks of each segment.
+        placements: Placement of each parameter.
+        blocks: The blocks that have a parameter; a tied one may be in several.
+        elementwise: Every element is updated independently; else all are updated together.
+        alone: The pipeline has one rank. Else a tied weight stays, too, because its gradient waits
+            for the other end.
     """
     if not parts:
         return lambda name: WHOLE

@@ -1,13 +1,12 @@
-"""memory.offload_activations = "auto": how many micro-batches of each rank may leave at no cost in
-time.
+"""memory.offload_activations = "auto": how many micro-batches each rank can offload at no cost.
 
-One trial moves as many as can be, on all ranks at once: so the times of moves are those beside
-moves of all ranks and both ways, whatever link they share. On CPUs this trial is the only one, and
-no run takes less memory.
+One trial offloads as many as possible on all ranks at once, so that copies are timed while all
+ranks copy both ways over the links they share. On CPUs this is the only trial, and every run has
+room for it.
 
-Beside a GPU a second trial moves none. Where activations leave, micro-batches run without CUDA
-graphs, and the launch thread waits for copies instead of running ahead. What that costs is in the
-difference between the two, rank by rank.
+On a GPU a second trial offloads none. Offloading excludes CUDA graphs, and makes the launch thread
+wait for copies instead of running ahead. The difference of the two trials is the cost of that, rank
+by rank.
 """
 
 from __future__ import annotations
@@ -38,17 +37,19 @@ from hybridpar.train.forecasts.offload_room import OffloadRoom, everything, with
 from hybridpar.train.reporting.costs_file import in_ms
 
 TryOut = Callable[[Config, int], Trial]
-"""Tries a configuration after so many batches that are not measured. Collectives: on all ranks of
-the grid."""
+"""Runs a configuration after a number of unmeasured batches. Collectives: on all ranks of the
+grid."""
 Away = tuple[int, ...]
-"""Micro-batches that are away at once, by rank of a pipeline."""
+"""Number of micro-batches that are offloaded at once, by pipeline rank."""
 
 
 def find_numbers_for(
     job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
 ) -> tuple[Away, str]:
-    """Return what "auto" stands for, and a line that says so. Collectives: on all ranks of the
-    grid."""
+    """Return the numbers for "auto", and a line that reports them.
+
+    Collectives: on all ranks of the grid.
+    """
     if in_host_memory(device):
         away, why = _beside_a_gpu(job, grid, device, try_out)
     else:
@@ -58,8 +59,7 @@ def find_numbers_for(
 
 
 def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
-    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `job`
-    gives.
+    """Raise SetupError on all ranks if a host lacks memory for the activations `job` offloads.
 
     Collectives: on all ranks of the grid.
     """
@@ -69,7 +69,11 @@ def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
 
 
 def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
-    """Where ranks and their moves are more than the cores, moves take time of the ranks."""
+    """Return the numbers for activations in a file.
+
+    If ranks and their copy threads exceed the cores, copying takes time of the ranks; the costs of
+    OFFLOAD and RELOAD include it then.
+    """
     trial = try_out(with_away(job.config, everything(job)), 0)
     costs = trial.costs
     moves = _slowest(trial.moves, grid)
@@ -88,8 +92,10 @@ def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
 
 
 def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
-    """Return the longest times of the replicas of each rank of a pipeline. Collectives: on all
-    ranks of the grid."""
+    """Return the longest copy times over replicas, by pipeline rank.
+
+    Collectives: on all ranks of the grid.
+    """
     everyone = gather_objects((grid.pp.rank, mine), grid.world)
     found = []
     for rank in range(grid.pp.size):
@@ -104,16 +110,19 @@ def _with_moves(costs: Costs, moves: Sequence[Moves]) -> Costs:
     )
 
 
-# -- beside a GPU
+# -- on a GPU
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What the trials say. step_time: with `away`; none_time, most_time: with none, and with as
-    many as can be.
+    """Result of the trials.
 
-    without_graphs: as many as may leave at no cost where CUDA graphs run on no rank. Units:
-    seconds.
+    Attributes:
+        away: Numbers that cost no time.
+        without_graphs: Numbers that cost no time if no rank uses CUDA graphs.
+        step_time: Seconds per step with `away`.
+        none_time: Seconds per step without offloading.
+        most_time: Seconds per step with as much offloading as possible.
     """
 
     away: Away
@@ -138,8 +147,8 @@ def _beside_a_gpu(
     resident: Trial | None = None
     none_away = with_away(job.config, 0)
     if _fits(JobPlan(none_away), grid, device):
-        # a graph is made for each of two buffers of weights and each place of a micro-batch, at its
-        # second use
+        # CUDA graphs are captured at second use, one for each of two weight buffers and each
+        # position of a micro-batch; these batches capture all of them
         resident = try_out(none_away, 2 * sizes.num_ranks + 2)
     resident_costs = None if resident is None else resident.costs
     found = of_first_rank(
@@ -173,14 +182,14 @@ def _choose(
         return time_with_away(costs, sizes, ordering, away, resident=resident)
 
     away = free_to_leave(costs, sizes, ordering, resident=resident, at_most=most)
-    without_graphs = (
-        away if resident is None else free_to_leave(costs, sizes, ordering, at_most=most)
-    )
+    without_graphs = away
+    if resident is not None:
+        without_graphs = free_to_leave(costs, sizes, ordering, at_most=most)
     return _Found(away, without_graphs, takes(away), takes([0] * len(most)), takes(most))
 
 
 def _reasons(found: _Found, bounds: Away, most: Away, *, fits: bool, replays: bool) -> list[str]:
-    """Return what was compared, and what a user who needs more memory can set."""
+    """Return the comparison as text, and the setting for users who need more memory."""
     said = [
         f"as many as may leave at no cost in time here: {in_ms(found.step_time)} a step by what "
         "its actions cost"

@@ -1,14 +1,13 @@
-"""pipeline.schedule = "auto": the order that takes the least time, of those that all train the
-same.
+"""pipeline.schedule = "auto": the fastest schedule among those that train identically.
 
     shapes   one stage on each rank | two, there and back | two, three, four in a loop    a few batches of each
     orders   1f1b, zero bubbles,    | ZB-V, V-Half, V-Min | interleaved, zero bubbles     simulated with their costs
              longer warm-up         |                     |
-    filled   and each with W's where the costs leave gaps (schedules/orders/fill.py), as an order of
-             its own: no rank keeps more bytes than the fullest does without
+    filled   each order also with W's in the gaps that the costs leave (schedules/orders/fill.py),
+             as a custom order: no rank keeps more bytes than the fullest rank does without
 
-Of what fits into memory, as predicted, the simplest counts whose step takes no more than 1 % longer
-than the shortest: the list goes from simple to less so. Units: seconds, bytes.
+Among the schedules predicted to fit into memory, the simplest wins whose step is at most 1 % longer
+than the shortest; the list is sorted from simple to complex. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -43,19 +42,20 @@ from hybridpar.train.faults.errors import SetupError
 from hybridpar.validate import problems
 
 Measure = Callable[[Config], Costs]
-"""Costs of a configuration's actions, from a few batches. Collectives: on all ranks of the grid."""
+"""Measures a configuration's action costs with a few batches. Collectives: on all ranks of the
+grid."""
 _T = TypeVar("_T")
 _WORTH = 1.01
 _CHUNKS = (2, 3, 4)
 _MOST_FILLED = 512
-"""Micro-batches of a batch, counted on each stage of a rank, up to which orders are filled: a line
-names them all."""
+"""Most micro-batches of a batch, times stages per rank, for which orders are filled: such an order
+is one line that lists them all."""
 _BUBBLE = {"zero_bubble": True, "split_backward": True}
 
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule's settings, and the time of its step as simulated."""
+    """Settings of a schedule, and its simulated step time."""
 
     pipeline: PipelineConfig
     step_time: float
@@ -64,9 +64,9 @@ class Found:
 def find_schedule_for(
     config: Config, grid: ProcessGrid, device: torch.device, measure: Measure
 ) -> tuple[Found, Found]:
-    """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid.
+    """Return the schedule for "auto", and 1f1b to compare it with.
 
-    Raises: SetupError, on all of them.
+    Collectives: on all ranks of the grid. Raises: SetupError on all of them.
     """
     found: list[Found] = []
     trace = Footprints()
@@ -83,10 +83,9 @@ def find_schedule_for(
 
 
 def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
-    """What `call` returns on the first rank, the only one that calls it. Collectives: one
-    all-gather.
+    """Call `call` on the first rank only, and return its result on all ranks.
 
-    Raises: SetupError on all ranks alike, with the text of an error there.
+    Collectives: one all-gather. Raises: SetupError on all ranks, with the text of the error there.
     """
     result: tuple[_T | None, str] = None, ""
     if world.is_first:
@@ -103,7 +102,7 @@ def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
 
 
 def shapes(config: Config) -> Iterator[list[Config]]:
-    """Configurations whose stages are the same."""
+    """Yield groups of configurations; those of a group have the same stages and action costs."""
     defaults: dict[str, Any] = {
         f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND
     }
@@ -114,7 +113,7 @@ def shapes(config: Config) -> Iterator[list[Config]]:
 
     yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
     if config.compression.both_ways != ("none", "none"):
-        return  # other stages would train differently
+        return  # with other stage boundaries, compression would change the training
     if 2 * config.parallel.pp <= config.model.num_blocks:
         there_and_back = {"stage_layout": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
@@ -131,8 +130,10 @@ def _simulated_here(
 
 
 def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[Found]:
-    """The schedules of a shape, and what fills them, with the time of a step each. kept: of a
-    micro-batch, by stage."""
+    """Return the schedules of a group and their filled orders, with simulated step times.
+
+    kept: bytes that a micro-batch keeps, by stage.
+    """
     found = []
     for config in shape:
         if problems(config, config.parallel.num_ranks):
@@ -152,8 +153,12 @@ def _simulated(job: JobPlan, costs: Costs) -> Found:
 
 
 def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
-    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no
-    rank keeps more than the fullest does. kept: by a micro-batch, by stage."""
+    """Return a draining schedule's order with W's moved into the gaps, as a custom order.
+
+    No rank keeps more bytes than the fullest rank of the original order.
+
+    kept: bytes that a micro-batch keeps, by stage.
+    """
     sizes = job.shape
     ranks = range(sizes.num_ranks)
     orders = [
@@ -184,8 +189,10 @@ def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
 def choose(
     config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer
 ) -> Found:
-    """The first that takes no more than 1 % longer than the fastest that is proven and fits; 1f1b
-    where none does."""
+    """Return the simplest schedule within 1 % of the fastest that is proven and fits into memory.
+
+    1f1b is returned if none does.
+    """
 
     @cache
     def can_run(one: Found) -> bool:

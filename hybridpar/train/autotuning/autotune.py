@@ -1,9 +1,7 @@
-"""Settings that are "auto" and depend on speeds: measured on the machines that the run is on, and
-from then on its own.
+"""Autotuning: measure "auto" settings that depend on the speed of the run's machines.
 
-A few batches of random tokens are trained on weights that are then thrown away, and their measured
-costs simulated with every value. What was found is written into the run's config.toml, which a run
-that goes on takes it from.
+A few batches of random tokens train weights that are then discarded, and every value is simulated
+with the measured costs. The result is written to config.toml, so that a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -24,22 +22,32 @@ from hybridpar.train.autotuning.trial import Build, Trial, try_out
 from hybridpar.train.forecasts.offload_room import with_away
 
 
-def settle(
+def autotune(
     config: Config,
     grid: ProcessGrid,
     device: torch.device,
     say: Callable[[str], None],
     build: Build = lambda make: make(),
 ) -> Config:
-    """`config` with a value in the place of each "auto", which is said.
+    """Return `config` with a measured value for each "auto", and report the values.
 
-    pipeline.schedule: auto_schedule.py says which. pipeline.early_switch: the smallest that costs
-    no time here. memory.offload_activations: for each rank of a pipeline how many may leave at no
-    cost in time.
+    pipeline.schedule: the fastest schedule (auto_schedule.py). pipeline.early_switch: the smallest
+    that costs no time. memory.offload_activations: how many micro-batches each pipeline rank can
+    offload at no cost.
+
     Collectives: on all ranks of the grid.
-    Raises: SetupError on all ranks, where what is found fails, or a host has no memory for the
-        activations that are to
-    leave its GPUs; HybridparError where the file has no room.
+
+    Args:
+        config: The resolved configuration.
+        grid: The process grid.
+        device: The device of this rank.
+        say: Called with each line to report.
+        build: Builds a trial's engine on all ranks, or fails on all.
+
+    Raises:
+        SetupError: On all ranks: the search failed, or a host lacks memory for the activations
+            that leave its GPUs.
+        HybridparError: The disk has no room for the file of offloaded activations.
     """
 
     def tried(trial: Config, warmup: int = 0) -> Trial:

@@ -1,5 +1,4 @@
-"""Launch options of attention's Triton kernels: timed on the run's own shapes before training, kept
-beside the run.
+"""Launch options of attention's Triton kernels, timed on the run's shapes before training.
 
     <run folder>/kernels.json
         {"NVIDIA A100-SXM4-80GB, torch 2.11.0, triton 3.6.0":
@@ -7,16 +6,16 @@ beside the run.
                 {"chosen": [64, 32, 4, 2], "us": {"[64, 64, 8, 2]": 812.4, "[64, 32, 4, 2]":
                 733.0}}}}
 
-The options (block sizes, warps, stages) decide in which order a kernel adds up, so a run must never
-change them: a run that resumes takes them from the file. An entry is valid for one name of GPU and
-one version of torch and Triton. Each kind of GPU in the job has entries of its own: the first rank
-with such a GPU times the candidates, and all ranks with such GPUs take what it chose. This happens
-between the start of the process group and the first engine, so no CUDA graph is being captured and
-no rank trains yet.
+The options (block sizes, warps, stages) determine the order of a kernel's additions, so a run must
+never change them: a resumed run takes them from the file. An entry is valid for one GPU model and
+one version of torch and Triton. Each GPU model in the job has its own entries: the first rank with
+such a GPU times the candidates, and all ranks with such GPUs take its choice. This happens between
+the start of the process group and the first engine, so that no CUDA graph is being captured and no
+rank trains yet.
 
-Other Triton kernels are bound by memory: their sizes matter less, and the order of their sums is
-the same on any GPU (kernels/rows.py). Attention of custom models, whose shapes are not known before
-they run, has the default options.
+Other Triton kernels are bound by memory: their sizes matter less, and their order of additions is
+the same on any GPU (kernels/rows.py). Attention in custom models uses the default options, because
+its shapes are unknown before it runs.
 """
 
 from __future__ import annotations
@@ -45,26 +44,25 @@ from hybridpar.train.launch import Job
 FILE = "kernels.json"
 _MAX_BYTES = 1 << 20
 _WORTH = 0.97
-"""Share of the default option's time that another one must stay below: measured times vary by a
-percent or two, and the default is what was tested longest."""
+"""An option replaces the default only below this share of the default's time: measured times vary
+by a percent or two, and the default is tested most."""
 _SHORT_US = 50.0
-"""Launches of which the default takes less keep it: there is little to gain, and their times vary
-most."""
+"""Launches shorter than this, in microseconds, keep the default: the gain is small and the times
+vary most."""
 _WARM = 2
 _ROUNDS = 9
 _SPIN = 2_000_000
-"""Clock cycles that the GPU waits before a timed launch, about a millisecond: the launch is then
-queued before the GPU gets to it, so the time of Python's part is not counted."""
+"""Clock cycles that the GPU spins before a timed launch, about a millisecond, so that the launch is
+queued before the GPU reaches it and Python's time is not measured."""
 
 Option = tuple[int, ...]
 Time = Callable[[Callable[[], None]], float]
-"""Runs a launch once and returns its time on the device, in microseconds."""
+"""Runs a launch and returns its time on the device, in microseconds."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The option chosen for a class of launches, and the median time of each candidate that fits,
-    in microseconds."""
+    """The option chosen for a class of launches, and the median time of each candidate in us."""
 
     chosen: Option
     us: Mapping[str, float]
@@ -76,16 +74,15 @@ Entries = dict[str, Entry]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """The options of a run: what kernels.json has to hold, and what this rank uses."""
+    """The options of a run: entries for kernels.json, and the options that this rank uses."""
 
     entries: Mapping[str, Entries]
-    """By kind of GPU, those in the file that this job has no GPU for included."""
+    """Entries by GPU model, including models of the file that this job lacks."""
     used: Mapping[str, Option] = field(default_factory=dict)
     is_new: bool = False
 
     def write(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write kernels.json, if there is something new. Training goes on if it cannot be
-        written."""
+        """Write kernels.json if it has new entries; training continues if that fails."""
         if not self.is_new:
             return
         content = {kind: _as_json(entries) for kind, entries in self.entries.items()}
@@ -102,8 +99,7 @@ class KernelOptions:
 def prepare(
     config: Config, job: Job, device: torch.device, say: Callable[[str], None]
 ) -> KernelOptions:
-    """Choose the launch options of this run's kernels, or take them from its folder, and use them
-    in this process.
+    """Choose the kernels' launch options, or read them from the run folder, and apply them here.
 
     Collectives: on all processes of the job, through its store, on GPUs.
     """
@@ -127,11 +123,15 @@ def choose(
     """Return the launch options that all ranks with this kind of GPU use.
 
     Args:
-        kind: name of this rank's GPU and of the versions that its kernels are compiled with; empty:
-            it has no kernels with options.
-        measure: returns the entries of this run's launches, from the entries that are known for
-            this kind of GPU. It is called on the first rank of each kind.
-    Collectives: on all processes of the job, through its store.
+        job: The job, which communicates through its store.
+        folder: The run folder.
+        say: Called with each line to report.
+        kind: Name of this rank's GPU and of the versions that its kernels are compiled with; empty
+            if no kernel here has options.
+        measure: Returns the entries of this run's launches, given the known entries for this GPU
+            model. Called on the first rank of each model.
+
+    Collectives: on all processes of the job.
     """
     kinds: list[str] = job.gather(kind)
     if not any(kinds):
@@ -160,13 +160,14 @@ def choose(
 def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entries:
     """Return an entry for each class of launches with several candidates that `run` makes.
 
-    A known entry stays if the option that it names is still a candidate. Else every candidate that
-    fits the device is timed on the tensors of the launch. The fastest is chosen, or the default if
-    no other one is clearly faster.
+    A known entry stays if its option is still a candidate. Otherwise every candidate that fits the
+    device is timed on the launch's tensors. The fastest is chosen, or the default if no other one
+    is clearly faster.
 
     Args:
-        run: calls operators on the shapes of the run.
-        time: runs a launch, and returns its time in microseconds.
+        run: Calls operators on the shapes of the run.
+        time: Runs a launch and returns its time in microseconds.
+        known: Entries from earlier starts.
     """
     options = importlib.import_module("hybridpar.kernels.options")
     found: Entries = {}
@@ -192,8 +193,7 @@ def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entr
 
 
 def fastest(times: Mapping[Any, float]) -> Any:
-    """Return the fastest option; the first, which is the default, if no other one is clearly
-    faster."""
+    """Return the fastest option, or the first (the default) if no other one is clearly faster."""
     default = next(iter(times))
     best = min(times, key=lambda one: times[one])
     is_worth_it = times[default] >= _SHORT_US and times[best] < _WORTH * times[default]
@@ -201,8 +201,10 @@ def fastest(times: Mapping[Any, float]) -> Any:
 
 
 def _times(candidates: Sequence[Any], start: Callable[[Any], None], time: Time) -> dict[Any, float]:
-    """Return the median time of each candidate. They take turns, so that a clock that changes is
-    the same for all."""
+    """Return the median time of each candidate.
+
+    Candidates take turns, so that a changing clock rate affects all of them alike.
+    """
     rounds: dict[Any, list[float]] = {one: [] for one in candidates}
     for _ in range(_WARM):
         for one in candidates:
@@ -225,8 +227,7 @@ def _time(launch: Callable[[], None]) -> float:
 
 
 def _kind(device: torch.device) -> str:
-    """Return the name of this GPU and of what compiles for it; empty if Triton does not run on
-    it."""
+    """Return the name of this GPU, torch and Triton; empty if Triton does not run on the GPU."""
     if triton_missing("attention", device.type, None) is not None:
         return ""
     triton = importlib.import_module("triton")
@@ -237,8 +238,7 @@ def _kind(device: torch.device) -> str:
 
 
 def _attend(config: Config, device: torch.device) -> None:
-    """Run attention as the first tp rank will: forward and backward with dropout, and forward as in
-    an evaluation."""
+    """Run attention like the first tp rank: forward and backward with dropout, then evaluation."""
     if (layers := config.model.cost_model) is not None:
         attend(config, layers, device)
 
@@ -246,20 +246,22 @@ def _attend(config: Config, device: torch.device) -> None:
 def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
     """Run attention on the local heads of the first tp rank and one micro-batch of random numbers.
 
-    The heads are a whole layer of one rank, so that strides are those of training, and nothing is
-    communicated. A generator of its own leaves the run's random numbers alone.
+    The heads form a whole layer without tensor parallelism, so that strides equal the training's
+    and nothing is communicated. A separate generator leaves the run's random numbers unchanged.
     """
     layout = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, config.parallel.tp)
     groups = layout.group_heads(0)
     heads = layout.heads[0][1]
     hidden = layout.heads[0][1] * layout.head_dim
+    num_kv_heads = len(groups) if heads % len(groups) == 0 else 1
+    rotary_base = model.rotary_base if model.position == "rotary" else None
     layer = ParallelAttention(
         hidden,
         heads,
         Axis("tp"),
-        num_kv_heads=len(groups) if heads % len(groups) == 0 else 1,
+        num_kv_heads=num_kv_heads,
         causal=model.kind == "gpt",
-        rotary_base=model.rotary_base if model.position == "rotary" else None,
+        rotary_base=rotary_base,
         rotary_fraction=model.rotary_fraction,
         attention_dropout=model.attention_dropout,
         kernels=config.kernels,
@@ -283,7 +285,7 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Return what kernels.json holds, and what is wrong with it; nothing where there is no file."""
+    """Return the contents of kernels.json and a problem with it; both empty if there is no file."""
     try:
         known = from_plain(
             dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES, within=path.parent), path.name
@@ -309,7 +311,7 @@ def _entries(plain: Mapping[str, Any], where: str) -> Entries:
 
 
 def _tell(kind: str, before: Entries, now: Entries, say: Callable[[str], None]) -> None:
-    """Say in one line which classes of launches do not have their default option."""
+    """Report in one line which classes of launches do not use their default option."""
     others = []
     for key, entry in now.items():
         chosen = str(list(entry.chosen))
@@ -320,11 +322,9 @@ def _tell(kind: str, before: Entries, now: Entries, say: Callable[[str], None]) 
             gain = f", {slow / fast:.2f} x as fast as {default}" if min(slow, fast) > 0 else ""
             others.append(f"{key}: {chosen}{gain}")
     if others:
-        how = (
-            f"as {FILE} has them"
-            if all(before.get(key) == entry for key, entry in now.items())
-            else "timed here"
-        )
+        how = "timed here"
+        if all(before.get(key) == entry for key, entry in now.items()):
+            how = f"as {FILE} has them"
         say(
             f"kernels on {kind.partition(',')[0]}, {how} (rows, keys, warps, stages): "
             f"{'; '.join(others)}"

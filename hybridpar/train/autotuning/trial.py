@@ -1,5 +1,4 @@
-"""Trials: a few batches of random tokens, trained on weights that are then thrown away, and what
-their actions cost."""
+"""Trials: train a few batches of random tokens on discarded weights to measure action costs."""
 
 from __future__ import annotations
 
@@ -22,13 +21,17 @@ from hybridpar.train.reporting.costs_file import run_costs
 _BATCHES = 8
 
 Build = Callable[[Callable[[], Engine]], Engine]
-"""Builds an engine; where one rank cannot, none has it."""
+"""Builds an engine on all ranks; if one rank cannot, it fails on all."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Means over the moves of this rank's activations, out and back. Units: seconds; `work_`: of a
-    core."""
+    """Mean times to offload and reload a micro-batch's activations on this rank, in seconds.
+
+    Attributes:
+        offload, reload: Elapsed time.
+        work_offload, work_reload: Time of a CPU core.
+    """
 
     offload: float = 0.0
     reload: float = 0.0
@@ -38,8 +41,14 @@ class Moves:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial. costs: of all ranks. replays: whether micro-batches ran as CUDA graphs on
-    this rank."""
+    """Result of a trial.
+
+    Attributes:
+        costs: Action costs of all ranks.
+        ordering: Options of the trial's schedule.
+        moves: Copy times of this rank.
+        replays: Whether micro-batches ran as CUDA graphs on this rank.
+    """
 
     costs: Costs
     ordering: ScheduleOptions
@@ -50,12 +59,12 @@ class Trial:
 def try_out(
     config: Config, grid: ProcessGrid, device: torch.device, build: Build, *, warmup: int = 0
 ) -> Trial:
-    """Train a few batches, and give back all that they took.
+    """Train a few batches, then free all memory that they took.
 
-    warmup: batches before them that are not measured. Collectives: on all ranks of the grid.
+    warmup: number of unmeasured batches before them. Collectives: on all ranks of the grid.
     """
     trial = _train(config, grid, device, build, warmup)
-    gc.collect()  # an engine and its executor refer to each other, and hold a run's worth of memory
+    gc.collect()  # engine and executor form a reference cycle that holds a run's worth of memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return trial
@@ -87,18 +96,15 @@ def _train(
         began_before = recorder.is_active
         recorder.after_step(result.step)
         if stash is not None and recorder.is_active and not began_before:
-            stash.tier.restart()  # the first moves took memory, and ran beside compilers
+            stash.tier.restart()  # earlier copies also allocated, and competed with compilers
 
     engine.train(loader, num_batches, after_step)
     recorder.close()
     engine.close()
-    moves = (
-        Moves()
-        if stash is None
-        else Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
-    )
+    moves = Moves()
+    if stash is not None:
+        moves = Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
     run = run_costs(job, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
-    return Trial(
-        run.measured.costs, run.ordering, moves, graphs is not None and graphs.num_replayed > 0
-    )
+    replays = graphs is not None and graphs.num_replayed > 0
+    return Trial(run.measured.costs, run.ordering, moves, replays)

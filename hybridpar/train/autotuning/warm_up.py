@@ -1,13 +1,13 @@
-"""Launches the kernels of a rank of a pipeline once before ranks depend on each other.
+"""Launch a pipeline rank's kernels once, before ranks depend on each other.
 
-CUDA loads a kernel at its first launch, and may wait with that until everything on the GPU is done.
-A plan posts NCCL receives ahead, and those are done once another rank has sent. So a rank whose
-first backward is yet to be loaded may wait for a neighbour that waits for this very backward.
-tests/device_model.py finds that with naive, interleaved, zero-bubble and V schedules.
+CUDA loads a kernel at its first launch, and may wait for all work on the GPU to finish first. A
+plan posts NCCL receives ahead, which finish once another rank has sent. So a rank that has yet to
+load its first backward may wait for a neighbour that waits for this very backward.
+tests/device_model.py shows this deadlock with naive, interleaved, zero-bubble and V schedules.
 
-So each rank first trains two batches by itself, with random weights: its neighbours are imagined,
-what they send is zeros, and sums over ranks change nothing. It launches the same kernels on the
-same shapes. Then it gives everything back.
+So each rank first trains two batches alone, on random weights: neighbours are simulated, received
+tensors are zeros, and collectives change nothing. It launches the same kernels on the same shapes.
+Then it frees all memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hybridpar.schedules.action import Action
 from hybridpar.train.engine import Actions, Engine
 
 _BATCHES = 2
-"""The first batch of a schedule with two versions of the weights has one of them alone."""
+"""Two, because a schedule with two weight versions uses only one of them in the first batch."""
 
 Build = Callable[[Callable[[], Engine]], Engine]
-"""Builds an engine; where one rank cannot, none has it."""
+"""Builds an engine on all ranks; if one rank cannot, it fails on all."""
 
 
 def is_needed(grid: ProcessGrid, device: torch.device) -> bool:
-    """Whether receives of this job's pipeline are kernels on the GPU."""
+    """Return whether pipeline receives are kernels on the GPU, so that a deadlock is possible."""
     return device.type == "cuda" and grid.pp.size > 1 and not grid.pp.via_host
 
 
@@ -46,14 +46,14 @@ def warm_up(
     build: Build,
     watch: Callable[[Action], object] | None = None,
 ) -> None:
-    """Train a few micro-batches on weights that are then thrown away, without the other ranks.
+    """Train a few micro-batches on discarded weights, without the other ranks.
 
     Args:
         config: Resolved; settings may be "auto".
-        grid: That of the job. Nothing is sent over it, but by `build`.
-        device: Of this rank.
+        grid: The job's grid. Nothing is sent over it except by `build`.
+        device: This rank's device.
         build: Builds the engine.
-        watch: Called with each action, before it is executed.
+        watch: Called with each action before it runs.
     """
     config = _shortened(config)
 
@@ -75,28 +75,27 @@ def warm_up(
     engine.train(loader, _BATCHES, lambda result: None)
     engine.close()
     del engine
-    gc.collect()  # an engine and its executor refer to each other, and hold a run's worth of memory
+    gc.collect()  # engine and executor form a reference cycle that holds a run's worth of memory
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _send_zeros(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-    """Fill what would come from other ranks, so that numbers stay finite and nothing is skipped."""
-    if writes is not reads:  # else a sum in place
+    """Zero what other ranks would send, so that numbers stay finite and no step is skipped."""
+    if writes is not reads:  # an in-place collective keeps this rank's values
         for tensor in writes:
             tensor.zero_()
 
 
 def _shortened(config: Config) -> Config:
-    """The configuration with few micro-batches a batch, and usual values for what is yet to be
-    measured."""
+    """Return the configuration with fewer micro-batches, and defaults for "auto" settings."""
     pipeline = config.pipeline
     memory = config.memory
     if pipeline.schedule == "auto":
         pipeline = replace(pipeline, schedule="1f1b")
     if pipeline.early_switch == "auto":
         pipeline = replace(pipeline, early_switch="off")
-    if pipeline.schedule != "own":  # whose order is written down for so many
+    if pipeline.schedule != "own":  # a custom order is written for its number of micro-batches
         pipeline = replace(
             pipeline, num_microbatches=min(pipeline.num_microbatches, 2 * config.parallel.pp)
         )

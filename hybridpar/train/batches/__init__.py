@@ -1,1 +1,1 @@
-"""A batch in training: its sums, decisions, updates and result."""
+"""A training batch on one rank: its sums over the grid, decisions, updates and result."""

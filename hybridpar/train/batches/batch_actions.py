@@ -1,9 +1,12 @@
-"""What a plan's actions mean to a batch.
+"""Run the actions of a plan that concern a whole batch: REDUCE, NORM, HOST and UPDATE.
 
-batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
-          accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
-          (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
-with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
+batch t:  F B F B ... last B     REDUCE            NORM                    UPDATE
+          accumulate gradients   start reducing    start all-reduce over   wait; detect anomalies;
+          (buffer t mod n)       over dp, and of   the grid: norms,        clip; optimizer makes
+                                 tied embeddings   losses, stop request    W(t+1), or keeps W(t)
+
+With the optimizer on the host, gradients leave for the host at NORM, HOST makes the decision and
+starts the update, and UPDATE waits for it.
 """
 
 from __future__ import annotations
@@ -23,17 +26,17 @@ from hybridpar.train.tiers import RankTiers
 
 
 class BatchActions:
-    """Carries out the actions of a plan that concern a whole batch, and prepares its backwards.
+    """Run the batch actions of a plan, and prepare the gradients of its backwards.
 
-    The executor calls these methods; it alone decides when.
+    The executor decides when each action runs, and calls these methods.
 
     Args:
-        policy: Decides what happens to each batch.
+        policy: Decides about each batch.
         state: This rank's weights, gradients and optimizer.
         executor: Runs the plan.
-        parts: The parts of this rank's stages.
-        division: How the plan is cut into parts.
-        tiers: Tiers of the state; None: all of it is always resident.
+        parts: Segments of this rank's stages.
+        division: Segments of the plan: whether norms and updates come one per segment.
+        tiers: Tiers of the state, or None if all state stays resident.
     """
 
     def __init__(
@@ -69,15 +72,15 @@ class BatchActions:
         }
 
     def run(self, action: Action) -> None:
-        """Carry out a REDUCE, NORM, HOST or UPDATE."""
+        """Run a REDUCE, NORM, HOST or UPDATE."""
         self._actions[action.kind](action)
 
     def before_backward(self, action: Action) -> float:
-        """Point gradients at the batch's buffer; return the gradient of the loss, its scale."""
+        """Point gradients at the batch's buffer and return the loss gradient, its loss scale."""
         batch, index = divmod(action.microbatch, self._m)
         is_last = index == self._m - 1
         part = self._parts.number(action)
-        if part == self._parts.last:  # its backwards come first
+        if part == self._parts.last:  # backward starts with the last segment
             if index == 0:
                 self._state.begin(batch)
             if is_last:
@@ -88,13 +91,13 @@ class BatchActions:
         return self._policy.loss_gradient(action)
 
     def add_weight_gradients(self, action: Action) -> None:
-        """Add the gradients of weights that the micro-batch's I left for its W."""
+        """Add the weight gradients that a micro-batch's I (input gradient) deferred to its W."""
         is_last = (action.microbatch + 1) % self._m == 0
         part = self._parts.number(action)
         self._state.apply((part, action.microbatch), last=is_last, part=part)
 
     def after_backward(self, action: Action) -> None:
-        """Start reducing what a part's last backward of a batch has made final."""
+        """Start reducing the gradients that the last backward of a segment has completed."""
         batch, index = divmod(action.microbatch, self._m)
         if self._parts.is_divided and index == self._m - 1:
             part = self._parts.number(action)

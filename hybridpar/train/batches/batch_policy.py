@@ -1,7 +1,6 @@
-"""Decisions on each batch: versions of the weights, loss scale, learning rate, clipping, and
-whether to make the step.
+"""Decide about each batch: weight versions, loss scale, learning rate, clip or skip.
 
-All ranks decide alike: they have the same numbers, from the same reductions.
+All ranks decide alike, because they decide from the same all-reduced numbers.
 """
 
 from __future__ import annotations
@@ -21,23 +20,28 @@ from hybridpar.train.faults.anomalies import AnomalyDetector, RunningAnomalyDete
 
 
 class BatchPolicy:
-    """The decisions of a run.
+    """Decide about each batch of a run.
 
-    `judge`: says which steps are anomalies (None: the one that the configuration describes).
-    `original`: the job whose schedule says which weight versions count (None: this job).
-    `first`: the batch before which the pipeline was last drained.
+    Args:
+        job: Everything derived from the configuration.
+        detector: Detects anomalies. Default: the configured detector.
+        original: The job whose schedule says which weight versions a batch uses; a reference run
+            follows the run that it checks. Default: `job`.
+
+    Attributes:
+        first: The batch before which the pipeline was last drained.
     """
 
     def __init__(
         self,
         job: JobPlan,
-        judge: AnomalyDetector | None = None,
+        detector: AnomalyDetector | None = None,
         *,
         original: JobPlan | None = None,
     ):
         config = job.config
         self.config = config
-        self.judge = judge or RunningAnomalyDetector(config)
+        self.detector = detector or RunningAnomalyDetector(config)
         self.original = original or job
         self.schedule = self.original.schedule
         self.sizes = self.original.shape
@@ -45,36 +49,34 @@ class BatchPolicy:
         self.first = 0
         self._loss_names = config.model.losses
         self._metric_names = config.model.metric_names
-        self._scales = {
-            0: self.scaler.scale
-        }  # the loss scale that came with each version of the weights
+        self._scales = {0: self.scaler.scale}
+        """Loss scale by weight version: a loss is scaled as when its weights were made."""
         self._num_skipped = 0
-        """Number of batches so far that made no update: skipped ones, and those between a
-        checkpoint that was rolled back to and the batch that training resumed with."""
+        """Batches without an update: skipped ones, and after a rollback those between the
+        checkpoint and the batch that training resumes with."""
 
     def num_versions(self, rank: int) -> int:
-        """Number of weight versions alive at once on a rank of the pipeline."""
+        """Return the number of weight versions that a pipeline rank keeps at once."""
         return self.original.num_versions(rank)
 
     def start_at(self, batch: int) -> None:
-        """Start a stretch of training with a batch, before which the pipeline is drained."""
+        """Start training from a drained pipeline with this batch."""
         self.first = batch
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """Weight version per stage and micro-batch of a batch of the stretch that is being
-        trained."""
+        """Return the weight version of each stage and micro-batch of a batch."""
         return self.schedule.versions_of(self.sizes, batch, self.first)
 
     def versions_in(self, action: Action) -> tuple[int, ...]:
-        """Weight versions that the micro-batch of a forward or backward runs on."""
+        """Return the weight versions that the micro-batch of a forward or backward uses."""
         return (action.version,)
 
     def loss_gradient(self, action: Action) -> float:
-        """The gradient that a backward starts from: the loss scale of its batch."""
+        """Return the gradient that a backward starts from: the loss scale of its batch."""
         return self.loss_scale(action.microbatch // self.sizes.num_microbatches)
 
     def loss_scale(self, batch: int) -> float:
-        """The loss scale that came with the version that the loss of a batch is computed on."""
+        """Return the loss scale of a batch, set when the weights of its loss were made."""
         if batch < self.schedule.options.sync_steps:
             return self._scales[batch]
         last = self.sizes.num_stages - 1
@@ -84,17 +86,17 @@ class BatchPolicy:
         ]
 
     def learning_rate(self, batch: int) -> float:
-        """Return one rate for all stages, by the oldest gradients, those of stage 0: tied weights
-        must move as one.
+        """Return the learning rate of a batch, the same for all stages.
 
-        The schedule counts updates, as the optimizer does, so a skipped batch uses up none of its
-        warm-up. If batches can be skipped, call `updated` for all batches before this one first.
+        The rate is corrected for the delay of stage 0, whose gradients are the oldest. One rate,
+        because tied embeddings on different stages must receive the same update.
+
+        The rate schedule counts updates, so that a skipped batch uses up no warm-up. If batches
+        can be skipped, call `updated` for all batches before this one first.
         """
-        delay = (
-            self.schedule.mean_delay(self.sizes, 0)
-            if batch >= self.schedule.options.sync_steps
-            else 0.0
-        )
+        delay = 0.0
+        if batch >= self.schedule.options.sync_steps:
+            delay = self.schedule.mean_delay(self.sizes, 0)
         return learning_rate(
             batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay
         )
@@ -102,22 +104,28 @@ class BatchPolicy:
     def result(
         self, batch: int, squares: Sequence[float], numbers: Sequence[float], num_targets: int
     ) -> StepResult:
-        """The outcome of a batch; call it for each, in order.
+        """Return the outcome of a batch; call it once for each batch, in order.
 
-        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss.
-        `numbers`: partial losses, then metrics. `num_targets`: labels that count. A batch without
-        any is no measure for others: it is judged only if its loss or norm is not finite.
+        Anomaly detection skips a batch without labels unless its numbers are not finite: its loss
+        of 0 would distort the statistics that other batches are compared with.
+
+        Args:
+            batch: Number of the batch.
+            squares: Squared gradient norm of each pipeline rank, scaled by the loss scale.
+            numbers: Partial losses, then metrics.
+            num_targets: Number of labels in the batch that count.
         """
         scale = self.loss_scale(batch)
         norm = math.sqrt(sum(squares)) / scale
         count = len(self._loss_names)
         named = dict(zip(self._loss_names, numbers[:count], strict=True))
         metrics = dict(zip(self._metric_names, numbers[count:], strict=True))
+        # an overflow is no anomaly while a lower loss scale can still cure it
         cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
         loss = sum(named.values())
         anomaly = None
         if num_targets or not (math.isfinite(loss) and math.isfinite(norm)):
-            anomaly = self.judge.judge(batch + 1, loss, norm, cured=cured)
+            anomaly = self.detector.detect(batch + 1, loss, norm, cured=cured)
         skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
         norms = tuple(math.sqrt(square) / scale for square in squares)
         return StepResult(
@@ -134,8 +142,12 @@ class BatchPolicy:
         )
 
     def factor(self, batch: int, result: StepResult | None) -> float | None:
-        """The factor of the gradients; None: the step is not made. `result` None: not known, no
-        clipping."""
+        """Return the factor that unscales and clips the gradients, or None to skip the update.
+
+        Args:
+            batch: Number of the batch.
+            result: The batch's result. None: not known yet, so gradients are not clipped.
+        """
         if result is None:
             return 1.0 / self.loss_scale(batch)
         if result.skipped:
@@ -143,11 +155,11 @@ class BatchPolicy:
         return clip_scale(result.grad_norm, self.config.optim.clip_grad) / self.loss_scale(batch)
 
     def predicts(self, batch: int) -> bool:
-        """Whether the weights that a batch makes are predicted, where weights are at all."""
+        """Return whether weight prediction, if configured, predicts from this batch's weights."""
         return batch >= self.schedule.options.sync_steps
 
     def updated(self, batch: int, result: StepResult | None) -> None:
-        """After the update of a batch, made or not."""
+        """Adapt the loss scale after the update of a batch, skipped or not."""
         found_inf = result is not None and not math.isfinite(result.grad_norm)
         self._num_skipped += result is not None and result.skipped
         self.scaler.update(found_inf=found_inf, scale=self.loss_scale(batch))
@@ -155,16 +167,16 @@ class BatchPolicy:
         self._scales.pop(batch - self.sizes.num_stages - 1, None)
 
     def state(self) -> dict[str, Any]:
-        """The values that a checkpoint keeps; plain JSON."""
+        """Return the values that a checkpoint keeps, as plain JSON."""
         return {
             "loss_scaler": self.scaler.state(),
             "loss_scales": {str(v): s for v, s in self._scales.items()},
-            "recent": self.judge.state(),
+            "recent": self.detector.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state()`; `state` also has the numbers of batches and of updates until then."""
+        """Restore `state()`; `state` also has the counts of batches and updates so far."""
         self._num_skipped = state["batches_done"] - state["num_updates"]
         self.scaler.load_state(state["loss_scaler"])
         self._scales = {int(v): s for v, s in state["loss_scales"].items()}
-        self.judge.load_state(state.get("recent", {}))
+        self.detector.load_state(state.get("recent", {}))

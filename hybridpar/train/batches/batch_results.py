@@ -1,4 +1,4 @@
-"""The result of each batch: summed over the grid, judged by the policy, reported."""
+"""Results of batches: summed over the grid, decided on by the policy, reported to the caller."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class TrainCall:
 
 
 class BatchResults:
-    """Results of batches, equal on all ranks, from sums over the grid.
+    """Turn sums over the grid into the results of batches, equal on all ranks.
 
-    A batch's sums start with `start_sums` and become its result with `take`, once for each batch
-    and in order. `report` hands the result to the caller and decides where training ends.
+    Call `start_sums` and then `take` once for each batch, in order. `report` hands the result to
+    the caller and decides where training ends.
 
     Args:
-        policy: Judges a batch by its sums.
-        state: This rank's state; its gradient norm is part of the sums.
+        policy: Decides about a batch from its sums.
+        state: This rank's state; its gradient norm enters the sums.
         executor: Keeps the losses of each batch until they are summed.
     """
 
@@ -49,29 +49,29 @@ class BatchResults:
         """Names of the losses and metrics of a batch."""
         self._stop_requested = False
         self.is_stopping = False
-        """Whether a rank asked to end training, or a batch must end it."""
+        """Whether a rank asked to end training, or an anomaly ends it."""
         self._pending: dict[int, BatchTotals] = {}
         self._call: TrainCall | None = None
         self.end = 0
-        """The batch that training ends before."""
+        """Number of the first batch that is not trained."""
 
     def start(self, call: TrainCall, first: int) -> None:
-        """Begin a call of `Engine.train` with batch `first`."""
+        """Start a call of `Engine.train` at batch `first`."""
         self._call = call
         self.end = first + call.num_batches
 
     def request_stop(self, wanted: bool) -> None:
-        """Ask to end training with the sums that start next, or take it back."""
+        """Add a stop request to the sums that start next, or withdraw it."""
         self._stop_requested = wanted
 
     @property
     def call(self) -> TrainCall:
-        """Arguments of the current call of `Engine.train`."""
+        """Return the arguments of the current call of `Engine.train`."""
         assert self._call is not None, "no call of Engine.train is under way"
         return self._call
 
     def start_sums(self, batch: int) -> None:
-        """Start the sums of a batch over the grid. Collectives: one all-reduce over `home`."""
+        """Start the sums of a batch. Collectives: one all-reduce over the site's ranks."""
         square = self._state.square_norm(batch)
         self._state.send(batch)
         totals = BatchTotals(self._grid.pp.size, self.names, self._executor.lane.device)
@@ -88,7 +88,8 @@ class BatchResults:
         """Wait for a batch's sums and return its result."""
         totals = self._pending.pop(batch)
         self._executor.wait(totals.wait)
-        with self._grid.home.waiting("all_reduce"):  # a GPU waits here, not above
+        # Works on a GPU complete in stream order; reading the values is what blocks this thread.
+        with self._grid.home.waiting("all_reduce"):
             sums = totals.read()
         num_targets = self.call.loader.num_targets(batch)
         result = self._policy.result(batch, sums.square_norms, sums.numbers, num_targets)
@@ -101,9 +102,9 @@ class BatchResults:
 
         Args:
             result: The result of a batch.
-            lead: Batches after this one that a rank may have begun already. A stop request ends
-                training behind them. Several sites end when the message that tells all of them of
-                it has arrived.
+            lead: Number of batches after this one that a rank may have begun already. They finish
+                before a stop request takes effect. Several sites stop together instead, at the
+                outer step whose message says so.
         """
         all_sites_end = result.news is not None and result.news.ending
         if all_sites_end or (self._state.outer is None and self.is_stopping):
@@ -111,7 +112,7 @@ class BatchResults:
         self.call.on_step(result)
 
     def finish(self) -> None:
-        """Report the batches whose results nobody has taken, after the last action of a call."""
+        """Report the batches still pending after the last action of a call."""
         for batch in sorted(self._pending):
             self.report(self.take(batch), lead=0)
         self.is_stopping = False

@@ -1,4 +1,4 @@
-"""The UPDATE of a batch: when the weights change, and what must be known by then."""
+"""The UPDATE of a batch: when weights change, and which numbers must be known by then."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from hybridpar.train.tiers import RankTiers
 
 
 class WeightUpdates:
-    """Makes new versions of this rank's weights.
+    """Make new versions of this rank's weights.
 
     Args:
         policy: Gives the learning rate and the factor of the gradients.
         state: Weights, gradients and optimizer.
-        executor: Waits for other ranks as a part of the current action.
-        tiers: Tiers of the state, which keep what is still being gathered; None: there are none.
+        executor: Waits for other ranks within the current action.
+        tiers: Tiers of the state, which hold weights while they are gathered; None if there are
+            no tiers.
     """
 
     def __init__(
@@ -38,19 +39,19 @@ class WeightUpdates:
         self.batches_done = 0
 
     def resume_at(self, batch: int) -> None:
-        """Continue with the weights that so many batches have made."""
+        """Continue with the weights after this many batches."""
         self.batches_done = batch
 
     def is_last(self, part: int) -> bool:
-        """Whether a part of an update is its last one."""
+        """Return whether this is the last part of an update."""
         return part == self.state.num_groups - 1
 
     def apply(self, batch: int, part: int, result: StepResult | None) -> None:
-        """Make a part of W(batch + 1), equal to W(batch) if the step is skipped.
+        """Make one part of W(batch + 1), equal to W(batch) if the update is skipped.
 
         Args:
             batch: The batch whose gradients are applied.
-            part: Which part of the update.
+            part: Number of the part.
             result: The batch's result. None: not known yet, so gradients are not clipped.
         """
         policy = self.policy
@@ -72,7 +73,7 @@ class WeightUpdates:
         self.batches_done = batch + 1
 
     def start_on_host(self, batch: int, result: StepResult) -> None:
-        """Start the host's update of W(batch + 1)."""
+        """Start the host optimizer's update to W(batch + 1)."""
         host = self.state.host
         assert host is not None
         policy = self.policy
@@ -84,16 +85,16 @@ class WeightUpdates:
         self._executor.watch(host.is_done)
 
     def show_gradients(self, results: BatchResults, batch: int) -> None:
-        """Hand a batch's gradients to the caller of `Engine.train`, if it asked for them."""
+        """Call `on_gradients` of the current `Engine.train` with a batch's gradients, if set."""
         if (on_gradients := results.call.on_gradients) is not None:
             on_gradients(batch, self.state.full_gradients(batch))
 
 
 class UpdateAfterNorm:
-    """Updates once the sums of the batch are known: gradients are clipped, anomalies are skipped.
+    """Update once the sums of a batch are known: gradients are clipped, anomalies skipped.
 
-    This is the rule of every schedule but pipedream without clipping. With the optimizer on the
-    host, HOST starts the update there, and UPDATE waits for each part.
+    Every schedule updates like this, except pipedream without clipping. With the optimizer on the
+    host, HOST starts the update and UPDATE waits for each part.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class UpdateAfterNorm:
         self._result: StepResult | None = None  # of the batch whose update has begun
 
     def host(self, action: Action) -> None:
-        """Start the host's update."""
+        """Start the host optimizer."""
         self._updates.start_on_host(action.microbatch, self._begin(action.microbatch))
 
     def update(self, action: Action) -> None:
-        """Make a part of the next version of the weights; report the batch after its last part."""
+        """Make a part of the next weights; report the batch after its last part."""
         batch = action.microbatch
         part = action.part
         if self._host is not None:
@@ -130,7 +131,7 @@ class UpdateAfterNorm:
         if self._talk is not None:
             self._result = result = replace(result, news=self._talk.after(batch + 1))
         if self._updates.is_last(part):
-            # no rank has begun batch + 3 when any applies this update
+            # lead = 3: no rank has begun batch + 3 when any rank applies this update
             self._results.report(result, lead=3)
 
     def _begin(self, batch: int) -> StepResult:
@@ -140,10 +141,11 @@ class UpdateAfterNorm:
 
 
 class UpdateBeforeNorm:
-    """Updates as soon as this rank's gradients are reduced: no stage waits for another.
+    """Update as soon as this rank's gradients are reduced: no stage waits for another.
 
-    This is the rule of pipedream without clipping, whose stages update at different times. Sums of
-    a batch start with its update, and are reported when all stages must have finished the batch.
+    Pipedream without clipping updates like this, and its stages update at different times. The
+    sums of a batch start with its update. They are taken `_lag` batches later, when all stages must
+    have finished the batch, so that taking them does not block.
     """
 
     def __init__(self, updates: WeightUpdates, results: BatchResults, executor: Executor):
@@ -154,11 +156,11 @@ class UpdateBeforeNorm:
         self._lag = -(-sizes.num_stages // sizes.num_microbatches)
 
     def host(self, action: Action) -> None:
-        """Refuse: a host updates after the norm."""
+        """Raise: the host optimizer always updates after the norm."""
         raise AssertionError(f"{action}: the host updates after the norm")
 
     def update(self, action: Action) -> None:
-        """Make a part of the next version of the weights; report an older batch after the last."""
+        """Make a part of the next weights; after the last part report the batch `_lag` before."""
         batch = action.microbatch
         part = action.part
         state = self._updates.state

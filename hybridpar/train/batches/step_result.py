@@ -1,4 +1,4 @@
-"""The outcome of an optimizer step, and what came from other sites with it."""
+"""The outcome of an optimizer step, and what other sites reported with it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,42 @@ from hybridpar.train.faults.anomalies import Anomaly
 
 @dataclass(frozen=True)
 class SiteNews:
-    """What all sites have told. ending: whether any wishes to end. loss: mean over sites and over
-    their steps since the message before. skipped: steps that sites have left out since then."""
+    """Status of all sites, exchanged with an outer step.
+
+    Attributes:
+        ending: Whether any site asks to end training.
+        loss: Mean loss over sites and over their steps since the previous exchange.
+        skipped: Number of steps that sites skipped since then.
+    """
 
     ending: bool
     loss: float | None
     skipped: int
 
     def notes(self) -> dict[str, float]:
-        """Values for metrics.jsonl."""
-        return {} if self.loss is None else {"sites_loss": self.loss, "sites_skipped": self.skipped}
+        """Return the values for metrics.jsonl."""
+        if self.loss is None:
+            return {}
+        return {"sites_loss": self.loss, "sites_skipped": self.skipped}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one optimizer step, equal on all ranks of a site. `grad_norm` is before clipping.
+    """Outcome of one optimizer step, equal on all ranks of a site.
 
-    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones
-    with the first. `news`: of the other sites, where any came with this step; losses are those of
-    this site. `num_targets`: labels that count in the batch, over all replicas and sites; where
-    there are none, the losses that divide by them are 0. `metrics`: those of the model, means like
-    the losses.
+    Attributes:
+        step: Number of the step, from 1.
+        losses: Partial losses of this site by name; their sum is the loss.
+        grad_norm: Gradient norm before clipping.
+        lr: Learning rate.
+        loss_scale: Loss scale of the batch.
+        skipped: Whether the update was skipped.
+        stage_norms: Gradient norm of each pipeline rank; tied weights count once, with the first.
+        anomaly: The anomaly found in this step, if any.
+        news: Status of the other sites, if this step received any.
+        num_targets: Labels that count in the batch, over all replicas and sites. If 0, the losses
+            that divide by it are 0.
+        metrics: Metrics of the model by name, means like the losses.
     """
 
     step: int

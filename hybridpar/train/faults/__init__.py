@@ -1,2 +1,1 @@
-"""Ranks that fail: they are noticed, explained and started again; faults are made to happen to test
-that."""
+"""Failures of ranks: detection, diagnosis and restart, and injected faults to test them."""

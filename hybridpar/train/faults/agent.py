@@ -1,9 +1,8 @@
-"""torch's elastic agent, which starts and ends the ranks of one host, with our rules for signals.
+"""Start and end the ranks of one host: torch's elastic agent with our rules for signals.
 
-a signal           ranks get it, and have `stop_s` seconds to finish and save
-a second signal    later than SAME_REQUEST_S: ranks that are left have QUIT_S seconds, then SIGKILL
-                   ends them
-the agent's end    whatever its reason is: no rank is left
+a signal           ranks receive it, and have `stop_s` seconds to finish and save
+a second signal    later than SAME_REQUEST_S: remaining ranks have QUIT_S seconds, then SIGKILL
+the agent's end    whatever the reason: no rank is left running
 """
 
 from __future__ import annotations
@@ -25,43 +24,40 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 from hybridpar.train.stop import SAME_REQUEST_S
 
 QUIT_S = 5
-"""How long ranks that are left may take to end after a second signal."""
+"""Seconds that remaining ranks have to end after a second signal."""
 _Handler = Callable[[int, FrameType | None], Any]
 
 
 class RankAgent(LocalElasticAgent):
-    """An agent that leaves no rank behind, and writes no log folders.
+    """An agent that leaves no rank running, and writes no log folders.
 
     Args:
-        spec: What to start.
-        stop_s: Seconds that ranks may take to finish and save after a signal; 0: they save nothing,
-            and are killed.
+        spec: The processes to start.
+        stop_s: Seconds that ranks have to finish and save after a signal. 0: ranks save nothing and
+            are killed.
     """
 
     def __init__(self, spec: WorkerSpec, stop_s: int):
         self._stop_s = stop_s
-        self._hurries = False  # since a second signal
+        self._hurries = False  # whether a second signal came
         super().__init__(spec, NoLogs())
 
     def end_ranks(self) -> None:
-        """End the ranks that are left, also those that are stopped, whatever signals come
-        meanwhile."""
+        """End all remaining ranks, including stopped ones, ignoring signals in the meantime."""
         with _handling_signals(lambda number, handler: None):
             if self._pcontext is not None:
                 self._pcontext.close(signal.SIGTERM, QUIT_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """End the ranks by a signal. Torch's own gives them 30 s, in versions where that cannot be
-        set.
+        """End the ranks by a signal, and give them `stop_s` seconds.
 
-        A second signal, if it is not part of the same request, ends the wait by an exception; torch
-        calls this again.
+        Torch's method gives them 30 s, which some versions cannot change. A second signal that is a
+        separate request ends the wait by an exception, and torch calls this method again.
         """
         time_s = QUIT_S if self._hurries else self._stop_s
         if not time_s:
-            death_sig = (
-                signal.SIGKILL
-            )  # by another signal a rank that connects may abort, and say so
+            # other signals may make a connecting rank abort with a message
+            death_sig = signal.SIGKILL
         began = time.monotonic()
 
         def act(number: int, handler: _Handler) -> None:
@@ -75,28 +71,27 @@ class RankAgent(LocalElasticAgent):
 
 
 class NoLogs(DefaultLogsSpecs):
-    """The place to which torch's agent writes the output of ranks: none. Ranks write to their
-    launcher's terminal.
+    """Send the output of ranks to their launcher's terminal instead of log files.
 
-    Torch's default makes a folder in the temporary folder for each launch, and never removes it.
+    Torch's default creates a temporary folder for each launch, and never removes it.
     """
 
     def __init__(self) -> None:
         super().__init__(log_dir=os.devnull)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Torch's own would read the null device twice a rank, ten times a second, as if it were a
-        log."""
+        """Return the log destination without tees.
+
+        Torch's method would poll the null device as a log, twice per rank and ten times a second.
+        """
         return replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
 
 
 @contextlib.contextmanager
 def _handling_signals(act: Callable[[int, _Handler], None]) -> Iterator[None]:
-    """Call `act` with the number and the usual handler of each signal that has one, while
-    entered."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python handles signals nowhere else
+    """Call `act` with number and usual handler of each handled signal, while entered."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python handles signals only in the main thread
         yield
         return
     usual: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}

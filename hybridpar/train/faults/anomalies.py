@@ -1,13 +1,12 @@
-"""Anomalies in a step's numbers, found by all ranks alike: they have the same sums from the same
-reduction.
+"""Detect anomalies in a step's numbers, on all ranks alike because all have the same sums.
 
-    NORM      reduces losses and norms           UPDATE    judge: normal, or an anomaly
-                                                 skip      W(t+1) = W(t), training goes on
-                                                 roll_back, stop   the same, and the batches under
-                                                                   way are the last ones
+    NORM      reduces losses and norms       UPDATE    detect: normal, or an anomaly
+                                                 skip      W(t+1) = W(t), training continues
+                                                 roll_back, stop   the same, and batches in the
+                                                                   pipeline are the last ones
 
-A judge keeps the last losses and norms. They are part of a checkpoint, so a run that goes on
-decides as one that was never interrupted.
+A detector keeps recent losses and norms. They are part of a checkpoint, so that a resumed run
+decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ LOSS_SPIKE = "loss_spike"
 NORM_SPIKE = "norm_spike"
 DIVERGENCE = "divergence"
 STATE = "non_finite_state"
-"""Weights, or other state, of a save are not finite."""
+"""Weights or other state that would be saved are not finite."""
 _DEVIATION = 1.4826
 """Ratio of a normal distribution's standard deviation to the median distance from its median."""
 _LEAST_DEVIATION = 1e-3
-"""Least deviation as a share of the median: losses that hardly differ have no spikes in their last
-digits."""
+"""Lower limit of the deviation, relative to the median, so that nearly constant losses do not spike
+in their last digits."""
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step that is not as it should be: its kind, a description, and a policy: "skip",
-    "roll_back" or "stop"."""
+    """An abnormal step: kind, description, and policy ("skip", "roll_back" or "stop")."""
 
     kind: str
     what: str
@@ -45,28 +43,38 @@ class Anomaly:
 
 
 class AnomalyDetector(Protocol):
-    """Says of each step, in order, whether it is an anomaly. cured: not finite, but the loss scale
-    deals with it."""
+    """Decides for each step, in order, whether it is an anomaly."""
 
-    def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None: ...
-    def state(self) -> dict[str, list[float]]: ...
-    def load_state(self, state: Mapping[str, Sequence[float]]) -> None: ...
+    def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
+        """Return the anomaly of a step, or None.
+
+        cured: the step overflowed, and a lower loss scale will deal with that.
+        """
+        ...
+
+    def state(self) -> dict[str, list[float]]:
+        """Return the values that a checkpoint keeps."""
+        ...
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Restore `state()`."""
+        ...
 
 
 class RunningAnomalyDetector:
-    """The judge that `config.anomalies` describes."""
+    """Detects the anomalies that `config.anomalies` describes, compared with recent steps."""
 
     def __init__(self, config: Config):
         settings = self.settings = config.anomalies
-        automatic = "skip" if config.norms_first else "stop"
-        self._on_non_finite = (
-            automatic if settings.on_non_finite == "auto" else settings.on_non_finite
-        )
+        self._on_non_finite = settings.on_non_finite
+        if self._on_non_finite == "auto":
+            self._on_non_finite = "skip" if config.norms_first else "stop"
         self._losses: deque[float] = deque(maxlen=settings.window)
         self._norms: deque[float] = deque(maxlen=settings.window)
         self._anomalies: list[int] = []
 
-    def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
+    def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
+        """Return the anomaly of a step, or None. See `AnomalyDetector`."""
         if cured:
             return None
         settings = self.settings
@@ -89,7 +97,7 @@ class RunningAnomalyDetector:
         return None
 
     def _limited(self, step: int, found: Anomaly) -> Anomaly:
-        """Returns `found`, with the policy to stop where there have been too many."""
+        """Return `found`, with the policy "stop" after too many anomalies."""
         limit = self.settings.limit
         window = self.settings.window
         self._anomalies = [s for s in self._anomalies if s > step - window] + [step]
@@ -102,13 +110,12 @@ class RunningAnomalyDetector:
         return Anomaly(found.kind, what, "stop")
 
     def state(self) -> dict[str, list[float]]:
-        """The recent values that a checkpoint keeps; empty where no spikes are looked for."""
+        """Return the recent values that a checkpoint keeps; empty if spikes are not detected."""
         recent = {"losses": list(self._losses), "norms": list(self._norms)}
         return {name: values for name, values in recent.items() if values}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restores `state()`. The count of anomalies goes on: a run that rolls back again and again
-        must end."""
+        """Restore `state()`, but not the count of anomalies: repeated rollbacks must end."""
         for kept, name, wanted in (
             (self._losses, "losses", self.settings.loss_spike),
             (self._norms, "norms", self.settings.norm_spike),
@@ -118,25 +125,25 @@ class RunningAnomalyDetector:
 
 
 class RecordedAnomalies:
-    """A judge for running steps again: it skips the updates that the first run skipped, and sees
-    nothing else."""
+    """Replays the anomalies of an earlier run, so that the same updates are skipped."""
 
     def __init__(self, skipped_steps: Sequence[int]):
         self._skipped = frozenset(skipped_steps)
 
-    def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
+    def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
+        """Return an anomaly for a step that the earlier run skipped."""
         return Anomaly("", "skipped then", "skip") if step in self._skipped else None
 
     def state(self) -> dict[str, list[float]]:
+        """Return nothing: there is no state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Do nothing: there is no state."""
 
 
 def _spike(name: str, value: float, recent: Sequence[float], limit: float, window: int) -> str:
-    """Describes a value far above the recent ones; empty where it is not, or too few are known to
-    say."""
+    """Describe a value far above the recent ones; empty if it is not, or if too few are known."""
     if not limit or len(recent) < window // 2:
         return ""
     middle = median(recent)

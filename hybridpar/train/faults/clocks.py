@@ -1,11 +1,11 @@
-"""Comparison of the clocks of several hosts.
+"""Compare the clocks of several hosts.
 
     rank 0                    t        the answer: its time
                              / \\
     first of a host    sent /   \\ got        shift = t - (sent + got) / 2, wrong by at most (got - sent) / 2
 
-All processes of a host read one clock (CLOCK_MONOTONIC). Between hosts the exchange with the least
-round trip counts.
+All processes of a host read one clock (CLOCK_MONOTONIC). Between hosts, the exchange with the
+shortest round trip counts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Shift:
-    """Seconds to add to time.perf_counter() here to get rank 0's; they are wrong by at most
-    `error`."""
+    """Seconds to add to time.perf_counter() here to get rank 0's clock.
+
+    error: bound on the shift's error.
+    """
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def shift_to_first(grid: ProcessGrid) -> Shift:
-    """The shift of this rank's clock. Collectives: on all ranks of the grid, on several hosts
-    messages to rank 0."""
+    """Return the shift of this rank's clock to rank 0's.
+
+    Collectives: on all ranks of the grid; with several hosts also messages to rank 0.
+    """
     world = grid.world
     hosts: list[str] = gather_objects(_host(), world)
     mine = Shift()
@@ -52,14 +56,13 @@ def shift_to_first(grid: ProcessGrid) -> Shift:
 
 
 def best(exchanges: Iterable[tuple[float, float, float]]) -> Shift:
-    """The shift by the quickest exchange of (time sent, time on rank 0, time of the answer)."""
+    """Return the shift of the quickest exchange (time sent, time on rank 0, time received)."""
     sent, there, got = min(exchanges, key=lambda times: times[2] - times[0])
     return Shift(there - (sent + got) / 2, (got - sent) / 2)
 
 
 def _host() -> str:
-    """A name for the clock: its system's start, as containers of one system may have names of their
-    own."""
+    """Return a name for this host's clock: its boot id, since containers share a clock."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text()
     return platform.node()
@@ -72,7 +75,7 @@ def _ask(grid: ProcessGrid) -> list[tuple[float, float, float]]:
         sent = time.perf_counter()
         isend(message, 0, grid.world).wait()
         irecv(message, 0, grid.world).wait()
-        there = message.item()  # on a GPU the answer is there now
+        there = message.item()  # on a GPU this waits for the answer
         exchanges.append((sent, there, time.perf_counter()))
     return exchanges
 

@@ -1,13 +1,13 @@
-"""Diagnosis of a failed job: which rank failed, in which action, and who waited for it.
+"""Diagnose a failed job: which rank failed, in which action, and who waited for it.
 
-It is made from the flight records and exit codes of all ranks.
+The diagnosis uses the flight records and exit codes of all ranks.
 
-    rank 3 died                     the first one that ended otherwise than by losing another
-    all gave up                     they agreed on an error, and ended
-    rank 1 hangs                    it goes on no more and waits for nobody; the others wait, or
-                                    train on while it saves
-    ranks 0, 1 wait in a circle     all wait, and these for messages of each other: the plan or a
-                                    link is at fault
+    rank 3 died                     the first rank that ended for another reason than a lost rank
+    all gave up                     all ranks agreed on an error, and ended
+    rank 1 hangs                    it makes no progress and waits for nobody; the others wait, or
+                                    train while it saves
+    ranks 0, 1 wait in a circle     all wait, these for messages of each other: the plan or a link
+                                    is at fault
     the link 0 - 1 is lost          all wait: these at both ends of a message, or in one collective
 """
 
@@ -30,12 +30,16 @@ _ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 class Seen:
     """The state of a rank as the supervisor sees it.
 
-    record: None where it has opened no recorder yet. exit_code: None while it lives, the negative
-    signal where one has ended it. idle_s: how long its record has not changed. saving: the state of
-    its thread that writes a checkpoint, while it does. patience_s: how long it may at least wait
-    for others. stopped: by SIGSTOP, or a debugger. early: its record before it may write into the
-    run folder, which says no place on the grid yet. start_timeout_s: how long it may stand still
-    before it has the other record.
+    Attributes:
+        rank: Number of the rank.
+        record: Its flight record; None before it has opened one in the run folder.
+        exit_code: None while it runs; minus the signal that ended it.
+        idle_s: Time since its record last changed.
+        saving: State of its thread that writes a checkpoint; None if none is being written.
+        patience_s: Time that it may at least wait for others.
+        stopped: Whether SIGSTOP or a debugger has stopped it.
+        early: Its record from before it may write to the run folder, without a place on the grid.
+        start_timeout_s: Time without progress that it may take before `record` exists.
     """
 
     rank: int
@@ -50,24 +54,25 @@ class Seen:
 
     @property
     def who(self) -> str:
+        """Name of the rank, with stages and place on the grid once they are known."""
         who = self.record.who if self.record is not None else None
-        return (
-            f"rank {self.rank}" if who is None else describe(self.rank, who["stages"], who["place"])
-        )
+        if who is None:
+            return f"rank {self.rank}"
+        return describe(self.rank, who["stages"], who["place"])
 
     @property
     def failed(self) -> bool:
+        """Whether it ended with an error."""
         return bool(self.exit_code)
 
     @property
     def is_victim(self) -> bool:
-        """Whether it ended because another one had, or by NCCL's watchdog while it waited for
-        another.
+        """Whether it ended because of another rank: lost contact, or NCCL's watchdog aborted it.
 
-        There is no watchdog yet at the rendezvous, where Gloo aborts if it can start but some of
+        At the rendezvous there is no watchdog yet. Gloo aborts there if it can start only some of
         its threads.
         """
-        record = self.record or self.early  # a job that only evaluates has none in a run folder
+        record = self.record or self.early  # an evaluation job has only the early one
         if record is None:
             return False
         watched = self.waits and record.operation != RENDEZVOUS
@@ -75,45 +80,45 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others; of one that is stopped it is unknown whether they have
-        come."""
+        """Whether it waits for others; False if stopped, as the others may have come since."""
         record = self.record or self.early
         return record is not None and record.waits and not self.stopped
 
     @property
     def error(self) -> str:
-        """First line of the error with which it has ended itself; empty where it has not."""
+        """First line of the error that it ended with; empty if it did not."""
         return self.record.error.partition("\n")[0] if self.record is not None else ""
 
     @property
     def is_late(self) -> bool:
-        """Whether it has stood still for longer than its phase may take, or while it waits than an
-        outage may."""
+        """Whether it has made no progress for longer than its phase, or an outage, may take."""
         limit_s = self._limit_s
         return limit_s > 0 and max(limit_s, self.patience_s * self.waits) < self.idle_s
 
     @property
     def _limit_s(self) -> float:
-        """How long it may stand still, 0 for as long as it likes; one that is stopped has a limit
-        in every phase."""
+        """Time that it may make no progress; 0 for no limit. A stopped rank always has a limit."""
         if self.record is not None and self.record.limit_s:
             return self.record.limit_s
         if self.stopped:
             return self.start_timeout_s
         if self.record is not None:
             return 0.0
-        if self.early is not None and not self.early.limit_s:  # it prepares its text, say
+        if self.early is not None and not self.early.limit_s:  # for example, it tokenizes text
             return 0.0
         return self.start_timeout_s
 
     @property
     def hangs(self) -> bool:
+        """Whether it hangs: late without waiting for others."""
         return self.is_late and not self.waits
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended in good order, before it could begin or to stop at an anomaly, and would
-        end so again."""
+        """Whether it ended with an orderly error that a restart would repeat.
+
+        It ended before training could begin, or to stop at an anomaly.
+        """
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 
@@ -121,9 +126,15 @@ class Seen:
 class Diagnosis:
     """The reason why a job has failed.
 
-    kind: died, gave up, hangs, circle (ranks wait for messages of each other), link, refused (the
-    request cannot work), stopped (by a signal to a rank). text: for people. rank: the one that
-    failed first; of a circle or a link the one that waits first; -1: all together.
+    Attributes:
+        kind: died, gave up, hangs, circle (ranks wait for each other's messages), link, refused
+            (the request cannot work) or stopped (by a signal to a rank).
+        rank: The rank that failed first; of a circle or link the rank that waited first; -1: all
+            ranks together.
+        text: The diagnosis in words.
+        record: Flight record of the rank.
+        exit_code: Its exit code.
+        victims: Descriptions of the ranks that waited for it.
     """
 
     kind: str
@@ -135,11 +146,11 @@ class Diagnosis:
 
     @property
     def is_final(self) -> bool:
-        """Whether there is no use in starting again."""
+        """Whether a restart would be useless."""
         return self.kind in ("refused", "stopped")
 
     def as_json(self) -> dict[str, Any]:
-        """The diagnosis in plain values; those of an action only where the rank was in one."""
+        """Return the diagnosis as plain JSON values, with the rank's action if it was in one."""
         plain: dict[str, Any] = {
             "kind": self.kind,
             "rank": self.rank,
@@ -163,7 +174,7 @@ class Diagnosis:
 
 
 def find_stall(ranks: Sequence[Seen]) -> bool:
-    """Whether a rank hangs, or all of them wait for something that does not come."""
+    """Return whether a rank hangs, or all ranks wait in vain."""
     return any(seen.hangs for seen in (*ranks, *_savers(ranks))) or all(
         seen.is_late for seen in ranks
     )
@@ -174,23 +185,25 @@ def _savers(ranks: Sequence[Seen]) -> list[Seen]:
 
 
 def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
-    """Finds out why a rank of a job has ended, or why the job stands still."""
+    """Find out why a rank has ended, or why the job makes no progress."""
     dead = [seen for seen in ranks if seen.failed and not seen.is_victim]
     if asked := [seen for seen in dead if seen.exit_code in _ASKED]:
         return _of("stopped", asked[0], f"{asked[0].who} was asked to stop", ranks)
     if dead:
-        # whoever was ended by a signal did not choose to; of several the first that went silent
+        # a rank that a signal ended is the cause rather than one that failed; then the first to
+        # go silent
         first = min(
             dead,
             key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0),
         )
         refused = all(seen.was_refused for seen in dead)
         if first.error and sum(seen.error == first.error for seen in ranks) > 1:
-            kind, text = ("refused", "stopped") if refused else ("gave up", "gave up")
+            kind = "refused" if refused else "gave up"
+            text = "stopped" if refused else "gave up"
             return Diagnosis(
                 kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0
             )
-        if refused:  # the lowest of them has said it, where it is the first of all
+        if refused:  # if the lowest of them is rank 0, it has reported the error itself
             lowest = dead[0]
             return _of("refused", lowest, f"{lowest.who} {_end(lowest)}{_doing(lowest)}", ranks)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
@@ -217,11 +230,9 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
 
 
 def _circle_text(circle: Sequence[Seen]) -> str:
-    """The messages that the ranks of a circle wait for, both causes that this can have, and how to
-    tell them apart.
+    """Describe the messages that a circle of ranks waits for, its two causes, and how to test them.
 
-    The records do not tell whether a message that has not come was sent, so neither cause can be
-    left out.
+    The records do not say whether a missing message was sent, so that both causes are possible.
     """
     ranks = ", ".join(str(seen.rank) for seen in circle)
     waits = "; ".join(f"{seen.who}{_doing(seen)}{_message(seen.record)}" for seen in circle)
@@ -234,8 +245,7 @@ def _circle_text(circle: Sequence[Seen]) -> str:
 
 
 def _transfer(record: Record | None) -> tuple[Kind, int] | None:
-    """The receive that ends a record's wait, and its stage; None if it waits for no message between
-    stages."""
+    """Return the receive that would end a record's wait, and its stage; None if there is none."""
     if record is None or record.kind not in Kind.__members__:
         return None
     row = ACTION_SPECS[Kind[record.kind]]
@@ -247,27 +257,27 @@ def _transfer(record: Record | None) -> tuple[Kind, int] | None:
 
 
 def _message(record: Record | None) -> str:
-    """', for the activation of RECV_F7@1', the message between stages that a record waits for;
-    empty without one."""
+    """Return the message between stages that a record waits for, as ', for the activation of ..'.
+
+    Empty if it waits for no such message.
+    """
     transfer = _transfer(record)
     if record is None or transfer is None:
         return ""
     kind, stage = transfer
     receive = f"{kind.value}{record.microbatch}@{stage}"
     name = ACTION_SPECS[kind].name
-    return (
-        f", for {receive} to take the {name}"
-        if record.operation == "send"
-        else f", for the {name} of {receive}"
-    )
+    if record.operation == "send":
+        return f", for {receive} to take the {name}"
+    return f", for the {name} of {receive}"
 
 
 def _may_be_the_plan(circle: Sequence[Seen]) -> bool:
-    """Whether the ranks of a circle may wait by the order of their plan.
+    """Return whether a circle of ranks may be due to the order of their plans.
 
-    They do not where two ranks wait at both ends of the messages into one stage. Messages keep
-    their order, so the send and the receive of the first unfinished one have begun, and only the
-    link is left to blame.
+    It is not if two ranks wait at both ends of the messages into one stage. Messages keep their
+    order, so that the send and the receive of the first unfinished message have both begun, and
+    only the link can be at fault.
     """
     transfers = [_transfer(seen.record) for seen in circle]
     if len(circle) < 2 or not any(transfers):
@@ -276,11 +286,10 @@ def _may_be_the_plan(circle: Sequence[Seen]) -> bool:
 
 
 def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
-    """The ranks that wait for each other in a circle, from the one that began first on, and for
-    whom that one waits.
+    """Return the ranks that wait in a circle, from the first to wait on, and whom that one awaits.
 
-    Ranks outside of the circle wait for one in it, and may have begun before. Without a circle: one
-    rank that waits.
+    Ranks outside of the circle wait for a rank in it, and may have begun to wait earlier. If there
+    is no circle: one waiting rank.
     """
     seen = {one.rank: one for one in ranks}
     waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
@@ -291,7 +300,7 @@ def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
     while rank is not None and rank not in path:
         path.append(rank)
         rank = _wanted(waits[rank], waits)
-    if rank is None:  # the last one waits in a collective in which all others of it wait, too
+    if rank is None:  # it waits in a collective in which all its peers wait as well
         return [seen[path[-1]]], waits[path[-1]].peers
     path = path[path.index(rank) :]
     start = path.index(min(path, key=lambda rank: waits[rank].time))
@@ -300,7 +309,7 @@ def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
 
 
 def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
-    """A rank that this one waits for, and that waits for something else."""
+    """Return a rank that this one waits for, and that waits for something else; None if none."""
     peers = [peer for peer in mine.peers if peer in waits]
     return next(
         (
@@ -322,9 +331,9 @@ def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis
 
 def _end(seen: Seen) -> str:
     code = seen.exit_code or 0
-    return (
-        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
-    )
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed (exit code {code})"
 
 
 def _doing(seen: Seen) -> str:

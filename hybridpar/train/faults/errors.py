@@ -1,6 +1,6 @@
-"""Errors of one rank in the middle of a job, and the line that describes them.
+"""Errors of one rank during a job, and the line that describes them.
 
-torch is imported only where a rank has failed, so that the command line starts quickly.
+torch is imported only after a failure, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -18,54 +18,54 @@ from hybridpar.flight import Record
 from hybridpar.train.faults.lost_contact import is_lost_contact
 
 GRACE_S = 2.0
-"""How long a rank that lost contact outlives the one that died, so that the launcher sees and names
-that one first."""
+"""Time that a rank which lost contact outlives the dead rank, so that the launcher sees and names
+the dead rank first."""
 TO_CONNECT = (
     "between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that "
     "leads to the "
     "others, and firewalls let all TCP ports through"
 )
-"""What ranks need to find each other."""
+"""Advice for ranks that cannot connect."""
 
 
 class RankError(HybridparError):
-    """An error of this rank alone; the message names the rank. The others learn of it by losing
-    contact."""
+    """An error of one rank, named in the message. Other ranks notice it by losing contact."""
 
     may_pass = True
 
 
 class LostContactError(RankError):
-    """Another rank died or hangs, so this one cannot go on. A consequence, never the cause."""
+    """Another rank died or hangs, so this rank cannot continue. A consequence, never the cause."""
 
 
 class AnomalyError(HybridparError):
-    """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks
-    together."""
+    """Training failed in a way that the configuration stops at; raised on all ranks together."""
 
 
 class CallbackError(HybridparError):
-    """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks
-    together."""
+    """A callback given to `fit` raised, and the run has saved; raised on all ranks together."""
 
     has_users_cause = True
 
 
 class SaveError(CheckpointError):
-    """Saves have failed for so long that the run ends; raised on all ranks together."""
+    """Saves have failed too often, so the run ends; raised on all ranks together."""
 
 
 class SetupError(HybridparError):
-    """Training cannot begin as it is configured; raised on all ranks together."""
+    """Training cannot start with this configuration; raised on all ranks together."""
 
 
 def describe_failure(
     error: Exception, who: str, record: Record | None = None, link: str = ""
 ) -> RankError:
-    """The error of the rank `who` as one line; a defect of ours keeps its traceback.
+    """Return the error of a rank as one line; an internal error keeps its traceback.
 
-    record: what the rank was doing when the error was raised. link: what is known of a link that is
-    out.
+    Args:
+        error: The exception.
+        who: Name of the rank.
+        record: What the rank was doing.
+        link: Description of a lost link.
     """
     situation = "" if record is None else record.situation()
     if is_lost_contact(error):

@@ -1,20 +1,18 @@
-"""Ranks that are forks of the program that calls `fit`, under the supervisor of
-`hybridpar train --ranks`.
+"""Supervised ranks that are forks of the program that calls `fit`.
 
-    program    fit() ---------------- watches, passes signals on --------------> returns what rank 0
-               has left
+    program    fit() ---------------- watches, passes signals on --------------> returns rank 0's
+               result
     a thread   forks rank 0, 1, ..    waits until the job has ended
     ranks              run(config) ------------------------------------> exit
 
-Forks have the program's functions, modules and data sets, whatever these are: lambdas, what a
-notebook or stdin has defined, lists in memory. A program that is started anew would have to define
-them again, and would need a guard (`if __name__ == "__main__"`) around what is not to run in each
-process.
+Forks inherit the program's functions, modules and data sets, even lambdas, definitions of a
+notebook or of stdin, and lists in memory. New processes would have to define them again, and the program
+would need a guard (`if __name__ == "__main__"`) around code that must not run in each process.
 
-A fork has only the thread that forks. The pool of OpenMP belongs to the thread that first computed
-in parallel, so in a fork of that thread the next parallel loop would wait for threads that are not
-there. The thread that forks here has never computed anything: ranks make pools of their own. It
-lives as long as its ranks, as Linux counts it as their parent (stop.end_with).
+A fork has only the forking thread. OpenMP's pool belongs to the thread that first computed in
+parallel, so that in a fork of that thread the next parallel loop would wait for missing threads.
+The thread that forks here has never computed, so that ranks create their own pools. It lives as
+long as its ranks, because Linux counts it as their parent (stop.end_with).
 """
 
 from __future__ import annotations
@@ -43,17 +41,17 @@ from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor, run_a
 from hybridpar.train.stop import numbers_of
 
 Run = Callable[[Config], int]
-"""What a rank does with the configuration of its job; returns its exit code."""
+"""Runs a rank with the configuration of its job, and returns its exit code."""
 _POLL_S = 0.02
 
 
 def supervise_forks(config: Config, run: Run) -> tuple[int, Diagnosis | None]:
-    """Run a function on forks of this process until the job has ended well, or must be given up.
+    """Run a function on forks of this process until the job ends or must be given up.
 
     Args:
-        config: The resolved configuration of the job; a smaller one is given to `run` if a rank
-            stays away.
-        run: Called on each rank, in the environment of a rank.
+        config: The resolved configuration of the job. If a rank keeps failing, `run` receives a
+            smaller one.
+        run: Called on each rank, in the rank's environment.
 
     Returns:
         The exit code, and the diagnosis of the last failure, if there was one.
@@ -69,12 +67,12 @@ def supervise_forks(config: Config, run: Run) -> tuple[int, Diagnosis | None]:
             agent.close()
     ended = agent.exit_code if code == 1 else code, agent.last_failure
     del agent
-    gc.collect()  # its store, and the thread that serves it
+    gc.collect()  # frees the agent's store and the thread that serves it
     return ended
 
 
 class ForkingSupervisor(Supervisor):
-    """The supervisor of ranks that are forks."""
+    """Supervise ranks that are forks."""
 
     def __init__(self, config: Config, run: Run, forker: _Forker):
         self._run = run
@@ -112,7 +110,7 @@ class ForkingSupervisor(Supervisor):
 
 
 class _ForkContext(SubprocessContext):
-    """Torch's context of the processes of an agent, whose processes are forks."""
+    """Torch's process context for an agent, with forks as processes."""
 
     def __init__(
         self,
@@ -131,36 +129,37 @@ class _ForkContext(SubprocessContext):
 
 
 class _Handler:
-    """A process as torch's context handles it."""
+    """Wraps a fork for torch's process context."""
 
     def __init__(self, process: _Process):
         self.proc = process
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the fork's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
 
 
 class _Process:
-    """A fork, as far as `subprocess.Popen` is used of it."""
+    """A fork, with the methods of `subprocess.Popen` that torch's context calls."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, minus the signal that has ended it, or None if it runs."""
+        """Return the exit code, or minus the signal that ended the fork; None while it runs."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # the program has waited for all its children
+            except ChildProcessError:  # the program itself has waited for its children
                 self.returncode = 1
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises: TimeoutExpired."""
+        """Wait for the fork to end. Raises: TimeoutExpired."""
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -170,7 +169,7 @@ class _Process:
 
 
 class _Forker:
-    """The thread that forks, while entered."""
+    """Runs the thread that forks, while entered."""
 
     def __init__(self) -> None:
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -185,11 +184,11 @@ class _Forker:
         self._thread.join()
 
     def fork(self, env: Mapping[str, str], run: Callable[[], int]) -> int:
-        """Return the process that runs a function in this environment, in a session of its own."""
+        """Fork a process that runs a function in this environment and a new session; return its
+        pid."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(
-                Exception
-            ):  # else the fork writes again what waits to be written
+            # otherwise the fork would write buffered output a second time
+            with contextlib.suppress(Exception):
                 stream.flush()
         pids: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
 
@@ -197,7 +196,7 @@ class _Forker:
             collects = gc.isenabled()
             gc.disable()
             try:
-                with warnings.catch_warnings():  # of threads, which the fork does not need
+                with warnings.catch_warnings():  # about threads, which the fork does not need
                     warnings.simplefilter("ignore", DeprecationWarning)
                     pid: int | OSError = os.fork()
             except OSError as error:
@@ -220,10 +219,10 @@ class _Forker:
 
 
 def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
-    """Run a function in this fork, and end it: nothing of the program's own code follows."""
+    """Run a function in this fork and end the process, so that no code of the program follows."""
     code = 1
     try:
-        # what is garbage by now may wait in its destructor for a thread that the fork has not
+        # a destructor of current garbage could wait for a thread that the fork does not have
         gc.freeze()
         gc.enable()
         os.setsid()
@@ -244,7 +243,7 @@ def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
 
 @contextlib.contextmanager
 def _signals_as_before() -> Iterator[None]:
-    """Gives the program its handlers of signals back, which torch's agent replaces."""
+    """Restore the program's signal handlers, which torch's agent replaces, on exit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,25 +1,23 @@
-"""Faults that are made to happen once in a job's life, also if it starts again:
+"""Inject faults, each once in a job's life even if the job restarts:
 `--inject "kill rank 3 at step 20"`.
 
     kill rank 3 at step 20              SIGKILL
-    lose rank 3 at step 20              the same, and that rank never starts again (on a grid of
-                                        that size)
+    lose rank 3 at step 20              the same, and the rank never restarts (on a grid of that
+                                        size)
     hang rank 1 at step 7               it stops, and stays alive
-    hang save rank 1 at step 10         the same of its thread that writes the next checkpoint
-    slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
-    cut link 0-1 at step 5              ... and never
-    outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it
-                                        again
-    corrupt shard at step 10            a bit of the file that rank 0 writes into the next
-                                        checkpoint flips
-    disk full at step 10                that file cannot be written: training goes on without that
+    hang save rank 1 at step 10         the same for the thread that writes the next checkpoint
+    slow link 0-1 at step 5 for 3 s     one message from rank 0 to rank 1 is delayed
+    cut link 0-1 at step 5              ... and never sent
+    outage rank 1 at step 5 for 3 s     the kernel drops all packets to rank 1, and TCP resends them
+    corrupt shard at step 10            one bit flips in rank 0's file of the next checkpoint
+    disk full at step 10                that file cannot be written: training continues without the
                                         checkpoint
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
-`stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given:
-`disk full rank 2 at ...`. Steps are those that are being made, from 1; `micro-batch 0` after one is
-its first; kill, lose and hang know step 0, the set-up before the first one. The next checkpoint is
-that of this step, or the first one after it.
+`stage 1` stands for the first rank that holds the stage. File faults accept a rank:
+`disk full rank 2 at ...`. Steps count from 1 and mean the step in progress; `micro-batch 0` selects
+its first micro-batch. kill, lose and hang also accept step 0, the set-up. The next checkpoint is
+the checkpoint of the step, or the first one after it.
 """
 
 from __future__ import annotations
@@ -69,15 +67,21 @@ _FORMS = tuple(
 )
 _SAVING = ("corrupt shard", "disk full", "hang save")
 _ANYWHERE = ("kill", "lose", "hang")
-"""These need no action to happen in."""
+"""Faults that need no action to happen in."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One of the faults above.
+    """A fault to inject.
 
-    rank: where it happens; of a link the sender, and `peer` the receiver. microbatch: of the step;
-    -1: its first action. seconds: how long a link is slow, or out.
+    Attributes:
+        text: The fault as the user wrote it.
+        kind: Kind of the fault.
+        rank: Rank that has the fault; of a link the sender.
+        step: Step of the fault, from 1; 0 for the set-up.
+        microbatch: Micro-batch of the step; -1: its first action.
+        peer: Receiver of a link; -1 for other faults.
+        seconds: Duration of a slow link or an outage.
     """
 
     text: str
@@ -90,13 +94,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """Name of its mark in the run folder."""
+        """Name of its marker file in the run folder."""
         return re.sub(r"[^a-z0-9.]+", "-", self.text)
 
 
 def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
-    """The faults that texts describe, on the resolved grid of `config`. Raises: ConfigError with
-    all that is wrong."""
+    """Parse faults for the resolved grid of `config`. Raises: ConfigError with all problems."""
     found: list[Fault] = []
     problems: list[Problem] = []
     for text in texts:
@@ -117,7 +120,7 @@ def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
 
 
 def parse_fault(text: str, config: Config) -> Fault:
-    """The fault that a text describes. Raises: ConfigError."""
+    """Parse one fault. Raises: ConfigError."""
     match = next(
         (match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None
     )
@@ -199,7 +202,7 @@ def parse_fault(text: str, config: Config) -> Fault:
 
 
 class Injector:
-    """Makes the faults of one rank happen that have not happened yet."""
+    """Injects the faults of one rank that have not happened yet."""
 
     def __init__(self, faults: Iterable[Fault], folder: Path, rank: int, flight: Flight):
         self.pending: list[Fault] = []
@@ -209,11 +212,11 @@ class Injector:
         for fault in (fault for fault in faults if fault.rank == rank):
             if not (folder / INJECTED / fault.name).exists():
                 self.pending.append(fault)
-            elif fault.kind == "lose":  # for good
+            elif fault.kind == "lose":  # permanently
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def attach(self, engine: Engine, saver: Saver) -> None:
-        """Lets faults happen from now on; those of step 0 at once."""
+        """Enable faults from now on; the faults of step 0 happen at once."""
         if self.pending:
             self._attached = engine
             saver.write_with(self._wrap)
@@ -227,7 +230,7 @@ class Injector:
         return self._attached
 
     def wrap_plan(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The plan of an engine, in which they happen."""
+        """Inject the faults into an engine's plan."""
         return self._faulty(actions) if self.pending else actions
 
     def _faulty(self, actions: Iterator[Action]) -> Iterator[Action]:
@@ -244,9 +247,10 @@ class Injector:
 
     def _is_due(self, fault: Fault, action: Action) -> bool:
         m = self._engine.sizes.num_microbatches
-        batch, index = (
-            (action.microbatch, -1) if action.kind in PER_BATCH else divmod(action.microbatch, m)
-        )
+        batch = action.microbatch
+        index = -1
+        if action.kind not in PER_BATCH:
+            batch, index = divmod(action.microbatch, m)
         if action.kind in PER_ITEM:
             return False
         if (
@@ -257,10 +261,10 @@ class Injector:
             return False
         if "link" in fault.kind:
             return _is_over_link(action, self._engine.grid.pp, self._engine.sizes, fault.peer)
-        return action.kind in (Kind.B, Kind.I) if fault.kind == "nan gradient" else True
+        return fault.kind != "nan gradient" or action.kind in (Kind.B, Kind.I)
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
-        """Makes a fault happen; returns the hooks to be removed after the action."""
+        """Inject a fault; return the hooks to remove after the action."""
         if fault.kind == "nan gradient":
             leaves = self._engine.state.weights.leaves_of(action.version)
             return [
@@ -277,7 +281,7 @@ class Injector:
 
     @staticmethod
     def _stop_here(fault: Fault) -> None:
-        """Ends this process, or lets this thread stand still."""
+        """End this process, or block this thread for the fault's time."""
         if fault.kind in ("kill", "lose"):
             os.kill(os.getpid(), signal.SIGKILL)
         end = time.monotonic() + fault.seconds
@@ -314,8 +318,7 @@ class Injector:
         return {"corrupt shard": corrupt, "disk full": fail, "hang save": hang}[fault.kind]
 
     def _mark(self, fault: Fault) -> None:
-        """Notes in the run folder that a fault happens now, and what was saved by then; it will not
-        happen again."""
+        """Record in the run folder that a fault happens now, so that it will not happen again."""
         self.pending.remove(fault)
         path = self._folder / INJECTED / fault.name
         path.parent.mkdir(exist_ok=True)
@@ -337,8 +340,10 @@ class Injector:
 
 
 def _is_over_link(action: Action, axis: Axis, sizes: PipelineShape, peer: int) -> bool:
-    """Whether this rank sends to another one in an action; where it never does, whether all meet in
-    it."""
+    """Return whether this rank sends to a peer in an action.
+
+    If it never sends to that peer, return whether all ranks meet in the action.
+    """
     ends = [
         (kind, sizes.peer(stage, row.peer_offset))
         for stage in sizes.stages_of(axis.rank)
@@ -347,11 +352,10 @@ def _is_over_link(action: Action, axis: Axis, sizes: PipelineShape, peer: int) -
     ]
     if all(end is None or axis.ranks[end] != peer for _, end in ends):
         return action.kind in (Kind.NORM, Kind.UPDATE)
-    end = (
-        sizes.peer(action.stage, ACTION_SPECS[action.kind].peer_offset)
-        if ACTION_SPECS[action.kind].matching_recv
-        else None
-    )
+    spec = ACTION_SPECS[action.kind]
+    if not spec.matching_recv:
+        return False
+    end = sizes.peer(action.stage, spec.peer_offset)
     return end is not None and axis.ranks[end] == peer
 
 

@@ -1,12 +1,12 @@
-"""Links to other hosts as a run sees them: an outage is waited for, and said; bytes are counted.
+"""Watch links to other hosts: outages are waited for and reported, bytes are counted.
 
-    a thread   once a second looks at this process's TCP connections (hybridpar.sockets)
-    outage     nothing has come from a host for SILENT_S, while this rank waits: said, and again
-               every so often, until something comes. TCP goes on by itself; `faults.patience_s` is
-               the time-out of whoever waits
-    bytes      noted in the flight record, so that the first rank adds up those of its host
+    a thread   inspects this process's TCP connections once a second (hybridpar.sockets)
+    outage     nothing has come from a host for SILENT_S while this rank waits: reported now and
+               every _SAY_EVERY_S, until something comes. TCP resumes by itself;
+               `faults.patience_s` is the time limit of the wait
+    bytes      recorded in the flight record, so that the first rank can sum those of its host
 
-Where all ranks are on one host there is no such thread.
+If all ranks are on one host, there is no such thread.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from hybridpar import sockets
 from hybridpar.flight import Flight, read
 
 SILENT_S = 5.0
-"""Silence from which on a link counts as out: its host was asked twice, and has not answered."""
+"""Silence after which a link counts as down: its host was probed twice and has not answered."""
 _LOOK_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
 _STUCK_RETRIES = 6
-"""Attempts to send without an acknowledgement from which on a link is out one way, whatever comes
-the other way."""
+"""Unacknowledged retransmissions after which a link counts as down in one direction."""
 DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
 class Silence:
-    """A link to another host that is out. since: as time.monotonic() tells it."""
+    """A link to another host that is down. since: in time.monotonic()."""
 
     host: str
     since: float
@@ -48,8 +47,13 @@ class Silence:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job. own: name of this one. names: by address. ranks: those on this host, by
-    their numbers."""
+    """The hosts of a job.
+
+    Attributes:
+        own: Name of this host.
+        names: Names by address.
+        ranks: Ranks on this host.
+    """
 
     own: str
     names: Mapping[str, str]
@@ -57,14 +61,15 @@ class Hosts:
 
     @staticmethod
     def introduce() -> list[Any]:
-        """What each process tells the others: its host's name, and the addresses it has towards
-        other hosts."""
+        """Return this process's message to the others: host name, and addresses towards hosts."""
         return [platform.node(), sorted({one.own for one in sockets.connections()})]
 
     @staticmethod
     def of(introductions: Sequence[Any], rank: int) -> Hosts:
-        """The hosts as the process `rank` sees them, from what all have said. Two hosts may have
-        the same name."""
+        """Derive the hosts from the messages of all processes, as seen by the process `rank`.
+
+        Two hosts may have the same name.
+        """
         name, mine = introductions[rank]
         names = {
             address: f"{node} ({address})"
@@ -81,9 +86,9 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a host has sent to others and received from them by some time, headers included.
+    """Bytes that a host has sent to others and received from them, headers included.
 
-    seconds: since some moment.
+    seconds: time of the count, since an arbitrary moment.
     """
 
     sent: float = 0
@@ -97,7 +102,7 @@ class Traffic:
 
     @property
     def a_day(self) -> tuple[float, float]:
-        """Bytes sent and received a day."""
+        """Bytes sent and received per day."""
         days = max(self.seconds, 1e-9) / DAY_S
         return self.sent / days, self.received / days
 
@@ -110,8 +115,7 @@ class Traffic:
 
 
 def a_day(sent: float, received: float) -> str:
-    """Bytes a day in words: '4.1 GB a day each way', or of each way where they differ by a
-    tenth."""
+    """Format bytes per day: '4.1 GB a day each way', or both ways if they differ by a tenth."""
     out = amount(sent)
     back = amount(received)
     if abs(sent - received) <= 0.1 * max(sent, received):
@@ -120,7 +124,7 @@ def a_day(sent: float, received: float) -> str:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in words: '4.1 GB'."""
+    """Format bytes: '4.1 GB'."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
@@ -128,11 +132,14 @@ def amount(num_bytes: float) -> str:
 
 
 class LinkWatch:
-    """The links from this process to other hosts.
+    """Watches the links from this process to other hosts.
 
-    limit_s: how long whoever communicates waits. files: flight records of the ranks of this host,
-    this one among them; `traffic` adds up their bytes. say: says a line; None: another rank of this
-    host does.
+    Args:
+        flight: Flight record of this process, which receives the counted bytes.
+        limit_s: Time limit of communication.
+        hosts: The hosts of the job.
+        files: Flight records of all ranks of this host; `traffic` sums their bytes.
+        say: Called with each line to report; None if another rank of this host reports.
     """
 
     def __init__(
@@ -157,17 +164,17 @@ class LinkWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self._over.set()
         self._thread.join()
 
     @property
     def silence(self) -> Silence | None:
-        """The link that is out while this rank waits; None: there is none."""
+        """The link that is down while this rank waits; None if there is none."""
         return self._silence
 
     def traffic(self) -> Traffic:
-        """What the ranks of this host have sent and received so far, up to a second ago."""
+        """Return the bytes that this host's ranks have sent and received, up to a second ago."""
         records = [record for path in self._files if (record := read(path)) is not None]
         return Traffic(
             sum(record.sent for record in records),
@@ -176,7 +183,7 @@ class LinkWatch:
         )
 
     def _look(self) -> None:
-        """Counts bytes, and says which link is out."""
+        """Count bytes, and report a link that is down."""
         found = sockets.connections()
         if any(one.number not in self._known for one in found):
             sockets.prepare(self._limit_s)
@@ -185,13 +192,13 @@ class LinkWatch:
             sum(one.sent for one in self._known.values()),
             sum(one.received for one in self._known.values()),
         )
-        self._judge(found)
+        self._detect_outage(found)
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
             self._look()
 
-    def _judge(self, found: Sequence[sockets.Connection]) -> None:
+    def _detect_outage(self, found: Sequence[sockets.Connection]) -> None:
         record = self._flight.read()
         before = self._silence
         now = time.monotonic()

@@ -1,10 +1,9 @@
-"""The words with which torch, Gloo and NCCL say that another rank is gone or silent, and those of a
-rank's own fault.
+"""Error messages of torch, Gloo and NCCL about lost ranks, and about a rank's own fault.
 
-Gloo's errors arrive in Python as plain RuntimeErrors, and NCCL's as one type for everything that
-can go wrong. So only the words tell whether a rank has failed or merely lost another one. A word
-that is missing here makes an innocent rank look guilty. One too many hides a real failure behind
-"lost contact", so each word names the sentence that it stands in.
+Gloo's errors arrive in Python as plain RuntimeErrors, and NCCL's as one type for all errors, so
+that only the text tells whether a rank has failed or merely lost another one. A missing text makes
+an innocent rank look guilty. One too many hides a real failure behind "lost contact", so that each
+text is listed with the source line it comes from.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Words:
-    """A part of an error message, and the source file that writes it (in gloo/,
-    torch/csrc/distributed/, NCCL's src/).
+    """A part of an error message, and where it comes from.
 
-    library: the shared library of torch that has the words; empty if they come from the C library.
+    Attributes:
+        text: Part of the message.
+        source: Source file, in gloo/, torch/csrc/distributed/ or NCCL's src/.
+        library: Shared library of torch that contains the text; empty for the C library.
     """
 
     text: str
@@ -67,8 +68,8 @@ LOST = (
     Words("Connection closed by remote peer", "misc/socket.cc", _NCCL),
     Words("exceeded error retry count", "os/linux.cc", _NCCL),
 )
-"""What a rank says that has lost another one. Errors of torch's store and sockets have types that
-say so."""
+"""Messages of a rank that lost another one. Errors of torch's store and sockets have their own
+types."""
 
 OWN_FAULT = (
     Words("size doesn't match expected size", "gloo/transport/tcp/pair.cc", _CPU),
@@ -90,13 +91,12 @@ OWN_FAULT = (
         )
     ),
 )
-"""What a rank says whose own memory, files, addresses or calls are at fault, also inside of one of
-the above."""
+"""Messages of a rank whose own memory, files, addresses or calls are at fault; they may be part of
+one of the messages above."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Return whether torch, Gloo or NCCL says with this exception that another rank is gone or
-    silent."""
+    """Return whether an exception of torch, Gloo or NCCL means that another rank is gone."""
     import torch.distributed as dist
 
     if not isinstance(error, RuntimeError):

@@ -1,9 +1,9 @@
-"""Whether the kernel's OOM killer ended a rank: a SIGKILL that nobody of ours has sent.
+"""Detect whether the kernel's OOM killer sent a rank's SIGKILL, which this project did not send.
 
     counter    oom_kill of this process's control group has grown (v2: memory.events, v1:
                memory.oom_control)
     log        the kernel's log names the process: "Out of memory: Killed process 4711 (python)"
-    memory     neither can be read: how little was free at the time, which lets people judge
+    memory     neither can be read: the least free memory before, for people to decide
 
 A container reads the counter of its own group, and its processes have other numbers in the kernel's
 log than here.
@@ -23,17 +23,19 @@ from pathlib import Path
 _KERNEL_LOG = Path("/dev/kmsg")
 _CGROUPS = Path("/sys/fs/cgroup")
 _SAMPLES = 30
-"""Looks at the free memory that are kept: those of some seconds."""
+"""Number of recent readings of free memory that are kept, covering some seconds."""
 _LONGEST_LINE = 8192
-"""The kernel gives a line of its log in one piece, and refuses a buffer that is smaller."""
+"""Buffer size: the kernel returns a log line in one piece, and refuses a smaller buffer."""
 
 
 @dataclass
 class OomKiller:
-    """What the kernel tells about processes that it has ended for want of memory.
+    """Finds evidence that the kernel ended a process for lack of memory.
 
-    counters: files with a line "oom_kill N"; they need not exist. log: the kernel's log. meminfo:
-    as /proc/meminfo.
+    Attributes:
+        counters: Files with a line "oom_kill N"; they need not exist.
+        log: The kernel's log.
+        meminfo: File in the format of /proc/meminfo.
     """
 
     counters: tuple[Path, ...] = field(
@@ -46,7 +48,7 @@ class OomKiller:
     _free: deque[int] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
     def begin(self) -> None:
-        """Note the counters before processes start; what the log says later is about them."""
+        """Record the counters before processes start, and skip older lines of the log."""
         self._before = self._count()
         self._free.clear()
         self.close()
@@ -61,15 +63,15 @@ class OomKiller:
         self._reader = -1
 
     def look(self) -> None:
-        """Note how much memory is free; to be called several times a second."""
+        """Record how much memory is free; call it several times a second."""
         if (free := self._free_bytes()) is not None:
             self._free.append(free)
 
     def evidence(self, pid: int) -> str:
-        """Return what is known of the OOM killer where the process `pid` was ended by SIGKILL.
+        """Return the evidence that the OOM killer ended the process `pid` by SIGKILL.
 
-        Empty, if the kernel can be asked and says nothing. Otherwise "out of memory: ..", or
-        "perhaps out of memory: ..", if it cannot be asked.
+        Empty if the kernel's data say nothing. Otherwise "out of memory: ..", or
+        "perhaps out of memory: .." if the data cannot be read.
         """
         if sys.platform != "linux":
             return ""
@@ -92,8 +94,7 @@ class OomKiller:
         )
 
     def _count(self) -> int | None:
-        """Return how often the OOM killer has acted in this process's control groups; None if no
-        counter is there."""
+        """Return how often the OOM killer has acted in this process's control groups, or None."""
         counts = [
             int(match[1])
             for path in self.counters
@@ -106,17 +107,16 @@ class OomKiller:
         return 1024 * int(match[1]) if match else None
 
     def _log(self) -> str | None:
-        """Return what the kernel has logged since processes started; None if its log may not be
-        read."""
+        """Return the kernel's log since processes started, or None if it may not be read."""
         if self._reader < 0:
             return None
         lines: list[bytes] = []
         while True:
             try:
                 line = os.read(self._reader, _LONGEST_LINE)
-            except BrokenPipeError:  # the kernel has overwritten lines that were not read yet
+            except BrokenPipeError:  # the kernel has overwritten lines before they were read
                 continue
-            except BlockingIOError:  # the end, for now
+            except BlockingIOError:  # end of the log for now
                 line = b""
             except OSError:
                 return None
@@ -126,10 +126,10 @@ class OomKiller:
 
 
 def _counters(membership: Path) -> Iterator[Path]:
-    """Yield the files that count for this process's control group of memory, in versions 1 and 2.
+    """Yield the counter files of this process's memory control group, versions 1 and 2.
 
-    membership: as /proc/self/cgroup. In a container its paths may be those of the host, so the root
-    of what is mounted here is taken where they lead nowhere.
+    membership: file in the format of /proc/self/cgroup. In a container it may list the host's
+    paths; if those do not exist here, the root of the mounted hierarchy is used.
     """
     root = _CGROUPS
     for line in _text(membership).splitlines():

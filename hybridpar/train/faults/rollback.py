@@ -1,10 +1,10 @@
-"""Anomalies of a run are dealt with here once its pipeline has drained: all ranks do the same.
+"""Handle a run's anomalies, on all ranks alike, once the pipeline has drained.
 
-step b is an anomaly   skip: nothing more        roll_back: load the newest checkpoint before b, go on with b + 1
-a save of step b has   roll_back: the same, once for each checkpoint; else stop
+step b is an anomaly   skip: nothing more     roll_back: load the newest checkpoint before b, resume at b + 1
+a save of step b has   roll_back: the same, once for each checkpoint; otherwise stop
 numbers that are
 not finite
-replicas differ        roll_back: load the newest checkpoint, go on with the same batches
+replicas differ        roll_back: load the newest checkpoint, resume with the same batches
                        stop: AnomalyError
 """
 
@@ -29,8 +29,7 @@ from hybridpar.train.reporting.log import RunLog
 
 
 class AnomalyHandler:
-    """Takes note of anomalies, writes their replay bundles, and deals with those that are not just
-    skipped.
+    """Record anomalies, write their replay bundles, and handle those with another policy than skip.
 
     Collectives: agree, audit, note_state and resolve, on all ranks of the grid.
     """
@@ -45,20 +44,18 @@ class AnomalyHandler:
         self._found: tuple[int, Anomaly] | None = None
         self._skipped: list[int] = []
         self._last_rollback = (0, 0)
-        """The step of the checkpoint that was last rolled back to, and the step that training went
-        on after."""
+        """Step of the last rollback's checkpoint, and step that training resumed after."""
         self._divergences = 0
         self._newest_when_refused: int | None = None
-        """The step of the newest checkpoint when a state was last found not to be finite."""
+        """Step of the newest checkpoint when a state was last refused as not finite."""
 
     @property
     def is_open(self) -> bool:
-        """Whether an anomaly waits for `resolve`."""
+        """Whether an anomaly is waiting for `resolve`."""
         return self._found is not None
 
     def note(self, result: StepResult) -> dict[str, Any]:
-        """Looks for an anomaly in a step; what metrics.jsonl is to say of it besides its
-        numbers."""
+        """Record a step's anomaly, if any, and return what metrics.jsonl adds about it."""
         if result.skipped:
             self._skipped.append(result.step)
         if (anomaly := result.anomaly) is None:
@@ -73,7 +70,7 @@ class AnomalyHandler:
         return {"anomaly": anomaly.kind, "policy": anomaly.policy}
 
     def _write(self, result: StepResult, anomaly: Anomaly) -> str:
-        """Writes the replay bundle of a step, on rank 0; returns its path."""
+        """Write the replay bundle of a step, on rank 0, and return its path."""
         engine = self._engine
         batch = result.step - 1
         size = engine.config.global_batch_size
@@ -107,8 +104,7 @@ class AnomalyHandler:
         return str(self._folder / bundle.name)
 
     def agree(self) -> None:
-        """Takes what another site has found, where one has: all deal with it. Collectives: over the
-        sites."""
+        """Adopt an anomaly of another site, so that all handle it. Collectives: over the sites."""
         found = [
             found
             for found in gather_objects(self._found, self._engine.grid.site)
@@ -117,7 +113,7 @@ class AnomalyHandler:
         self._found = next(iter(found), None)
 
     def audit(self) -> None:
-        """Compares replicas."""
+        """Compare replicas; a difference is an anomaly."""
         state = self._engine.state
         if found := find_divergence(state.placed(), self._engine.grid, state.memory.read):
             settings = self._engine.config.anomalies
@@ -129,28 +125,25 @@ class AnomalyHandler:
             self._say(f"step {self._engine.batches_done}: {what}: {policy.replace('_', ' ')}")
 
     def note_state(self, error: NotFiniteError) -> None:
-        """Takes note of a state that is not finite, so that it was not saved. It is older than any
-        anomaly noted since.
+        """Record that a state is not finite and was not saved. It predates any other anomaly.
 
-        A run rolls back if anomalies.on_non_finite says so, and if there is a checkpoint that it
-        has not rolled back to for this already: an update that is wrong for these weights would be
+        The run rolls back if anomalies.on_non_finite says so, and if there is a checkpoint that it
+        has not rolled back to for this reason: an update that is wrong for these weights would be
         wrong again.
+
         Collectives: one gather over the world.
         """
         config = self._engine.config
         root = self._checkpoints
         steps = gather_objects(checkpoint.saved_steps(root), self._engine.grid.world)[0]
         newest = next((step for step in steps if step < error.step), None)
-        rolls_back = config.anomalies.on_non_finite == "roll_back" and newest not in (
-            None,
-            self._newest_when_refused,
-        )
+        rolls_back = False
+        if config.anomalies.on_non_finite == "roll_back":
+            rolls_back = newest not in (None, self._newest_when_refused)
         self._newest_when_refused = newest
-        rule = (
-            f"correct the update of optim.spec = {config.optim.spec!r}, or "
-            if config.optim.spec
-            else ""
-        )
+        rule = ""
+        if config.optim.spec:
+            rule = f"correct the update of optim.spec = {config.optim.spec!r}, or "
         rates = "optim.lr_points" if config.optim.lr_points else "optim.lr"
         what = (
             f"{error}, so that state is not saved: {rule}try a lower {rates} than "
@@ -162,28 +155,31 @@ class AnomalyHandler:
         self._say(f"step {error.step}: {what}: {self._found[1].policy.replace('_', ' ')}")
 
     def resolve(self) -> dict[str, Any]:
-        """Deals with the anomaly; returns what metrics.jsonl is to say of that. Saves must be over.
+        """Handle the anomaly, and return what metrics.jsonl records about it.
 
-        Raises: AnomalyError to stop, CheckpointError if there is nothing to roll back to; on all
-            ranks.
+        No save may be in progress.
+
+        Raises (on all ranks):
+            AnomalyError: The policy is to stop.
+            CheckpointError: There is no checkpoint to roll back to.
         """
         assert self._found is not None
-        (step, anomaly), self._found = self._found, None
+        step, anomaly = self._found
+        self._found = None
         saved = checkpoint.saved_steps(self._checkpoints)
         if anomaly.policy == "stop":
-            newest = (
-                f"the newest checkpoint is of step {saved[0]}"
-                if saved
-                else "there is no checkpoint"
-            )
+            newest = "there is no checkpoint"
+            if saved:
+                newest = f"the newest checkpoint is of step {saved[0]}"
             raise AnomalyError(f"step {step}: {anomaly.what}; stopped, {newest}")
         same_batches = anomaly.kind == DIVERGENCE
+        up_to = step if same_batches else step - 1
         back = checkpoint.resume(
             self._checkpoints,
             self._engine,
             self._samples.fingerprint,
             self._say,
-            up_to=step if same_batches else step - 1,
+            up_to=up_to,
             go_on_at=0 if same_batches else step,
         )
         if back not in saved:
@@ -195,10 +191,8 @@ class AnomalyHandler:
         self._skipped = [s for s in self._skipped if s > self._engine.batches_done]
         done = self._engine.batches_done
         last = self._engine.config.train.num_steps
-        then = (
-            f"going on with step {done + 1}"
-            if done < last
-            else f"step {last} was the last, so training ends"
-        )
+        then = f"step {last} was the last, so training ends"
+        if done < last:
+            then = f"going on with step {done + 1}"
         self._say(f"rolled back to the checkpoint of step {back}; {then}")
         return {"anomaly": anomaly.kind, "rolled_back_to": back}

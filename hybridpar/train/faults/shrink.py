@@ -1,5 +1,4 @@
-"""Continuation of a training on fewer ranks: fewer replicas or sites, each with more
-micro-batches."""
+"""Continue training on fewer ranks: fewer replicas or sites, each with more micro-batches."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ from hybridpar.validate import problems
 
 
 def shrink(config: Config, num_ranks: int) -> Config | None:
-    """The resolved `config` on as many of `num_ranks` ranks as it can use, with the same global
-    batch.
+    """Return `config` for at most `num_ranks` ranks with the same global batch.
 
-    Tensor parts and stages stay, so every rank keeps its memory. Of two ways that use as many ranks
-    the one with more sites is taken. None: not even one replica fits, or no number of micro-batches
-    keeps the batch, or there would be fewer ranks than faults.min_ranks.
+    It uses as many ranks as it can. Tensor parallelism and stages stay, so that every rank keeps
+    its memory. Between two ways with equally many ranks, the one with more sites is taken.
+
+    Returns None if not even one replica fits, if no number of micro-batches keeps the batch, or if
+    fewer than faults.min_ranks ranks would remain.
     """
     parallel = config.parallel
     pipeline = config.pipeline
@@ -28,15 +28,16 @@ def shrink(config: Config, num_ranks: int) -> Config | None:
         reverse=True,
     )
     for dp, sites in ways[1:] if config.faults.min_ranks else ():
-        if not config.faults.min_ranks <= dp * sites * one <= num_ranks or microbatches % (
-            dp * sites
-        ):
+        num_ranks_used = dp * sites * one
+        if not config.faults.min_ranks <= num_ranks_used <= num_ranks:
+            continue
+        if microbatches % (dp * sites):
             continue
         smaller = replace(
             config,
             parallel=replace(parallel, dp=dp, sites=sites),
             pipeline=replace(pipeline, num_microbatches=microbatches // (dp * sites)),
         )
-        if not problems(smaller, dp * sites * one):
+        if not problems(smaller, num_ranks_used):
             return smaller
     return None

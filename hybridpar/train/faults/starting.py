@@ -1,5 +1,4 @@
-"""What the supervisor says every 15 s while ranks start, which takes long where many share few
-cores.
+"""Progress messages while ranks start, which takes long if many ranks share few cores.
 
 23 of 64 ranks have begun after 15 s: they share 2 cores
 0 of 64 ranks train after 30 s (60 connecting, 4 setting up): they share 2 cores
@@ -18,28 +17,27 @@ from hybridpar.train.faults.diagnose import Seen
 
 _SAY_EVERY_S = 15.0
 _PREPARES = "opening the run"
-"""The phase in which the first rank shows itself how far the text is prepared, on a terminal."""
+"""The phase in which the first rank itself shows the progress of tokenizing, on a terminal."""
 
 
 class StartWatch:
-    """The start of a job's ranks, until all of them train.
+    """Watches the start of a job's ranks, until all of them train.
 
     Args:
-        num_ranks: Ranks that are started on this machine.
-        say: Called with a line for people.
+        num_ranks: Number of ranks that start on this machine.
+        say: Called with each line to print.
     """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]):
         self._num_ranks = num_ranks
         self._say = say
-        self._is_over = (
-            not HAS_MEMORY
-        )  # then nobody knows what a rank does before it has a run folder
+        # without records in memory, phases before the run folder exists are unknown
+        self._is_over = not HAS_MEMORY
         self._began = self._said = time.monotonic()
         self._share = shared_cores(num_ranks)
 
     def look(self, seen: Sequence[Seen]) -> None:
-        """Says from time to time what is waited for. seen: the state of all ranks."""
+        """Report from time to time which ranks are missing. seen: state of all ranks."""
         now = time.monotonic()
         self._is_over = self._is_over or not waiting(seen)
         if self._is_over or now - self._said < _SAY_EVERY_S:
@@ -62,8 +60,7 @@ class StartWatch:
 
 
 def waiting(seen: Sequence[Seen]) -> list[str]:
-    """Return the phases of the ranks that live and do not train yet; empty ones of those that have
-    noted nothing."""
+    """Return the phases of living ranks that do not train yet; "" for a rank without any."""
     return [
         phase for one in seen if one.exit_code is None and (phase := _phase(one)) in ("", *STARTING)
     ]

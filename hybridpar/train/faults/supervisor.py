@@ -1,19 +1,18 @@
-"""`hybridpar train CONFIG.toml --ranks 4`: starts the ranks, watches them, says who failed, and
-starts them again.
+"""Supervise the ranks of a job on this machine: `hybridpar train CONFIG.toml --ranks 4`.
 
-    ranks      run as under torchrun, and note what they do (hybridpar.flight)
+    ranks      run as under torchrun, and record their progress (hybridpar.flight)
     watching   ten times a second: has one ended; does one hang; do all wait (limits of [faults])
-    failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are
-               ended
-    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row
-               without a new one and the grid allows it; not at all after faults.restarts times
-               without a new one
+    failure    diagnose.py names the rank; a save in progress gets some seconds to end; all ranks
+               are ended
+    restart    from the last good checkpoint; on fewer ranks if one has failed twice in a row
+               without a new checkpoint and the grid allows it; not at all after faults.restarts
+               times without a new checkpoint
 
-torchrun's agent (torch.distributed.elastic) starts and ends the processes, and starts them again;
-here it is told when, by `_monitor_workers`. torchrun itself could do it (--max-restarts; its ranks
-go on from the last checkpoint, too), but it sees only processes that end: neither a rank that hangs
-nor, of several that end, the one that was to blame. And its rendezvous listens on every interface,
-this one on loopback alone. A job of several machines uses torchrun.
+torchrun's agent (torch.distributed.elastic) starts, ends and restarts the processes;
+`_monitor_workers` tells it when. torchrun itself could restart ranks (--max-restarts), and they
+would resume from the last checkpoint, but it sees only processes that end: neither a rank that
+hangs, nor which of several ended ranks was the cause. Its rendezvous also listens on every
+interface, and the one here on loopback only. A job of several machines uses torchrun.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ _LOOK_EVERY_S = 0.1
 _ASLEEP_S = 2.0
 _LONG_S = 1.0
 _SETTLE_S = 0.3
-"""Ranks that end together are seen together."""
+"""Pause after a failure, so that ranks that end together are seen together."""
 _REFUSED_S = 5.0
-"""How long the first rank may take to say what others have refused with it."""
+"""Time that the first rank has to report an error that other ranks refused to start with, too."""
 _LAST_SAVE_S = 3.0
 HANDLED_SIGNALS = ("HUP", "INT", "QUIT", "TERM")
-"""Signals that are passed on in any case, so that no rank is left behind."""
+"""Signals that are always passed on, so that no rank is left running."""
 _STOP_S = round(ORPHAN_S)
-"""How long ranks may take to finish and save after Ctrl-C."""
+"""Time that ranks have to finish and save after Ctrl-C."""
 
 
 def supervise(
@@ -80,12 +79,20 @@ def supervise(
     inject: Sequence[str] = (),
     advise: Callable[[Config], str] | None = None,
 ) -> int:
-    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given
-    up; the exit code.
+    """Run `python -m hybridpar *args` on ranks of this machine; restart them after failures.
 
-    advise: Returns what makes a resolved configuration need less memory, for a rank that had too
-    little.
-    Raises: ConfigError, before anything is started.
+    Args:
+        config: The configuration, not yet resolved.
+        num_ranks: Number of ranks.
+        args: Arguments of each rank.
+        inject: Faults to inject.
+        advise: Returns advice for a resolved configuration that needs too much memory.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: Before anything is started.
     """
     config = resolve(config, num_ranks)
     agent = Supervisor(config, args, parse_faults(inject, config), advise)
@@ -99,7 +106,7 @@ def supervise(
 
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
-    """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
+    """Run `python -m hybridpar *args` once on ranks of this machine, and return the exit code."""
     return run_agent(RankAgent(_spec(num_ranks, args, restarts=0), 0), logging.CRITICAL)
 
 
@@ -116,9 +123,12 @@ def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
 
 
 def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
-    """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended
-    them."""
-    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+    """Run an agent to its end.
+
+    Returns:
+        0; 1 if its ranks have failed; 128 + n if signal n has ended them.
+    """
+    for name in ("agent.server.api", "multiprocessing.api"):  # each sets its own level
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
     try:
         return 1 if agent.run().is_failed() else 0
@@ -129,7 +139,7 @@ def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
 
 
 class Supervisor(RankAgent):
-    """The agent of one job, which is on this machine."""
+    """The agent of a job on this machine."""
 
     def __init__(
         self,
@@ -159,7 +169,7 @@ class Supervisor(RankAgent):
         super().__init__(_spec(self._ranks, args, config.faults.restarts), _STOP_S)
 
     def close(self) -> None:
-        """Waits some seconds where failures.jsonl cannot be written."""
+        """Close all files; wait some seconds if failures.jsonl cannot be written."""
         self._records.finish()
         self._records.close()
         self._oom.close()
@@ -169,7 +179,8 @@ class Supervisor(RankAgent):
         self._records.retry()
         self._oom.look()
         assert self._start is not None
-        seen, began = self._look(), time.time()
+        seen = self._look()
+        began = time.time()
         self._start.look(seen)
         if self._unwritten and all(one.record is not None for one in seen):
             self._write_failures()
@@ -177,9 +188,8 @@ class Supervisor(RankAgent):
             return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
         if not failed and not find_stall(seen):
-            return RunResult(
-                WorkerState.HEALTHY
-            )  # torch's own look would end all where it finds one that has failed
+            # torch's own check would end all ranks when it finds one that has failed
+            return RunResult(WorkerState.HEALTHY)
         if failed:
             time.sleep(_SETTLE_S)
         found = diagnose(self._look())
@@ -188,7 +198,7 @@ class Supervisor(RankAgent):
             time.sleep(_LOOK_EVERY_S)
             found = diagnose(self._look())
         found = self._explain_kill(found)
-        if found.rank != 0:  # which publishes
+        if found.rank != 0:  # rank 0 publishes checkpoints
             self._await_save()
         self.last_failure = found
         smaller = self._account(found)
@@ -204,7 +214,7 @@ class Supervisor(RankAgent):
         )
 
     def _explain_kill(self, found: Diagnosis) -> Diagnosis:
-        """Adds what the kernel knows of a SIGKILL that nobody of ours has sent."""
+        """Add the kernel's evidence about a SIGKILL that nobody here has sent."""
         injected = any(
             fault.rank == found.rank and fault.kind in ("kill", "lose") for fault in self._faults
         )
@@ -216,8 +226,8 @@ class Supervisor(RankAgent):
         return replace(found, text=f"{found.text}; {evidence}") if evidence else found
 
     def _account(self, found: Diagnosis) -> Config | None:
-        """Counts the restarts that are left; returns the configuration of a smaller job where a
-        rank stays away."""
+        """Count the restarts that are left, and return a smaller configuration if a rank keeps
+        failing."""
         newest = self._saved()
         before = self._newest
         smaller = None
@@ -251,25 +261,17 @@ class Supervisor(RankAgent):
         )
         spec = self._worker_group.spec
         spec.local_world_size = self._ranks
-        spec.args = (
-            "-m",
-            "hybridpar",
-            *self._args,
-            *map(str, flags),
-        )  # of a flag that is there twice the last counts
+        # the last of repeated flags counts
+        spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))
 
     def _note(self, found: Diagnosis, began: float, smaller: Config | None) -> None:
-        """Reports a failure on stderr and in failures.jsonl."""
+        """Report a failure on stderr and in failures.jsonl."""
         left = self._remaining_restarts
-        what = (
-            ""
-            if found.is_final
-            else (
-                f"; starting again after step {self._saved()}"
-                if left
-                else "; no restarts are left (faults.restarts)"
-            )
-        )
+        what = "; no restarts are left (faults.restarts)"
+        if found.is_final:
+            what = ""
+        elif left:
+            what = f"; starting again after step {self._saved()}"
         lines = [f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]
         if smaller is not None:
             lines.append(
@@ -278,7 +280,7 @@ class Supervisor(RankAgent):
                 + f"parallel.sites = {smaller.parallel.sites}, " * (self._config.parallel.sites > 1)
                 + f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}"
             )
-        if found.kind != "refused" or found.rank > 0:  # the first rank has said it, as that of all
+        if found.kind != "refused" or found.rank > 0:  # rank 0 has reported a refusal itself
             self._say("\n".join(lines))
         line = found.as_json() | {
             "time": began,
@@ -286,15 +288,13 @@ class Supervisor(RankAgent):
             "ranks": self._ranks,
             "restarts_left": left,
         }
-        begun = (
-            found.kind != "refused" or found.record is not None
-        )  # else the folder may be another job's
-        if begun:
+        # after a refusal without a record the folder may belong to another job
+        if found.kind != "refused" or found.record is not None:
             self._unwritten.append(f"{json.dumps(line)}\n".encode())
         self._write_failures()
 
     def _write_failures(self) -> None:
-        """Write what failed to failures.jsonl; before the first ranks make the folder it waits."""
+        """Write pending lines to failures.jsonl, once the first ranks have created the folder."""
         if not self._folder.is_dir():
             return
         for line in self._unwritten:
@@ -302,7 +302,7 @@ class Supervisor(RankAgent):
         self._unwritten.clear()
 
     def _await_save(self) -> None:
-        """Gives ranks that live some seconds to publish the checkpoint that they are writing."""
+        """Give living ranks some seconds to publish the checkpoint that they are writing."""
         end = time.monotonic() + _LAST_SAVE_S
         while time.monotonic() < end and half_written(self._folder / CHECKPOINTS) - self._left:
             time.sleep(_LOOK_EVERY_S)
@@ -317,17 +317,15 @@ class Supervisor(RankAgent):
         self._start = StartWatch(self._ranks, self._say)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
-        if (
-            self._is_short and self._advise is not None
-        ):  # a prediction takes memory, which is free now, and seconds
+        self._shutdown(signal.SIGKILL)  # the remaining ranks wait for the one that failed
+        if self._is_short and self._advise is not None:
+            # only now, because the prediction takes seconds, and memory that is free again
             advise = self._advise
             self._advise = None
             self._say(advise(self._config))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """End the ranks, at once if some have not begun to train: then none has anything to
-        save."""
+        """End the ranks, at once if some do not train yet: then there is nothing to save."""
         if death_sig is not signal.SIGKILL and self._pcontext is not None and waiting(self._look()):
             saved = self._saved()
             kept = f"; the run is at step {saved}" if saved else ""
@@ -347,11 +345,10 @@ class Supervisor(RankAgent):
 
 
 class Watch:
-    """Reads the flight records of the running processes and of their threads that save, and how
-    long they stand still.
+    """Reads the flight records of running processes and their saving threads.
 
-    After a long pause that time begins anew: the machine was perhaps asleep, or this process was
-    stopped together with its ranks.
+    The time without progress restarts after a long pause, in which the machine was probably asleep,
+    or this process was stopped together with its ranks.
     """
 
     def __init__(self, folder: Path, patience_s: float = 0.0, start_timeout_s: float = 0.0):
@@ -362,13 +359,13 @@ class Watch:
         self._observers: dict[str, flight.Observer] = {}
 
     def close(self) -> None:
-        """Closes the records."""
+        """Close the records."""
         for observer in self._observers.values():
             observer.close()
         self._observers.clear()
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
-        """The state of all processes, in the order of their ranks."""
+        """Return the state of all processes in the order of their ranks."""
         now = time.monotonic()
         found = []
         if now - self._looked > _ASLEEP_S:
@@ -376,7 +373,7 @@ class Watch:
                 observer.restart()
         self._looked = now
         for rank, process in sorted(processes.items()):
-            # first the one: what it then has noted was its last
+            # the exit code first: a record that is read afterwards is then final
             code = process.poll()
             pid = process.pid
             record, idle_s = self._read(record_name(rank), pid)
@@ -385,8 +382,7 @@ class Watch:
             saver = Seen(rank, saving, None, saving_idle_s) if saves else None
             stopped = code is None and idle_s > _LONG_S and is_stopped(pid)
             early = record if record is not None and "place" not in record.who else None
-            # without records in memory a rank that prepares its text for hours looks like one that
-            # hangs
+            # without records in memory, a rank that tokenizes for hours looks like one that hangs
             start_timeout_s = self.start_timeout_s if flight.HAS_MEMORY else 0.0
             found.append(
                 Seen(
@@ -404,8 +400,7 @@ class Watch:
         return found
 
     def _read(self, name: str, pid: int) -> tuple[flight.Record | None, float]:
-        """The record of this name that the process `pid` has written, and for how long it has not
-        changed."""
+        """Return a record of the process `pid`, and how long it has not changed."""
         observer = self._observers.get(name)
         if observer is None or observer.pid != pid:
             if observer is not None:
@@ -415,8 +410,7 @@ class Watch:
 
 
 class Loopback(StaticTCPRendezvous):
-    """The rendezvous of one agent on this machine: every round has a store of its own, on the
-    loopback interface."""
+    """The rendezvous of an agent on this machine: each round has its own store on loopback."""
 
     def __init__(self) -> None:
         super().__init__(LOOPBACK, 0, 0, 1, f"{JOB}{os.getpid()}", timeout=0)

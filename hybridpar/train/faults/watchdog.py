@@ -1,14 +1,14 @@
-"""The watchdog of a rank: a small process beside it that ends it where it cannot end itself.
+"""The watchdog of a rank: a small process that ends a rank which cannot end itself.
 
-    launcher gone   the rank has been told by SIGTERM (stop.end_with) and saves; one that stands
-                    still for faults.timeout_s, or is there after ORPHAN_S, is ended
-    rank hangs      under torchrun, which sees only processes that end: after the limit of its
-                    phase, as `train --ranks N` would say, so that torchrun starts all again
+    launcher gone   the rank was told by SIGTERM (stop.end_with) and saves; it is ended if it makes
+                    no progress for faults.timeout_s, or still runs after ORPHAN_S
+    rank hangs      under torchrun, which sees only processes that end: ended after the limit of
+                    its phase, as by `train --ranks N`, so that torchrun restarts all ranks
 
-It is a process and no thread, because a rank that is stopped (SIGSTOP), or whose main thread keeps
-Python's lock in a C function, runs no other thread. It imports no torch, sleeps until the launcher
-ends (under torchrun it looks once a second), and ends with the rank. It needs Linux, whose
-descriptors of processes never lead to another process.
+It is a process rather than a thread, because a rank that is stopped (SIGSTOP), or whose main thread
+holds Python's lock in a C function, runs no other thread. It imports no torch, sleeps until the
+launcher ends (under torchrun it looks once a second), and ends with the rank. It needs Linux, whose
+process descriptors never refer to another process.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ if TYPE_CHECKING:
     from hybridpar.config import Launch
 
 ORPHAN_S = 300.0
-"""How long a rank whose launcher is gone may take to finish and save; as long as after Ctrl-C."""
+"""Time that a rank has to finish and save after its launcher is gone; the same as after Ctrl-C."""
 STILL_S = 60.0
-"""How long such a rank may stand still before its configuration, which has faults.timeout_s, is
-read."""
+"""Time that such a rank may make no progress, until its configuration sets faults.timeout_s."""
 START_S = 600.0
-"""How long a rank may take to start before its configuration, which has faults.start_timeout_s, is
-read."""
+"""Time that a rank has to start, until its configuration sets faults.start_timeout_s."""
 _LOOK_EVERY_S = 1.0
 _ASLEEP_S = 5.0
-"""After so long a pause between two looks the machine was asleep, or the watchdog stopped together
-with the rank."""
+"""Pause between two looks after which the machine was probably asleep, or the watchdog stopped
+together with the rank."""
 _SAY_S = 1.0
 SAVING = "saving"
-"""Name of the thread of a rank that writes checkpoints."""
+"""Name of a rank's thread that writes checkpoints."""
 
 _flight = NO_FLIGHT
 _pid = 0
-"""The process that the watchdog and the record belong to, as a fork has neither."""
+"""Process that the watchdog and the record belong to: a fork has neither."""
 _watchdog: Popen[bytes] | None = None
 
 
 def record_name(rank: int, thread: str = "") -> str:
-    """Name of the flight record of a rank, or of a thread of it."""
+    """Return the name of the flight record of a rank, or of one of its threads."""
     return f"rank_{rank:05d}.{thread}" if thread else f"rank_{rank:05d}"
 
 
 def begin(launch: Launch, limit_s: float = START_S) -> Flight:
-    """Starts the watchdog of this process, once; returns its flight record, which is in memory
-    until it has a file.
+    """Start this process's watchdog once, and return its flight record.
 
-    A process that no launcher of ours and no torchrun has started gets neither.
-    limit_s: how long the process may stand still until it notes another phase; 0: without a limit.
+    The record is in memory until it moves to a file. A process that neither our launcher nor
+    torchrun has started gets a record without memory, and no watchdog.
+
+    Args:
+        launch: This process's place in the job.
+        limit_s: Time without progress until the process records another phase; 0: no limit.
     """
     global _flight, _pid
     if not launch.elastic:
@@ -95,13 +96,12 @@ def begin(launch: Launch, limit_s: float = START_S) -> Flight:
 
 
 def current() -> Flight:
-    """The flight record that `begin` has made in this process; one that notes nothing where there
-    is none."""
+    """Return the flight record that `begin` created in this process, or one that ignores calls."""
     return _flight if _pid == os.getpid() else NO_FLIGHT
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether Linux says that a process is stopped."""
+    """Return whether Linux reports a process as stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
@@ -109,7 +109,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
-    """Raises: OSError."""
+    """Start the watchdog process. Raises: OSError."""
     global _watchdog
     if not hasattr(os, "pidfd_open"):
         return
@@ -118,9 +118,8 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
     try:
         with contextlib.suppress(ProcessLookupError):
             held.append(os.pidfd_open(launcher))
-        lives = (
-            len(held) == 2 and os.getppid() == launcher
-        )  # else the number may be another process's by now
+        # if the launcher has ended, its number may belong to another process by now
+        lives = len(held) == 2 and os.getppid() == launcher
         numbers = [pid, rank, held[0], held[1] if lives else -1]
         root = str(Path(hybridpar.__file__).parents[1])
         program = (
@@ -129,7 +128,7 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
             "watch; "
             f"watch(*{numbers}, ends_hangs={ends_hangs})"
         )
-        # in a session of its own, so that no signal to the rank's group reaches it
+        # in its own session, so that no signal to the rank's group reaches it
         _watchdog = Popen(
             [sys.executable, "-I", "-S", "-c", program],
             stdin=DEVNULL,
@@ -143,10 +142,14 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
 
 
 def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool) -> None:
-    """Watches a process until it has ended; the whole life of a watchdog.
+    """Watch a process until it has ended: the main function of a watchdog.
 
-    process, launcher: descriptors (pidfd) of the process and of the one that has started it; -1:
-    that one is gone. ends_hangs: whether to end the process if it hangs.
+    Args:
+        pid: Number of the process.
+        rank: Its rank.
+        process: Its descriptor (pidfd).
+        launcher: Descriptor of its launcher; -1 if the launcher is gone.
+        ends_hangs: Whether to end the process if it hangs.
     """
     _ignore_signals()
     watched = _Watched(pid, rank)
@@ -179,7 +182,7 @@ def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool)
 
 
 class _Watched:
-    """The process that is watched: its records, and whether there is a reason to end it."""
+    """The watched process: its records, and the reasons to end it."""
 
     def __init__(self, pid: int, rank: int):
         self._pid = pid
@@ -189,12 +192,12 @@ class _Watched:
         self._looked = time.monotonic()
 
     def restart(self) -> None:
-        """Counts all time from now on."""
+        """Restart the clock of all records."""
         self._main.restart()
         self._saving.restart()
 
     def hang(self) -> str:
-        """The reason to end the process because it hangs, in words; empty: there is none.
+        """Return why the process must be ended because it hangs; empty if it need not.
 
         A rank that waits for others does not hang, unless it is stopped.
         """
@@ -210,8 +213,10 @@ class _Watched:
         return ""
 
     def orphan(self, since: float) -> str:
-        """The reason to end the process whose launcher has ended then; empty: it may still take
-        some time."""
+        """Return why the process must be ended after its launcher; empty if it has time left.
+
+        since: time at which the launcher ended.
+        """
         (record, idle_s), (saving, saving_idle_s) = self._look()
         who = self._name(record)
         now = time.monotonic()
@@ -233,7 +238,7 @@ class _Watched:
         return ""
 
     def note(self, text: str) -> None:
-        """Leaves the reason in the record."""
+        """Record the reason in the flight record."""
         self._main.write_end(FAILED, text)
 
     def _look(self) -> tuple[tuple[Record | None, float], tuple[Record | None, float]]:
@@ -249,8 +254,10 @@ class _Watched:
 
 
 def _ignore_signals() -> None:
-    """Ignores signals, which are meant for the rank, and leaves its working folder, which may be of
-    a mounted disk."""
+    """Ignore signals, which are meant for the rank, and leave the working folder.
+
+    The folder may be on a disk that is to be unmounted.
+    """
     for number in signal.valid_signals():
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)
@@ -258,7 +265,7 @@ def _ignore_signals() -> None:
 
 
 def _say(text: str) -> None:
-    """Writes to stderr, unless nobody reads it there."""
+    """Write to stderr, unless nobody reads it."""
     poll = select.poll()
     poll.register(2, select.POLLOUT)
     if any(event & select.POLLOUT for _, event in poll.poll(1000 * _SAY_S)):

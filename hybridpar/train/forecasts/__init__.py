@@ -1,1 +1,1 @@
-"""What a run will take and move, before it starts: simulated plans, tiers, hosts, offloading."""
+"""Forecast a run's costs before it starts: schedule, state tiers, host optimizer, offloading."""

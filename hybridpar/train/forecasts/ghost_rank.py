@@ -1,5 +1,4 @@
-"""The plan of a rank of a job that is not there: its own state on ghosts, and what it moves.
-Nothing is computed."""
+"""Simulate the plan of a rank: its state consists of ghosts (sizes only), nothing is computed."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from hybridpar.state.residency.access_map import AccessMap
 
 @dataclass(frozen=True)
 class GhostRank:
-    """A rank of a job's grid, as the engine would have it. rank: of the pipeline."""
+    """A rank of a job's grid, with the plan that its engine would have. rank: of the pipeline."""
 
     job: JobPlan
     rank: int
@@ -30,7 +29,7 @@ class GhostRank:
 
     @staticmethod
     def of(job: JobPlan, rank: int) -> GhostRank:
-        """A rank of the job, by its number."""
+        """Create a rank of the job by its number."""
         with Tracker(default_device(job.config)) as tracker:
             place = place_of(rank, sizes_of(job.config.parallel))["pp"]
             policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
@@ -38,27 +37,29 @@ class GhostRank:
 
     @staticmethod
     def pipeline(job: JobPlan) -> list[GhostRank]:
-        """The ranks of the first pipeline, in its order."""
+        """Create the ranks of the first pipeline, in order."""
         number = job.config.parallel.num_ranks
         pp = job.config.parallel.pp
         return [GhostRank.of(job, rank) for rank in range(0, number, number // pp)]
 
     @property
     def hosted(self) -> list[float]:
-        """Number of parameters that its host updates, by group; none where there is no host."""
-        return [] if (host := self.ghost.state.host) is None else list(map(float, host.sizes))
+        """Number of parameters that its host updates, by group; empty without host optimizer."""
+        host = self.ghost.state.host
+        return [] if host is None else list(map(float, host.sizes))
 
     def touches(self, sizes: PipelineShape) -> AccessMap:
-        """What its actions touch of the items of its state; it has a budget."""
+        """Return the map from its actions to state items; requires memory.budget."""
         touches = self.ghost.touches(sizes)
         assert touches is not None
         return touches
 
     def residency(self, sizes: PipelineShape) -> Residency | SharedItems | None:
-        """What it moves, from a start at which all is in the slow tier, or in shares; None: it
-        moves nothing.
+        """Return the items that it moves, or None if nothing moves.
 
-        Raises: ConfigError where the budget is too small for any plan.
+        At the start, all items are in the slow tier, or sharded.
+
+        Raises: ConfigError if the budget is too small for any plan.
         """
         tiers = None
         budget = self.job.config.memory.budget
@@ -71,8 +72,7 @@ class GhostRank:
     def actions(
         self, ordering: ScheduleOptions, sizes: PipelineShape, num_batches: int
     ) -> Iterator[Action]:
-        """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be
-        fewer or more."""
+        """Return its actions without moves, for a pipeline shape that may differ from the job's."""
         return lower(
             make_schedule(ordering.steady),
             sizes,
@@ -85,7 +85,7 @@ class GhostRank:
     def moved(
         self, ordering: ScheduleOptions, sizes: PipelineShape, num_batches: int
     ) -> Iterator[Action]:
-        """Its list with what it moves. Raises: ConfigError."""
+        """Return its actions with moves. Raises: ConfigError."""
         actions = self.actions(ordering, sizes, num_batches)
         items = self.residency(sizes)
         if isinstance(items, SharedItems):

@@ -1,13 +1,12 @@
-"""What an optimizer on the host will cost a run, before it starts: its plan, with speeds that are
-measured here.
+"""Forecast the cost of an optimizer on the host, with speeds measured here.
 
-A step waits for nothing where (Source: the inequality that 2bw's slack sets)
+A step never waits for the host if (Source: the inequality that 2bw's slack sets)
 
     norm + max(update, copy to the host, copy from it) + a group of the others  <=  slack / m of the
     time of a batch
 
-which asks for a number of tokens in a batch that hardly depends on the size of the model. The norm
-is left out.
+This requires a number of tokens per batch that hardly depends on the model's size. The norm is
+left out.
 """
 
 from __future__ import annotations
@@ -40,8 +39,13 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one process: parameters that the host updates and bytes that are copied, in a second;
-    FLOP/s of products."""
+    """Speeds of one process.
+
+    Attributes:
+        parameters: Parameters that the host updates per second.
+        num_bytes: Bytes copied per second.
+        flops: FLOP/s of matrix products.
+    """
 
     parameters: float
     num_bytes: float
@@ -50,11 +54,15 @@ class Speeds:
 
 @dataclass(frozen=True)
 class HostForecast:
-    """The host of the rank with the most parameters, and what all hosts do to a step.
+    """Forecast for the rank with the most parameters, and the effect of all hosts on a step.
 
-    update_ms, to_host_ms, from_host_ms: of a batch. step_ms: time of a step whose products take all
-    of it; exposed_ms: what of it is waiting for hosts. tokens: of a batch in one pipeline;
-    needed_tokens: from which on none is; 0: never, as the schedule has no slack.
+    Attributes:
+        parameters: Parameters of that rank.
+        update_ms, to_host_ms, from_host_ms: Time per batch.
+        step_ms: Time of a step in which matrix products take all the time.
+        exposed_ms: Part of the step that waits for hosts.
+        tokens: Tokens per batch and pipeline.
+        needed_tokens: Tokens from which on nothing waits; 0: never, as the schedule has no slack.
     """
 
     parameters: int
@@ -67,13 +75,12 @@ class HostForecast:
     needed_tokens: int
 
     def __str__(self) -> str:
-        needed = (
-            f"hidden from about {self.needed_tokens:,} tokens in a batch of a pipeline on, and "
-            "there are "
-            f"{self.tokens:,}"
-            if self.needed_tokens
-            else "this schedule has no slack to hide it in"
-        )
+        needed = "this schedule has no slack to hide it in"
+        if self.needed_tokens:
+            needed = (
+                f"hidden from about {self.needed_tokens:,} tokens in a batch of a pipeline on, and "
+                f"there are {self.tokens:,}"
+            )
         return (
             f"the optimizer on the host: {self.parameters:,} parameters take {self.update_ms:,.1f} "
             "ms, their "
@@ -86,7 +93,7 @@ class HostForecast:
 
 
 def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | None:
-    """The forecast for a job; None without memory.host_optimizer. speeds: None, measured here."""
+    """Return the forecast, or None without memory.host_optimizer. speeds: default measured here."""
     config = job.config
     if not config.memory.host_optimizer:
         return None
@@ -103,10 +110,10 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     )
     m = sizes.num_microbatches
     tokens = config.batch_tokens // parallel.dp
-    rate = (
+    tokens_per_second = (
         speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)
-    )  # tokens/s of a pipeline
-    pair = tokens / rate / m / sizes.chunks
+    )
+    pair = tokens / tokens_per_second / m / sizes.chunks
     costs = Costs(
         pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups
     )
@@ -115,7 +122,9 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
     slack = schedule.slack(sizes)
     host.send(0.0)
-    needed = round(host.begin(0.0) * rate * schedule.pairs(sizes) / slack) if slack else 0
+    needed = 0
+    if slack:
+        needed = round(host.begin(0.0) * tokens_per_second * schedule.pairs(sizes) / slack)
     return HostForecast(
         round(totals[largest]),
         1e3 * update[largest],
@@ -129,8 +138,7 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
 
 
 def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
-    """Number of parameters that each host of a pipeline updates, by group; and the parts of all
-    stages."""
+    """Return the parameters that each host of a pipeline updates, by group, and the segments."""
     ranks = GhostRank.pipeline(job)
     parts = {
         stage: len(of_stage)
@@ -141,14 +149,13 @@ def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
 
 
 def measure_speeds(config: Config) -> Speeds:
-    """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    """Measure this machine's speeds with torch's current threads; takes about a second."""
     flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
     return Speeds(*host_speeds(config), flops)
 
 
 def host_speeds(config: Config) -> tuple[float, float]:
-    """Parameters that a host with torch's threads updates, and bytes that it copies, in a
-    second."""
+    """Return parameters updated and bytes copied per second by a host with torch's threads."""
     dtype = DTYPES[config.train.dtype]
     master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
     working = (torch.zeros(_SAMPLE, dtype=dtype),) if dtype in LOW_PRECISION else ()
@@ -162,7 +169,7 @@ def host_speeds(config: Config) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The shortest of some calls, after one that does not count."""
+    """Return the shortest time of some calls, after one to warm up."""
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()

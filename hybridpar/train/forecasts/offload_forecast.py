@@ -1,8 +1,7 @@
-"""What activations that leave will save and cost a run, before it starts: its plan, with speeds
-that are measured here.
+"""Forecast the savings and cost of offloaded activations, with speeds measured here.
 
-The time of products is that of the fastest ones, and copies have cores of their own. What a run
-measures, when it starts, may be more or, where cores are few, less.
+Matrix products are assumed to run at peak speed, and copies to have their own cores. Autotuning at
+the start of a run may find larger numbers, or smaller ones if cores are few.
 """
 
 from __future__ import annotations
@@ -30,10 +29,16 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class OffloadForecast:
-    """By rank of the pipeline. away: micro-batches that are away at once; moved: bytes of one of
-    them, on a stage; saved: bytes of the peak. step_ms: of a step whose products take all of it;
-    exposed_ms: what of it is waiting for the file. given: the numbers are the configuration's, and
-    not found here. Units: bytes, milliseconds."""
+    """Forecast by pipeline rank, in bytes and milliseconds.
+
+    Attributes:
+        away: Micro-batches that are offloaded at once.
+        moved: Bytes of one micro-batch that are offloaded, by stage.
+        saved: Reduction of peak memory.
+        step_ms: Time of a step in which matrix products take all the time.
+        exposed_ms: Part of the step that waits for the file.
+        given: Whether the configuration sets the numbers; otherwise they were found here.
+    """
 
     away: tuple[int, ...]
     moved: tuple[int, ...]
@@ -47,11 +52,9 @@ class OffloadForecast:
             ", ".join(f"{num_bytes / _MIB:,.1f}" for num_bytes in found)
             for found in (self.moved, self.saved)
         )
-        found = (
-            ""
-            if self.given
-            else ", as many as should cost no time; the run measures it when it starts"
-        )
+        found = ", as many as should cost no time; the run measures it when it starts"
+        if self.given:
+            found = ""
         return (
             f"activations in a file: of the ranks of a pipeline {', '.join(map(str, self.away))} "
             "micro-batches are "
@@ -65,8 +68,7 @@ class OffloadForecast:
 
 @dataclass(frozen=True)
 class OffloadSpeeds:
-    """Of one process. write, read: bytes a second to the file and from it; flops: FLOP/s of
-    products."""
+    """Speeds of one process: bytes per second to and from the file, FLOP/s of matrix products."""
 
     write: float
     read: float
@@ -74,9 +76,9 @@ class OffloadSpeeds:
 
 
 def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> OffloadForecast | None:
-    """The forecast for a job; None where no activations are to leave.
+    """Return the forecast for a job, or None if it offloads no activations.
 
-    speeds: None, measured here. Raises: HybridparError where the file has no room.
+    speeds: default measured here. Raises: HybridparError if the disk has no room for the file.
     """
     config = job.config
     given = config.memory.offload_activations
@@ -99,11 +101,10 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
         reload=[one / speeds.read for one in moved],
     )
     ordering = replace(job.options, host=0.0)
-    away = (
-        free_to_leave(costs, sizes, ordering)
-        if given == "auto"
-        else tuple(map(job.num_away, range(sizes.num_ranks)))
-    )
+    if given == "auto":
+        away = free_to_leave(costs, sizes, ordering)
+    else:
+        away = tuple(map(job.num_away, range(sizes.num_ranks)))
     after, plain = (predict(_with(config, number)) for number in (away, 0))
     step, alone = (
         predict_timeline(replace(ordering, offload=number), sizes, costs).step_time(
@@ -126,7 +127,7 @@ def _with(config: Config, away: int | tuple[int, ...]) -> JobPlan:
 
 
 def measure_speeds(config: Config) -> OffloadSpeeds:
-    """Takes a second. Speeds of this machine, with the threads that torch has here."""
+    """Measure this machine's speeds with torch's current threads; takes about a second."""
     flops, _ = peak_flops(config, torch.device("cpu"), Axis("world"))
     tier = FileTier(folder_to_measure(config))
     content = [torch.ones(_SAMPLE, dtype=torch.uint8)]

@@ -1,8 +1,7 @@
-"""Host memory that activations of GPUs may take: what a run needs, and what the machines of its
-ranks have.
+"""Check whether hosts have room for activations offloaded from GPUs.
 
-Pinned memory cannot be swapped out, so a run that takes too much of it is ended by the system. What
-it needs is therefore predicted, and compared with what there is, before any of it is taken.
+Pinned memory cannot be swapped out, and the system ends a run that takes too much of it. So the
+need is predicted and compared with each host's memory before any of it is allocated.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ _CUDA = torch.device("cuda")
 
 
 def with_away(config: Config, away: int | tuple[int, ...]) -> Config:
-    """Return the configuration with so many micro-batches away, on every rank or on each."""
+    """Return the configuration with these numbers of offloaded micro-batches: one, or by rank."""
     return replace(config, memory=replace(config.memory, offload_activations=away))
 
 
 def everything(job: JobPlan) -> int:
-    """Return a number of micro-batches that is at least what any rank can have away."""
+    """Return an upper bound of the micro-batches that any rank can offload at once."""
     return job.shape.num_microbatches * job.shape.chunks
 
 
 def most_places(actions: Iterable[Action]) -> int:
-    """Return how many micro-batches of a rank's stages have a place in the slow tier at once, at
-    most.
+    """Return the most slots of the slow tier that a rank's micro-batches occupy at once.
 
-    A place is taken at OFFLOAD. It is free once the RELOAD is over, which at the latest the
-    backward waits for.
+    OFFLOAD takes a slot. The slot is free when its RELOAD has completed, at the latest when the
+    backward waits for it.
     """
     places = set[tuple[int, int]]()
     most = 0
@@ -60,10 +58,9 @@ def most_places(actions: Iterable[Action]) -> int:
 
 
 def host_bytes(job: JobPlan, rank: int, moved: int) -> int:
-    """Return how much of the host's memory the activations of a rank of the pipeline take, at most.
-    Units: bytes.
+    """Return the most host memory that offloaded activations of a pipeline rank take, in bytes.
 
-    moved: what leaves of one micro-batch on one stage.
+    moved: bytes of one micro-batch that are offloaded, on one stage.
     """
     actions = lower(
         job.schedule,
@@ -76,17 +73,21 @@ def host_bytes(job: JobPlan, rank: int, moved: int) -> int:
 
 
 def reserved_bytes(job: JobPlan, rank: int) -> int:
-    """Return what a rank of the pipeline takes of its host before training. Units: bytes."""
+    """Return the host memory that a pipeline rank reserves before training, in bytes."""
     (memory,) = predict(job, device=_CUDA, ranks=[rank])
     return host_bytes(job, rank, memory.moved)
 
 
 @dataclass(frozen=True)
 class _RankNeeds:
-    """What one rank needs of its host. Units: bytes.
+    """Memory that one rank needs of its host, in bytes.
 
-    moved: what leaves of one micro-batch on one stage. others: host memory for the optimizer and
-    for checkpoints. room: what the host has left.
+    Attributes:
+        rank: Rank of the pipeline.
+        host: Name of the host.
+        moved: Bytes of one micro-batch that are offloaded, on one stage.
+        others: Host memory of the optimizer and of checkpoints.
+        room: Memory that the host has left.
     """
 
     rank: int
@@ -97,7 +98,7 @@ class _RankNeeds:
 
 
 class OffloadRoom:
-    """The hosts of all ranks, and how many micro-batches may be away as far as their memory goes.
+    """Limits the number of offloaded micro-batches to the memory of all hosts.
 
     Collectives: the constructor, on all ranks of the grid. All ranks then have the same answers.
     """
@@ -110,7 +111,7 @@ class OffloadRoom:
         self._ranks: list[_RankNeeds] = gather_objects(needs, grid.world)
 
     def holds(self, away: int | tuple[int, ...]) -> bool:
-        """Return whether every host has memory for so many micro-batches of its ranks."""
+        """Return whether every host has memory for this many micro-batches of its ranks."""
         job = JobPlan(with_away(self._job.config, away))
         needed = dict[str, int]()
         for one in self._ranks:
@@ -120,20 +121,24 @@ class OffloadRoom:
         return all(needed[one.host] <= one.room for one in self._ranks)
 
     def most(self) -> tuple[int, ...]:
-        """Return the largest numbers that the hosts have memory for, by rank: equal where more
-        could be away."""
+        """Return the largest numbers that the hosts have memory for, by rank.
+
+        They are equal on all ranks, except where a rank's schedule limits it to fewer.
+        """
         job = self._job
         bounds = [most_away(job.schedule, job.shape, rank) for rank in range(job.shape.num_ranks)]
         least = 0
         bound = max(bounds)
         while least < bound:
             number = (least + bound + 1) // 2
-            least, bound = (number, bound) if self.holds(number) else (least, number - 1)
+            if self.holds(number):
+                least = number
+            else:
+                bound = number - 1
         return tuple(min(least, each) for each in bounds)
 
     def require(self, away: Sequence[int] | int) -> None:
-        """Raise SetupError on all ranks alike where a host has no memory for so many
-        micro-batches."""
+        """Raise SetupError on all ranks if a host lacks memory for this many micro-batches."""
         numbers = away if isinstance(away, int) else tuple(away)
         if not self.holds(numbers):
             most = list(self.most())

@@ -1,9 +1,8 @@
-"""Schedules simulated before anything runs, with costs that are counted or those of a run; and why
-a run differs.
+"""Simulate schedules with estimated or measured costs, and explain how a run differs.
 
-plan.svg is drawn before anything was measured. At the end of a run what was counted is replaced by
-what was measured, one kind of cost after the other; each time the simulated step shows what that
-kind does.
+plan.svg is drawn from counted operations before anything was measured. At the end of a run, counted
+costs are replaced by measured ones, one kind of cost after the other; the simulated step then shows
+the effect of each kind.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ _MATTERS: dict[str, tuple[str, ...]] = {
     "optim": ("name", "groups"),
     "train": ("micro_batch_size", "dtype", "threads", "device"),
 }
-"""Keys that bear on the costs of a schedule's steps, by section; (): all of it."""
+"""Keys that affect the costs of a schedule's actions, by section; (): the whole section."""
 _SAME = 0.1
-"""Share of the counted step time, or of all time that a rank is idle, up to which a difference is
-not reported."""
+"""Differences up to this share are not reported: of the counted step time, or of idle time."""
 _WORTH_SAYING = 0.02
 _KINDS = (
     (
@@ -63,12 +61,16 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Preview:
-    """A simulated schedule; times in units of the forward of one micro-batch on the costliest rank,
-    or in seconds.
+    """A simulated schedule.
 
-    step_time: from one batch to the next in the steady state. bubble: share of that time in which a
-    rank is idle, for each rank. peak_activations, peak_versions: the most micro-batches in flight
-    and weight versions on each rank.
+    Times are in units of one micro-batch's forward on the costliest rank, or in seconds.
+
+    Attributes:
+        timeline: The simulated actions.
+        step_time: Time from one batch to the next in the steady state.
+        bubble: Idle share of that time, by rank.
+        peak_activations: Most micro-batches in flight, by rank.
+        peak_versions: Most weight versions, by rank.
     """
 
     timeline: Timeline
@@ -79,10 +81,12 @@ class Preview:
 
 
 def stage_costs(job: JobPlan) -> Costs:
-    """Forward operations of each stage over those of the costliest rank; backward twice that, and
-    recomputation."""
+    """Return estimated costs: forward FLOPs of each stage relative to the costliest rank.
+
+    Backward takes twice as much, plus recomputation.
+    """
     flops = forward_flops_per_token(job.config.model)
-    if not any(flops):  # of operators that are not counted alone
+    if not any(flops):  # a custom model, whose operators cannot be counted
         flops = (1,) * len(flops)
     forward = [sum(flops[b] for b in blocks) for blocks in job.split]
     backward = [
@@ -97,10 +101,15 @@ def stage_costs(job: JobPlan) -> Costs:
 
 
 def preview(job: JobPlan, num_batches: int, costs: Costs | None = None) -> Preview:
-    """Simulates `num_batches` batches to draw, and enough to know the steady state. Raises:
-    ConfigError.
+    """Simulate the batches to draw, and enough batches to reach the steady state.
 
-    costs: measured ones; left out: `stage_costs`. early_switch = "auto" is what they imply.
+    Args:
+        job: The job.
+        num_batches: Number of batches to draw.
+        costs: Measured costs; default: `stage_costs`. They determine early_switch = "auto".
+
+    Raises:
+        ConfigError: The schedule does not fit the job.
     """
     sizes = job.shape
     costs = costs or stage_costs(job)
@@ -124,17 +133,18 @@ def preview(job: JobPlan, num_batches: int, costs: Costs | None = None) -> Previ
 
 
 def _first_batch(actions: Sequence[Action]) -> Sequence[Action]:
-    """Those up to the first update, which others repeat where the pipeline drains before it."""
+    """Return the actions up to the first update; a draining pipeline repeats them."""
     return actions[
         : next((i for i, action in enumerate(actions, 1) if action.kind is Kind.UPDATE), None)
     ]
 
 
 def costs_of_run(folder: Path, config: Config) -> RunCosts:
-    """The costs that the run in `folder` measured, if they hold for `config` too.
+    """Return the costs that the run in `folder` measured, if they apply to `config`.
 
-    Raises: ConfigError if it has none, or if `config` differs in what they depend on; DataError if
-        they are damaged.
+    Raises:
+        ConfigError: The run has no costs, or `config` differs in settings that they depend on.
+        DataError: The file is damaged.
     """
     run = read_costs(folder / COSTS)
     measured_by = read_run_config(folder / CONFIG)
@@ -160,11 +170,12 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
 
 
 def differences(job: JobPlan, run: RunCosts) -> list[str]:
-    """A line that says how a step differs from the counted one, and by which costs; nothing where
-    it does not."""
+    """Explain in a line how a measured step differs from the counted one; empty if it does not."""
     costs = _counted(job, run)
     measured = run.measured
-    counted, counted_idle = step, idle = _steady_step(run, costs)
+    step, idle = _steady_step(run, costs)
+    counted = step
+    counted_idle = idle
     apart = max(abs(a - b) for a, b in zip(measured.idle, counted_idle, strict=True))
     if abs(measured.step_time / counted - 1) <= _SAME and apart <= _SAME:
         return []
@@ -198,8 +209,7 @@ def _steady_step(run: RunCosts, costs: Costs) -> tuple[float, tuple[float, ...]]
 
 
 def _counted(job: JobPlan, run: RunCosts) -> Costs:
-    """The costs that plan.svg is drawn from, in seconds: as many for forward and backward of all
-    stages as measured."""
+    """Return the costs of plan.svg in seconds, scaled to the measured total of all stages."""
     counted = stage_costs(job)
     measured = run.measured.costs
     stages = run.sizes.num_stages

@@ -1,4 +1,4 @@
-"""What sites will send each other, before a run starts: its own state, on ghosts."""
+"""Forecast the traffic between sites before a run starts, from ghosts of its state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True)
 class SiteTraffic:
-    """Bytes that each site sends to each other one, by fragment; every: steps in which all of them
-    go once. delay: steps that one may take. step_ms: time of a step where a plan has told it, else
-    0. sites: how many there are."""
+    """Traffic between sites.
+
+    Attributes:
+        fragments: Bytes that each site sends to each other site, by fragment.
+        every: Number of steps in which each fragment is sent once.
+        delay: Number of steps that a message may take.
+        step_ms: Time of a step, if the configuration gives it; otherwise 0.
+        sites: Number of sites.
+    """
 
     fragments: tuple[int, ...]
     every: int
@@ -29,15 +35,17 @@ class SiteTraffic:
 
     @property
     def a_day(self) -> float | None:
-        """Bytes that each site sends to each other one in a day."""
-        return (
-            sum(self.fragments) / self.every * _DAY_S * 1e3 / self.step_ms if self.step_ms else None
-        )
+        """Bytes that each site sends to each other site per day; None if step_ms is unknown."""
+        if not self.step_ms:
+            return None
+        return sum(self.fragments) / self.every * _DAY_S * 1e3 / self.step_ms
 
     @property
     def needed_mbit(self) -> float | None:
-        """Mbit/s that the slowest link of any site must carry each way so that no site waits, at a
-        step of `step_ms` (0: of a second); None where all wait for every message."""
+        """Mbit/s each way that every site's link must carry so that no site waits.
+
+        None if training waits for every message. A step takes `step_ms`, or a second if unknown.
+        """
         seconds = self.delay * (self.step_ms / 1e3 or 1.0)
         return 8e-6 * (self.sites - 1) * max(self.fragments) / seconds if seconds else None
 
@@ -46,34 +54,31 @@ class SiteTraffic:
         largest = max(self.fragments) / 1e6
         number = len(self.fragments)
         messages = f"in {number} messages of at most {largest:,.4g} MB, " if number > 1 else ""
-        often = (
-            f"{self.a_day / 1e9:,.4g} GB a day at {self.step_ms:,.4g} ms a step"
-            if self.a_day
-            else f"{total / self.every:,.4g} GB in 1,000 steps"
-        )
+        often = f"{total / self.every:,.4g} GB in 1,000 steps"
+        if self.a_day:
+            often = f"{self.a_day / 1e9:,.4g} GB a day at {self.step_ms:,.4g} ms a step"
         pace = f"{self.step_ms:,.4g} ms" if self.step_ms else "1 s"
-        hidden = (
-            f"a message costs no time that arrives within {self.delay} steps: at {pace} a step the "
-            "slowest "
-            f"site's link must carry {self.needed_mbit:,.3g} Mbit/s each way, or all wait for it"
-            if self.delay
-            else "training waits for the slowest of them (outer.delay = 0)"
-        )
+        hidden = "training waits for the slowest of them (outer.delay = 0)"
+        if self.delay:
+            hidden = (
+                f"a message costs no time that arrives within {self.delay} steps: at {pace} a step "
+                f"the slowest site's link must carry {self.needed_mbit:,.3g} Mbit/s each way, or "
+                "all wait for it"
+            )
         return (
             f"each site sends each other one {total:,.4g} MB every {self.every} steps, "
             f"{messages}{often}; {hidden}"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return plain JSON values."""
         return asdict(self) | {"bytes_a_day": self.a_day, "needed_mbit": self.needed_mbit}
 
 
 def site_traffic(config: Config) -> SiteTraffic | None:
-    """The traffic between sites of a resolved configuration; None where there is one site. Nothing
-    is sent.
+    """Return the traffic between sites of a resolved configuration, or None with one site.
 
-    Replicas share a site's messages among them, so those of one stand for all.
+    Nothing is sent. Replicas share a site's messages, so that one replica's total is the site's.
     """
     if config.parallel.sites == 1:
         return None

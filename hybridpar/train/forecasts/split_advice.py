@@ -1,13 +1,12 @@
-"""A split into stages that would be faster than the one that a run has, from what its steps have
-cost.
+"""Find a faster split into stages than the run's, from the measured costs of its steps.
 
     measured     forward and backward of each stage, update of each rank
-    estimated    forward and backward of each block: blocks that compute the same take the same, and
-                 where the stages do not say what a block takes, its counted operations do; its
-                 share of the update, by its parameters
+    estimated    forward and backward of each block: blocks with equal operations take equal time,
+                 and where the stages do not determine a block's time, its counted operations do;
+                 its share of the update, by its parameters
 
-The costliest stage of the better split is as cheap as possible. Both splits are simulated with the
-run's schedule.
+The better split has the cheapest possible costliest stage. Both splits are simulated with the run's
+schedule.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from hybridpar.train.reporting.costs_file import RunCosts, run_costs
 from hybridpar.train.reporting.trace import RankEvents, Recorder, events_of
 
 _IDLE = 0.2
-"""Share of the time that a stage may be idle without a word."""
+"""Share of the time that a stage may idle without advice."""
 _WORTH = 1.05
-"""How much faster the better split must be."""
+"""Speedup that a better split must reach."""
 _UNEXPLAINED = 0.1
-"""Share of a stage's time that its blocks' times may be off."""
+"""Relative error that the sum of its blocks' times may have for a stage."""
 _OWN_TIME = 0.1
 _OWN_TIME_ALONE = 0.01
-"""Weights of the time that a kind of block takes besides its operations, and of that of a kind
-without operations, each beside an error of a stage's time of the same size."""
+"""Weights of the time that a kind of block takes besides its operations, and of a kind without
+operations, relative to an equal error of a stage's time."""
 _NANOSECONDS = 1e9
 _Array = NDArray[np.float64]
 
@@ -56,8 +55,7 @@ class _Blocks:
 
 
 def better_split(job: JobPlan, run: RunCosts) -> str:
-    """Return a line that names the idle stage and the better split; empty if no stage idles, or no
-    split is better."""
+    """Return a line with the idle stage and the better split; empty if no split is better."""
     sizes = run.sizes
     idle = max(run.measured.idle)
     if (
@@ -88,11 +86,11 @@ def better_split(job: JobPlan, run: RunCosts) -> str:
 
 
 class EarlyAdvice:
-    """Gives the advice of `better_split` while training goes on, not when the pipeline next drains.
+    """Gives the advice of `better_split` during training, before the pipeline drains.
 
-    The ranks of one pipeline leave their events in the job's store, where the first rank finds them
-    at one of its next steps. Nobody waits for anybody. Several hosts have several clocks, and sites
-    train apart, so there is no early advice for them.
+    Ranks of a pipeline put their events into the job's store, where the first rank finds them at
+    one of its next steps, so that nobody waits. There is no early advice for several hosts, whose
+    clocks differ, or for sites, which train apart.
     """
 
     def __init__(self, job: JobPlan, grid: ProcessGrid):
@@ -103,18 +101,18 @@ class EarlyAdvice:
         self._key = ""
 
     def has_ended(self, recorder: Recorder, say: Callable[[str], None]) -> bool:
-        """Call after every step while there is a recorder; True: there is no need to call again."""
+        """Give the advice if it is ready; return whether there is no need to call this again.
+
+        Call it after every step while there is a recorder.
+        """
         if not self._takes_part or self._grid.site.size > 1:
             return True
         if recorder.is_active or not recorder.events:
             return False
         try:
             return self._exchange(recorder, say)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # there is no store: the advice comes when the pipeline drains
-            return True
+        except (RuntimeError, ValueError):
+            return True  # without a store the advice comes when the pipeline drains
 
     def _exchange(self, recorder: Recorder, say: Callable[[str], None]) -> bool:
         store = _get_default_store()
@@ -132,16 +130,16 @@ class EarlyAdvice:
         ranks: list[RankEvents] = [from_bytes(store.get(key)) for key in keys]
         for key in keys:
             store.delete_key(key)
-        costs = (
-            run_costs(self._job, ranks) if len({rank.host.name for rank in ranks}) == 1 else None
-        )
+        costs = None
+        if len({rank.host.name for rank in ranks}) == 1:
+            costs = run_costs(self._job, ranks)
         if costs is not None and (advice := better_split(self._job, costs)):
             say(advice)
         return True
 
 
 def _explain(blocks: _Blocks, run: RunCosts, split: Sequence[range]) -> bool:
-    """Whether the blocks' times add up to those of the stages that were measured."""
+    """Return whether the blocks' times add up to the measured times of the stages."""
     costs = run.measured.costs
     computed = blocks.forward + blocks.backward
     measured = zip(
@@ -159,17 +157,13 @@ def _estimate(job: JobPlan, run: RunCosts) -> _Blocks:
     split = job.split
     costs = run.measured.costs
     sizes = run.sizes
-    recomputed = {
-        number
-        for stage, again in zip(split, job.recomputed, strict=True)
-        for number in (stage if again.whole else again.blocks)
-    }
+    recomputed: set[int] = set()
+    for stage, again in zip(split, job.recomputed, strict=True):
+        recomputed |= set(stage if again.whole else again.blocks)
     flops = _flops(config)
     parameters = _parameters(config)
-    ends = {
-        0: "first",
-        model.num_blocks - 1: "last",
-    }  # take samples from the batch, and have the losses
+    # the end blocks also embed samples and compute losses
+    ends = {0: "first", model.num_blocks - 1: "last"}
     kinds = [
         (flops[number], ends.get(number, ""), parameters[number], number in recomputed)
         for number in range(model.num_blocks)
@@ -202,12 +196,11 @@ def _parameters(config: Config) -> list[int]:
 def _by_kind(
     kinds: Sequence[tuple[int, str, int, bool]], split: Sequence[range], measured: Sequence[float]
 ) -> _Array:
-    """Return the time of each block, equal for blocks of a kind: those whose sums are closest to
-    the stages' times.
+    """Return the time of each block, such that the sums are closest to the measured stages.
 
-    A kind takes its operations at a rate that all share, and something of its own, which is as
-    small as it may be (least squares); that of a kind without operations, such as an embedding, may
-    be large.
+    Blocks of a kind take equal time: operations at a common rate, plus a constant of the kind,
+    which is kept small (least squares). The constant of a kind without operations, such as an
+    embedding, may be large.
     """
     names = sorted(set(kinds))
     times = np.array(measured, float)
@@ -234,7 +227,7 @@ def _by_kind(
 
 
 def _step_time(run: RunCosts, blocks: _Blocks, split: Sequence[int]) -> float:
-    """Simulated seconds of a step with a split."""
+    """Return the simulated seconds of a step with a split."""
     ends = np.cumsum(split)
     stages = [slice(end - size, end) for end, size in zip(ends, split, strict=True)]
     forward, backward, update = (

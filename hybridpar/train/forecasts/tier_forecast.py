@@ -1,5 +1,4 @@
-"""What a run will move between the tiers of its state, before it starts: its own plan, on
-ghosts."""
+"""Forecast the moves between the tiers of a run's state, from its plan on ghosts."""
 
 from __future__ import annotations
 
@@ -17,13 +16,18 @@ _MIB = 2**20
 _BEGUN = 4
 _STEPS = 4
 _LEFT = 4
-"""Steps of the forecast: before it counts, that it counts, and that are known to follow."""
+"""Steps of the forecast: skipped at first, counted, and known to follow."""
 
 
 @dataclass(frozen=True)
 class TierForecast:
-    """The tiers of one rank. state: all that it keeps; least: the smallest budget. read, written:
-    from and to the slow tier, in a step on average. Units: bytes."""
+    """Forecast for the tiers of one rank, in bytes.
+
+    Attributes:
+        state: Size of the whole state.
+        least: Smallest budget.
+        read, written: Mean bytes per step from and to the slow tier.
+    """
 
     state: int
     least: int
@@ -40,18 +44,21 @@ class TierForecast:
 
 
 def forecasts(job: JobPlan) -> list[TierForecast]:
-    """The tiers of the first replica's ranks, in the order of the pipeline; none without
-    memory.budget."""
+    """Return forecasts for the first replica's ranks, in order; empty without memory.budget."""
     parallel = job.config.parallel
     ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
     return [forecast(job, rank) for rank in ranks] if job.config.memory.budget else []
 
 
 def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
-    """The tiers of a rank of the job's grid, in a steady step. Nothing is taken, moved or computed.
+    """Return the forecast for a rank's steady step. Nothing is allocated, moved or computed.
 
-    `job`: has memory.budget.
-    Raises: ConfigError where the budget is smaller than the least.
+    Args:
+        job: A job with memory.budget.
+        rank: Rank on the grid.
+
+    Raises:
+        ConfigError: The budget is smaller than the least possible.
     """
     ghost = GhostRank.of(job, rank)
     budget = job.config.memory.budget
@@ -70,8 +77,10 @@ def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
 def moved(
     actions: Iterable[Action], touches: AccessMap, budget: int, batches: range
 ) -> tuple[int, int]:
-    """Bytes read and written from update to update of these batches, of a run that starts with all
-    in the slow tier."""
+    """Return the bytes read and written during the updates of these batches.
+
+    The run starts with all state in the slow tier.
+    """
     residency = touches.residency(budget)
     fast = FastTier(residency)
     read = 0

@@ -1,1 +1,1 @@
-"""Text from a trained GPT, and its weights by their global names."""
+"""Inference: text from a trained GPT, and weights by their global names."""

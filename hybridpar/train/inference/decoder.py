@@ -1,14 +1,14 @@
-"""Next tokens of several texts, by this rank's stage of a GPT on a grid of tp and pp.
+"""Compute next tokens of several texts, on this rank's stage of a GPT on a grid of tp and pp.
 
-    start      the prompts, padded at their ends to one length: computed together, keys and values
+    start      prompts, padded at their ends to one length, are computed together; keys and values
                are kept
-    go_on      a token more of each text; only these are computed
-    forget     texts that have ended
+    go_on      one more token of each text is computed
+    forget     texts that have ended are dropped
 
-A text fills the model's window of seq_length positions. Where it would go beyond, the last half of
-the window becomes its beginning and is computed anew: so a token costs the same however long the
-text is, and sees at least the last seq_length // 2 tokens before it. A text depends on none of the
-others, but for rounding.
+A text fills the model's window of seq_length positions. When it would exceed the window, the last
+half of the window becomes its beginning and is recomputed. So a token costs the same however long
+the text is, and sees at least the last seq_length // 2 tokens. Texts do not affect each other,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hybridpar.runtime.stage import Stage
 
 
 class Decoder:
-    """The stage of this rank, with the keys and values of the texts so far.
+    """This rank's stage, with keys and values of the current texts.
 
-    Collectives: every method that computes is called on all ranks of the grid, with the same texts.
+    Collectives: every computing method, on all ranks of the grid, with the same texts.
     """
 
     def __init__(self, stage: Stage, model: ModelConfig, grid: ProcessGrid):
@@ -37,13 +37,13 @@ class Decoder:
         self.grid = grid
         self._texts: list[list[int]] = []
         self._lengths: list[int] = []
-        """Number of positions of each text whose keys and values are kept."""
+        """Number of positions of each text whose keys and values are cached."""
         self._capacity = 0
         self._layers = range(1, model.num_layers + 1)
         self._caches: dict[str, KeyValueCache] = {}
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor | None:
-        """Begins with other texts; up to `room` tokens will be added to each.
+        """Start with new texts, to each of which up to `room` tokens will be added.
 
         Shapes: returns logits [b, v] on the last stage's ranks, else None.
         """
@@ -55,12 +55,13 @@ class Decoder:
         return logits
 
     def go_on(self, tokens: Sequence[int]) -> Tensor | None:
-        """Adds a token to each text. Shapes: as for `start`."""
+        """Add a token to each text. Shapes: as for `start`."""
         window = self.model.seq_length
         half = self.model.seq_length // 2
         full = [i for i, length in enumerate(self._lengths) if length == window]
         for i in full:
-            self._texts[i], self._lengths[i] = self._texts[i][window - half :], half
+            self._texts[i] = self._texts[i][window - half :]
+            self._lengths[i] = half
         if full and half:
             for number, fresh in self._compute([self._texts[i] for i in full])[0].items():
                 self._caches[number].replace(full, fresh)
@@ -75,7 +76,7 @@ class Decoder:
         return self._logits(self._forward(batch, self._caches), [0] * len(tokens))
 
     def forget(self, ended: Sequence[int]) -> None:
-        """Goes on without these texts; the others move up."""
+        """Drop these texts; the others move up."""
         stay = [i for i in range(len(self._texts)) if i not in ended]
         self._texts = [self._texts[i] for i in stay]
         self._lengths = [self._lengths[i] for i in stay]
@@ -85,7 +86,7 @@ class Decoder:
     def _compute(
         self, texts: Sequence[Sequence[int]]
     ) -> tuple[dict[str, KeyValueCache], Tensor | None]:
-        """Returns caches of these texts, and the logits of the tokens that follow them."""
+        """Return caches of these texts, and the logits of the tokens that follow them."""
         longest = max(map(len, texts))
         caches = {
             number: KeyValueCache(self._capacity)
@@ -100,8 +101,10 @@ class Decoder:
     def _forward(
         self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]
     ) -> Tensor | None:
-        """The output of the layers for new tokens; None where it went to the next stage. Shapes:
-        returns [b, s, h]."""
+        """Compute the layers' output for new tokens; None if it went to the next stage.
+
+        Shapes: returns [b, s, h].
+        """
         pp = self.grid.pp
         x = None
         if not pp.is_first:
@@ -120,7 +123,7 @@ class Decoder:
 
     @torch.no_grad()
     def _logits(self, x: Tensor | None, last: Sequence[int]) -> Tensor | None:
-        """Logits of the token after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
+        """Return the logits after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
         if x is None:
             return None
         head = self.stage.blocks[str(self.model.num_layers + 1)]

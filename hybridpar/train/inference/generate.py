@@ -1,4 +1,4 @@
-"""Text from a checkpoint of a GPT, on one process or on a grid of tp and pp (decoder.py)."""
+"""Generate text from a GPT checkpoint, on one process or on a grid of tp and pp (decoder.py)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ from hybridpar.train.inference.decoder import Decoder
 from hybridpar.train.launch import Job, set_threads
 
 TOGETHER = 16
-"""Number of prompts that are computed at once; the others wait."""
+"""Number of prompts that are computed at once; further prompts wait."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules by which the next token is chosen.
+    """Rules for choosing the next token.
 
-    temperature 0: the likeliest one. top_k 0: all are candidates. top_p: only the likeliest
-    candidates count that together have this probability.
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: Softmax temperature; 0: the most likely token.
+        top_k: Number of most likely candidates; 0: all.
+        top_p: Keep the most likely candidates that reach this total probability.
+        seed: Seed of the random numbers.
     """
 
     max_tokens: int = 200
@@ -61,7 +65,7 @@ class Sampling:
 
 
 class Generator:
-    """This rank's part of a GPT, and its tokenizer. No id is chosen that the tokenizer lacks."""
+    """This rank's part of a GPT, and its tokenizer; only ids that the tokenizer has are chosen."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
         self.decoder = decoder
@@ -76,13 +80,20 @@ class Generator:
     def load(
         path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None
     ) -> Generator:
-        """Loads from a run folder (its newest checkpoint that is whole) or from one checkpoint in
-        it.
+        """Load from a run folder (its newest valid checkpoint) or from a checkpoint in it.
 
-        A rank reads its own part of the weights. grid: of tp and pp; None: this process alone.
-        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads
-            or blocks for the
-        grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
+        A rank reads only its part of the weights.
+
+        Args:
+            path: Run folder or checkpoint.
+            say: Called with each line to report.
+            grid: Grid of tp and pp. None: this process alone.
+
+        Raises:
+            CheckpointError: There is no checkpoint.
+            ConfigError: It is no GPT, has too few heads or blocks for the grid, or the tokenizer
+                has more ids than the model.
+            DataError: The tokenizer is damaged.
         """
         return read_held(
             path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid())
@@ -109,19 +120,19 @@ class Generator:
         return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece,
-        until its end.
+        """Yield the continuation of `prompt` in pieces; an empty prompt starts a new document.
 
-        Collectives: on all ranks of the grid. Raises: CheckpointError where logits are not finite.
+        Collectives: on all ranks of the grid. Raises: CheckpointError if logits are not finite.
         """
         return (piece for _, piece in self.generate_all([prompt], sampling))
 
     def generate_all(self, prompts: Sequence[str], sampling: Sampling) -> Iterator[tuple[int, str]]:
-        """Yields pieces of the continuations of several prompts, each with its prompt's index.
+        """Yield pieces of the continuations of several prompts, each with its prompt's index.
 
-        A text depends on its prompt, the seed, and how many equal prompts come before it.
-        Collectives: as for `generate`. Raises: as `generate`; ConfigError for a prompt that is not
-            UTF-8 text.
+        A text depends on its prompt, the seed, and how many equal prompts precede it.
+
+        Collectives: as for `generate`.
+        Raises: as `generate`; ConfigError for a prompt that is not UTF-8 text.
         """
         texts = []
         check_prompts(prompts)
@@ -138,8 +149,11 @@ class Generator:
             tokens = self._choose(logits, sampling, texts, position)
             last = position + 1 == sampling.max_tokens
             for text, token in zip(texts, tokens, strict=True):
-                piece = "" if token in self._ends else text.pieces.add(token)
-                if piece := piece + (text.pieces.rest() if token in self._ends or last else ""):
+                has_ended = token in self._ends
+                piece = "" if has_ended else text.pieces.add(token)
+                if has_ended or last:
+                    piece += text.pieces.rest()
+                if piece:
                     yield text.index, piece
             if ended := [i for i, token in enumerate(tokens) if token in self._ends]:
                 texts = [text for i, text in enumerate(texts) if i not in ended]
@@ -152,10 +166,9 @@ class Generator:
     def _choose(
         self, logits: Tensor | None, sampling: Sampling, texts: Sequence[_Text], position: int
     ) -> list[int]:
-        """A token for each text, from the last stage's logits, on all ranks.
+        """Return a token for each text, from the last stage's logits, on all ranks.
 
-        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all of
-            them.
+        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all ranks.
         """
         world = self.decoder.grid.world
         chosen = torch.empty(len(texts), dtype=torch.int64)
@@ -174,7 +187,7 @@ class Generator:
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
-    """Raises: ConfigError for the first prompt that is not UTF-8 text."""
+    """Check that all prompts are UTF-8 text. Raises: ConfigError for the first that is not."""
     for prompt in prompts:
         if flaw := not_utf8(prompt):
             raise config_error(
@@ -184,8 +197,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, its continuation as text, and the key of its random numbers (seed, site, step,
-    sample)."""
+    """A prompt, its continuation, and the key of its random numbers (seed, site, step, sample)."""
 
     index: int
     prompt: list[int]
@@ -195,12 +207,17 @@ class _Text:
 
 @contextmanager
 def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterator[Generator]:
-    """A Generator on the grid that the processes of this one's job make, tp * pp of them.
+    """Create a Generator on a grid of this job's tp * pp processes, and close the group on exit.
 
-    path, threads: as for Generator.load and set_threads.
-    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike;
-        RankError where this
-    one fails.
+    Args:
+        path: As for Generator.load.
+        tp: Tensor-parallel size.
+        pp: Number of pipeline ranks.
+        threads: As for set_threads.
+        launch: This process's place in the job.
+
+    Collectives: to be called by all processes.
+    Raises: as Generator.load, on all processes alike; RankError if this one fails.
     """
 
     def say(text: str) -> None:
@@ -217,15 +234,14 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     try:
         yield generator
         job.end_group()
-    except (HybridparError, BrokenPipeError):  # raised on all ranks together; nobody reads on
+    except (HybridparError, BrokenPipeError):  # all ranks raised it, or the reader has gone
         raise
     except Exception as error:
         raise describe_failure(error, grid.describe()) from error
 
 
 class _Source:
-    """The checkpoint of a path, which rank 0 finds and holds until all ranks have loaded their
-    parts of it."""
+    """Checkpoint of a path, which rank 0 finds and protects until all ranks have loaded it."""
 
     def __init__(self, path: str, say: Callable[[str], None]):
         self._path = path
@@ -238,8 +254,10 @@ class _Source:
         return str(self._hold.folder)
 
     def load(self, folder: str, grid: ProcessGrid, job: Job) -> Generator:
-        """Load from what `find` returned, or from the next one if it was removed. Raises: as
-        `on_grid`."""
+        """Load the checkpoint that `find` returned, or the next one if it was removed.
+
+        Raises: as `on_grid`.
+        """
         found = job.together(partial(self._load_or_error, folder, grid))
         for _ in range(MOST_TRIES):
             has_failed = any(job.gather(isinstance(found, CheckpointError)))
@@ -252,7 +270,7 @@ class _Source:
         return generator
 
     def _is_lost(self) -> bool:
-        """Let go of the checkpoint; return whether it was removed."""
+        """Release the checkpoint, and return whether it was removed."""
         assert self._hold is not None
         with self._hold as hold:
             return not hold.is_there
@@ -271,10 +289,13 @@ def _raised(found: Generator | CheckpointError | None) -> Generator | None:
 
 
 class Pieces:
-    """Text of tokens as they come, in pieces of whole characters. behind: the tokens that they
-    follow.
+    """Converts tokens to text as they come, in pieces of whole characters.
 
-    Only the last few tokens are decoded, so a piece costs the same however long the text is.
+    Only the last few tokens are decoded, so that a piece costs the same however long the text is.
+
+    Args:
+        tokenizer: The tokenizer.
+        behind: Tokens that precede the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, behind: Sequence[int]):
@@ -285,7 +306,7 @@ class Pieces:
         self._go_on()
 
     def add(self, token: int) -> str:
-        """The text that another token adds; empty in the middle of a character."""
+        """Return the text that another token adds; empty in the middle of a character."""
         self._tokens.append(token)
         piece = self.rest()
         if piece.endswith("\ufffd"):
@@ -294,21 +315,22 @@ class Pieces:
         return piece
 
     def rest(self) -> str:
-        """The text that was not returned yet, if it ends here."""
+        """Return the text that was not returned yet, if the tokens end here."""
         return self._tokenizer.decode(self._tokens)[self._shown :]
 
     def _go_on(self) -> None:
-        """Keeps the tokens of the last piece, as the text of those that follow may depend on
-        them."""
+        """Keep the tokens of the last piece, on which the text of later tokens may depend."""
         self._tokens = self._tokens[self._read :]
-        self._read, self._shown = len(self._tokens), len(self._tokenizer.decode(self._tokens))
+        self._read = len(self._tokens)
+        self._shown = len(self._tokenizer.decode(self._tokens))
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Chooses a token for each row; -1 for all where a logit is not finite.
+    """Choose a token for each row; -1 for all rows if a logit is not finite.
 
-    Candidates are taken by likelihood, and the token from them in the order of their ids. So
-    rounding, which is another one on another grid, hardly ever changes the token.
+    Candidates are selected by likelihood, and the token among them in the order of ids, so that
+    rounding, which depends on the grid, hardly ever changes the token.
+
     Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
     Source of top_p: arXiv 1904.09751.
     """
@@ -327,6 +349,6 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 
 def _uniform(key: tuple[int, int, int, int], position: int) -> float:
-    """A random number between 0 and 1 for a position of a text."""
+    """Return a random number between 0 and 1 for a position of a text."""
     bits = random_bits(*key, num_samples=1, rows=1, cols=1, stride=1, start=position)
     return (int(bits) % 2**32 + 0.5) / 2**32

@@ -1,4 +1,4 @@
-"""The weights of a run by their global names, for the program that has trained them."""
+"""Weights of a run by their global names, for the program that has trained them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Tensors = dict[str, Tensor]
 
 
 def trained_weights(config: Config) -> Tensors:
-    """Return the weights of the newest checkpoint of a run, or its starting weights if it has none.
+    """Return the weights of a run's newest checkpoint, or its initial weights if it has none.
 
-    Modules that a program has made keep their own names and buffers (`ModelSpec.named_weights`).
+    A program's own modules keep their names and buffers (`ModelSpec.named_weights`).
 
-    Shapes: the global ones.
+    Shapes: unsharded.
     Raises: CheckpointError.
     """
     weights = _saved(config) or _initial(config)

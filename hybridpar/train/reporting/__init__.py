@@ -1,1 +1,1 @@
-"""What a run says about itself: progress, metrics, pictures, trackers, measured costs."""
+"""Reports of a run: progress, metrics, plots, trackers, measured costs."""

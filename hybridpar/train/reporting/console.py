@@ -1,7 +1,6 @@
-"""Standard streams of a training process whose reader may go: a killed `tee`, a closed terminal, a
-full disk.
+"""Standard streams that survive the loss of their reader: a killed `tee`, a closed terminal.
 
-Imports no torch, so that the command line starts quickly.
+torch is not imported, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -14,34 +13,37 @@ from typing import Any, TextIO, cast
 
 
 class LastingStream:
-    """A text stream that drops what cannot be written. lost: why, the first time; empty: nothing
-    was dropped."""
+    """A text stream that drops text which cannot be written.
+
+    lost: reason of the first loss; empty if nothing was dropped.
+    """
 
     def __init__(self, stream: TextIO | None):
-        """Wraps a stream, or None where its descriptor was closed before Python started."""
+        """Wrap a stream; None if its descriptor was closed before Python started."""
         self._stream = stream
         self.lost = "" if stream is not None else "it was closed from the start"
 
     def write(self, text: str) -> int:
-        """Takes all of the text, also what is dropped."""
+        """Write the text or drop it, and return its length."""
         if self._stream is not None:
             with self._dropping():
                 self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, or ignore that it fails."""
         if self._stream is not None:
             with self._dropping():
                 self._stream.flush()
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
         with contextlib.suppress(OSError, ValueError):
             return self._stream is not None and self._stream.isatty()
         return False
 
     def release(self) -> None:
-        """Leads to /dev/null what cannot be written: Python flushes the stream when it ends, which
-        would fail then."""
+        """Redirect an unwritable stream to /dev/null, because Python flushes it at exit."""
         if self._stream is None:
             return
         try:
@@ -59,17 +61,16 @@ class LastingStream:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: of a closed file
-            self.lost = (
-                self.lost or (error.strerror if isinstance(error, OSError) else None) or str(error)
-            )
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            reason = error.strerror if isinstance(error, OSError) else None
+            self.lost = self.lost or reason or str(error)
         except RuntimeError:  # a signal's handler prints while the stream is being written
             pass
 
 
 @contextlib.contextmanager
 def lasting_console() -> Iterator[None]:
-    """Makes stdout and stderr drop what cannot be written, so that printing never raises."""
+    """Make stdout and stderr drop what cannot be written, so that printing never raises."""
     before = sys.stdout, sys.stderr
     lasting = [LastingStream(stream) for stream in before]
     sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in lasting)
@@ -82,15 +83,15 @@ def lasting_console() -> Iterator[None]:
 
 
 def lost_console() -> str:
-    """The reason why stderr is not written any more; empty where it is."""
+    """Return why stderr is not written any more; empty if it is."""
     return getattr(sys.stderr, "lost", "")
 
 
 def hold_descriptors() -> None:
-    """Opens /dev/null in the place of standard streams that are closed.
+    """Open /dev/null in place of standard streams that are closed.
 
-    Else the next file or connection gets the number of stderr, and with it the messages of C++
-    code.
+    Otherwise the next file or connection would get the number of stderr, and receive the messages
+    of C++ code.
     """
     for number in (0, 1, 2):
         try:

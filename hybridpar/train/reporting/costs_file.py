@@ -1,8 +1,4 @@
-"""costs.json: what the steps of a run's schedule cost, as measured; and what that says of this and
-other schedules.
-
-Units: seconds.
-"""
+"""costs.json: measured costs of the actions of a run's schedule, in seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ FORMAT = "hybridpar costs 3"
 _MAX_BYTES = 256 << 20
 _MOST_CORES = 1e6
 _TIME = Within(0, 1e9)
-_OF_SPLIT = "backward_input"  # is there where backwards were split
+_OF_SPLIT = "backward_input"  # present if backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
 _OF_TIERS = (
     "fetch",
@@ -43,13 +39,11 @@ _OF_TIERS = (
     "to_host",
     "host",
     "from_host",
-)  # may be missing
+)  # optional
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
-_OF_PLANS = (
-    "host_shares",
-    "host_works",
-)  # are not kept: what a run measures is all groups', and on the wall
-_OF_WAY = "transfer_back"  # is there where links were measured each way
+# not stored: a run measures wall time over all groups
+_OF_PLANS = ("host_shares", "host_works")
+_OF_WAY = "transfer_back"  # present if links were measured in both directions
 _OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 
 
@@ -63,12 +57,12 @@ class RunCosts:
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
     def timeline(self) -> Timeline:
-        """The steady state that the costs imply."""
+        """Simulate the steady state with these costs."""
         return predict_timeline(self.ordering, self.sizes, self.measured.costs)
 
 
 def run_costs(job: JobPlan, ranks: Sequence[RankEvents]) -> RunCosts | None:
-    """Costs of the recorded actions of a run; None where they are too few."""
+    """Return the costs of a run's recorded actions, or None if there are too few."""
     sizes = job.shape
     measured = measure(
         ranks,
@@ -97,7 +91,7 @@ def run_costs(job: JobPlan, ranks: Sequence[RankEvents]) -> RunCosts | None:
 
 
 def write_costs(run: RunCosts, path: Path) -> None:
-    """Writes costs.json."""
+    """Write costs.json."""
     measured = run.measured
     costs = {f.name: getattr(measured.costs, f.name) for f in fields(Costs)}
     for name in ("calls", "variation"):
@@ -124,7 +118,7 @@ def write_costs(run: RunCosts, path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Plain lists and dicts; numbers to the nanosecond."""
+    """Convert to plain lists and dicts, with numbers rounded to nanoseconds."""
     if isinstance(value, Mapping):
         return {name: _rounded(v) for name, v in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -133,10 +127,11 @@ def _rounded(value: Any) -> Any:
 
 
 def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
-    """Reads what `write_costs` wrote, of at most `most` bytes.
+    """Read a file of `write_costs`, of at most `most` bytes.
 
-    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something
-        else.
+    Raises:
+        ConfigError: There is no such file.
+        DataError: The content is invalid; the message names the place.
     """
     if not os.path.lexists(path):
         if path.parent.is_dir():
@@ -152,7 +147,7 @@ def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A Measured as it is written."""
+    """JSON form of a Measured."""
 
     batches: int
     step_s: Annotated[float, _TIME]
@@ -162,7 +157,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Document:
-    """costs.json as it is written."""
+    """JSON form of costs.json."""
 
     format: str
     schedule: ScheduleOptions
@@ -173,7 +168,7 @@ class _Document:
 
 
 def _run_costs(document: Any) -> RunCosts:
-    """Raises: ValueError, ConfigError."""
+    """Convert a JSON document. Raises: ValueError, ConfigError."""
     if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
         raise ValueError(
             f"format is {shown(found)}, not {FORMAT!r}; a run rewrites the file when it "
@@ -204,8 +199,10 @@ def _run_costs(document: Any) -> RunCosts:
 
 
 def _check_costs(costs: Costs, sizes: PipelineShape) -> None:
-    """Every cost is there for each stage, rank or link, and a length of time. Raises:
-    ValueError."""
+    """Check that every cost exists for each stage, rank or link, and is a valid time.
+
+    Raises: ValueError.
+    """
     p = sizes.num_ranks
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
@@ -233,7 +230,7 @@ def _check_costs(costs: Costs, sizes: PipelineShape) -> None:
 
 
 def _check_row(place: str, cost: float | Sequence[float], size: int | None = None) -> None:
-    """`cost` is one length of time, or `size` of them. Raises: ValueError."""
+    """Check that `cost` is one valid time, or `size` of them. Raises: ValueError."""
     values = [cost] if isinstance(cost, float) else cost
     if not isinstance(cost, float) and size not in (None, len(cost)):
         raise ValueError(f"{place} has {len(cost)} numbers, not {size}")
@@ -241,16 +238,21 @@ def _check_row(place: str, cost: float | Sequence[float], size: int | None = Non
         raise ValueError(f"{place} has {shown(wrong[0])}, which is not a duration")
 
 
-# -- what it says
+# -- summary
 
 
 def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
-    """A few lines: the step time and idle shares that were measured and those that the costs imply,
-    and where the time of a step goes on the slowest stage. folder: of the slow tier."""
+    """Summarize costs: step time and idle shares as measured and as simulated from the costs.
+
+    One line says where the time of a step goes on the slowest stage.
+
+    folder: folder of the slow tier.
+    """
     measured = run.measured
     costs = run.measured.costs
     m = run.sizes.num_microbatches
-    step, (simulated, idle) = measured.step_time, run.timeline().steady_step(m)
+    step = measured.step_time
+    simulated, idle = run.timeline().steady_step(m)
     forward, backward = (
         expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward)
     )
@@ -285,10 +287,15 @@ def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
 
 
 def in_ms(seconds: float) -> str:
-    """For people."""
-    return f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f} ms"
+    """Format a time with three significant digits at most: 0.25 -> "250 ms"."""
+    digits = 2
+    if seconds >= 0.1:
+        digits = 0
+    elif seconds >= 0.01:
+        digits = 1
+    return f"{1e3 * seconds:.{digits}f} ms"
 
 
 def percent(shares: Sequence[float]) -> str:
-    """For people, one after the other."""
+    """Format shares: "25 %, 30 %"."""
     return ", ".join(f"{100 * share:.0f} %" for share in shares)

@@ -1,4 +1,4 @@
-"""The history of a run: its losses and evaluations by step."""
+"""History of a run: losses and evaluations by step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hybridpar.train.reporting.run_metrics import stream_metrics
 
 @dataclass(frozen=True)
 class History:
-    """What metrics.jsonl has of the whole run, also of steps before the run was resumed.
+    """Numbers of a whole run from metrics.jsonl, including steps before the run was resumed.
+
+    A number that is not finite (null in metrics.jsonl) is NaN.
 
     Attributes:
-        losses: The training loss by step; a step in every train.log_interval.
-        validation: The numbers of each evaluation by step, each by its name in metrics.jsonl
-            ("val_loss", ..).
-
-    A number that is not finite is NaN here, as metrics.jsonl has null for it.
+        losses: Training loss by step, one every train.log_interval steps.
+        validation: Numbers of each evaluation by step, then by name ("val_loss", ..).
     """
 
     losses: dict[int, float] = field(default_factory=dict)

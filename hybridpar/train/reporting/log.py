@@ -1,5 +1,4 @@
-"""Files that a run keeps in its folder besides checkpoints: metrics, TensorBoard, notes,
-pictures."""
+"""Files of a run besides checkpoints: metrics, TensorBoard, notes, plots."""
 
 from __future__ import annotations
 
@@ -25,10 +24,16 @@ from hybridpar.train.reporting.trackers import NAMES, Trackers
 
 
 class RunLog(Records):
-    """The files of a run, none of which it needs to go on.
+    """Writes the files of a run; training never depends on them.
 
-    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed
-    step. config: of the run, whose trackers are sent the rows.
+    metrics.jsonl grows by a line per row. On a resume it is first cut back to the resumed step.
+
+    Args:
+        folder: The run folder.
+        resumed_step: Step that training resumes after.
+        reporter: Shows notes.
+        writes: Whether this rank writes the files.
+        config: Configuration of the run, whose trackers receive the rows.
     """
 
     def __init__(
@@ -53,8 +58,10 @@ class RunLog(Records):
             self._keep_names()
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
-        """Writes a row of numbers; those that are not finite as null. besides: values for
-        metrics.jsonl alone."""
+        """Write a row of numbers; numbers that are not finite become null.
+
+        besides: further values for metrics.jsonl only.
+        """
         if not self.writes:
             return
         self._step = row["step"]
@@ -66,13 +73,13 @@ class RunLog(Records):
             self.note(f"stderr is lost ({why}); training goes on in silence")
 
     def close(self) -> None:
-        """Closes the files, and what is sent elsewhere."""
+        """Close the files and the trackers."""
         if self.writes:
             self._trackers.close()
         super().close()
 
     def cut_back(self, step: int) -> None:
-        """Forgets the metrics of later steps, because training goes on after this one."""
+        """Remove the metrics of steps after `step`, at which training resumes."""
         if self.writes:
             kept = [line for line in self.waiting(METRICS) if json.loads(line)["step"] <= step]
             self.begin(METRICS, end_of(self.folder / METRICS, step))
@@ -83,12 +90,12 @@ class RunLog(Records):
             self._keep_names()
 
     def _keep_names(self) -> None:
-        """Writes trackers.json, if the run has ever had a tracker."""
+        """Write trackers.json if the run has ever had a tracker."""
         if self._trackers.ids:
             self.draw(NAMES, self._trackers.names)
 
     def note(self, text: str) -> None:
-        """Says something, and keeps it."""
+        """Show a note, and store it."""
         self._reporter.say(text)
         self.append(
             NOTES,
@@ -96,37 +103,35 @@ class RunLog(Records):
         )
 
     def put(self, name: str, write: Callable[[Path], object]) -> None:
-        """Writes a file beside its place and renames it; what keeps it from being made, besides the
-        disk, is said."""
+        """Write a file under a temporary name and rename it; report errors but the disk's."""
 
         def make(path: Path) -> None:
             try:
                 write(path)
-            except OSError:  # Records tries again later
+            except OSError:  # Records retries later
                 raise
-            except Exception as error:  # a run without a picture is a run
+            except Exception as error:  # a failed plot must not fail the run
                 path.unlink(missing_ok=True)
                 self._reporter.say(f"no {name}: {in_a_line(error)}; nothing else is missing")
 
         super().put(name, make)
 
     def draw(self, name: str, draw: Callable[[], str]) -> None:
-        """Writes a picture, or another text."""
+        """Write a plot, or another text."""
         self.put(name, lambda path: path.write_text(draw(), encoding="utf-8"))
 
 
 class TensorBoard:
-    """A file of events in a folder, with a record for each row of numbers; none where tensorboard
-    is not installed.
+    """Writes TensorBoard events, one record per row of numbers, if tensorboard is installed.
 
-    tensorboard's own writer has a thread, which ends with the first error of the disk: here it only
-    makes the bytes. Where tensorboard fails, that is said once, and no more is written.
+    tensorboard's writer has a thread that ends with the first disk error, so that only its encoding
+    is used here. If tensorboard fails, that is reported once, and nothing more is written.
 
     Args:
         records: Files of the run.
-        folder: Folder for the events, in the run's folder.
-        resumed_step: The step that training goes on after.
-        say: Called with a line for people.
+        folder: Folder for the events, in the run folder.
+        resumed_step: Step that training resumes after.
+        say: Called with each line to report.
     """
 
     def __init__(
@@ -143,11 +148,11 @@ class TensorBoard:
         self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:
-        """Hides the steps after this one that were written before, here and in other files."""
+        """Hide earlier records of steps after `step`, in this file and in older ones."""
         self._try(lambda: self._hide_after(step))
 
     def write(self, row: dict[str, Any]) -> None:
-        """Adds the floating point numbers of a row of metrics.jsonl."""
+        """Add the floating point numbers of a row of metrics.jsonl."""
         self._try(lambda: self._add_row(row))
 
     def _try(self, do: Callable[[], None]) -> None:
@@ -155,9 +160,7 @@ class TensorBoard:
             return
         try:
             do()
-        except (
-            Exception
-        ) as error:  # of an import, or of a version of protobuf that tensorboard cannot work with
+        except Exception as error:  # for example an import error, or an unsupported protobuf
             self._file = ""
             self._say(f"tensorboard: {in_a_line(error)}; training goes on without it")
 
@@ -185,6 +188,7 @@ class TensorBoard:
     def _add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        event.wall_time, record = time.time(), BytesIO()
+        event.wall_time = time.time()
+        record = BytesIO()
         RecordWriter(record).write(event.SerializeToString())
         self._records.append(self._file, record.getvalue())

@@ -1,15 +1,13 @@
-"""Costs of the steps of a run's schedule, and where its time goes, from the actions that its ranks
-recorded.
+"""Measure the costs of a schedule's actions, and where a step's time goes, from recorded actions.
 
-    own time of an action         what it costs, with what came before it since the last one:
+    own time of an action         its cost, including what came before it since the last action:
                                   forward, backward, update, calls
-    until a waiting rank goes on  what goes on beside it costs: transfers, reductions, norms,
-    gathers
-    CPU time of other threads     what transfers cost the cores
+    end of a rank's wait          the cost of concurrent work: transfers, reductions, norms, gathers
+    CPU time of other threads     the cost of transfers for the cores
 
-So time without a core, which is nobody's cost, is in none of them: it comes out of the simulation.
-Forward and backward are kept micro-batch by micro-batch, too: stages whose times vary wait for each
-other.
+Time without a core is nobody's cost and thus in none of them; it results from the simulation.
+Forward and backward times are also kept for each micro-batch, because stages whose times vary wait
+for each other.
 
 Units: seconds.
 """
@@ -39,19 +37,24 @@ from hybridpar.train.reporting.trace import RankEvents, transfer_times
 CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM.union(OF_STASH) - {Kind.HOST})
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ACTION_SPECS[kind].part_of is None)
 _FEWEST_CORES = 0.1
-_MOST_VARYING = 128  # micro-batches whose own times are kept
-_SHARED_ENOUGH = 0.02  # of the recorded time, to say how cores are shared
+_MOST_VARYING = 128  # most micro-batches whose own times are kept
+_SHARED_ENOUGH = 0.02  # least share of the recorded time that shows how cores are shared
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of the time of a step on one rank; all but `beside` add up to it.
+    """Parts of a step's time on one rank; all but `beside` add up to it.
 
-    compute: forward and backward. optimizer: norm and update. calls: issuing transfers and
-    reductions. between: from one action to the next (Python). waiting: for other ranks. no_core:
-    ready to go on, but other work had the core. beside: CPU time of its other threads, which carry
-    the transfers. host: waiting for the optimizer on the host. state: waiting for the rank's state,
-    between the tiers of a budget or among replicas.
+    Attributes:
+        compute: Forward and backward.
+        optimizer: Norm and update.
+        calls: Issuing transfers and reductions.
+        between: Time between actions (Python).
+        waiting: Waiting for other ranks.
+        no_core: Ready to run, while other work had the core.
+        beside: CPU time of the rank's other threads, which carry the transfers.
+        host: Waiting for the host optimizer.
+        state: Waiting for state that moves between tiers or among replicas.
     """
 
     compute: float
@@ -67,8 +70,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's costs, and what they should explain: its step time, idle shares, and where the time
-    went, by stage."""
+    """Costs of a run, and the measured step time, idle shares and parts of the time by rank."""
 
     costs: Costs
     num_batches: int
@@ -78,10 +80,11 @@ class Measured:
 
 
 def measure(ranks: Sequence[RankEvents], sizes: PipelineShape, *, tied: bool) -> Measured | None:
-    """Costs and times of what was recorded; None where that is less than three whole batches.
+    """Return costs and times of recorded batches, or None for fewer than three whole batches.
 
-    Step time and costs are means over the same typical batches, those in the middle half by their
-    time on the first stage: so that what holds up a batch now and then counts in neither.
+    Step time and costs are means over the same typical batches: the middle half by their time on
+    the first stage, so that rare delays count in neither.
+
     tied: whether the first and the last stage reduce a tied embedding together.
     """
     first_uses = {r.rank: _first_forwards(r.events, sizes.num_microbatches) for r in ranks}
@@ -116,24 +119,27 @@ def _costs(
     *,
     tied: bool,
 ) -> Costs:
-    """Costs of actions are means over the typical batches of the ranks of a place in the pipeline;
-    those of what goes on beside them are medians."""
+    """Return costs: means of action times over typical batches, medians for concurrent work."""
     ranks = [r for place in places for r in place]
     m = sizes.num_microbatches
 
     def times(kind: Kind) -> list[list[float]]:
-        """Own times by stage, batch by batch in the order of micro-batches: so what slows down all
-        stages at once still does. Those of a rank are by rank. Parts of an action, and of a
-        backward, count as one."""
+        """Return own times by stage (or by rank), batch by batch in the order of micro-batches.
+
+        This order keeps slowdowns aligned that affect all stages at once. Segments of an action,
+        and both parts of a split backward, count as one.
+        """
         kinds = {kind, *(part for part, row in ACTION_SPECS.items() if row.part_of is kind)}
+        is_of_stage = kind in COMPUTE
+        num_places = sizes.num_stages if is_of_stage else sizes.num_ranks
         return [
             [
                 time
                 for r in places[sizes.rank_of(stage)]
                 for batch in typical[r.rank]
-                for time in _whole(batch, kinds, stage if kind in COMPUTE else None, m)
+                for time in _whole(batch, kinds, stage if is_of_stage else None, m)
             ]
-            for stage in range(sizes.num_stages if kind in COMPUTE else sizes.num_ranks)
+            for stage in range(num_places)
         ]
 
     def work(kind: Kind) -> tuple[float, ...]:
@@ -170,8 +176,10 @@ def _costs(
 def _inputs(
     inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], whole: Sequence[float]
 ) -> tuple[float, ...] | None:
-    """Time of a backward to the input, by stage; None: no backward was in two parts. Where a stage
-    had only whole ones it is the share that it was on the others."""
+    """Return the time of the input part of a backward, by stage; None if no backward was split.
+
+    A stage with unsplit backwards only is assumed to have the share of the other stages.
+    """
     both = [
         (fmean(i), fmean(i) + fmean(w)) for i, w in zip(inputs, weights, strict=True) if i and w
     ]
@@ -184,19 +192,19 @@ def _inputs(
 def _whole(
     batch: Sequence[Event], kinds: Collection[Kind], stage: int | None, m: int
 ) -> list[float]:
-    """Own times of a stage's actions of these kinds, in the order of micro-batches: of each the sum
-    of its parts."""
+    """Return own times of a stage's actions in the order of micro-batches, segments summed."""
     sums: dict[tuple[int, int], float] = {}
     for e in batch:
         if e.action.kind in kinds and stage in (None, e.action.stage):
-            # parts of what is of a batch may lie on both sides of where the next one begins
-            key = 0 if e.action.kind in PER_BATCH else e.action.microbatch, e.action.stage
+            # segments of a per-batch action may lie on both sides of the next batch's start
+            number = 0 if e.action.kind in PER_BATCH else e.action.microbatch
+            key = (number, e.action.stage)
             sums[key] = sums.get(key, 0.0) + e.own + e.gap
     return [sums[key] for key in sorted(sums, key=lambda key: key[0] % m)]
 
 
 def _variation(times: Sequence[float]) -> tuple[float, ...]:
-    """The times as multiples of their mean."""
+    """Return the times as multiples of their mean."""
     kept = times[:_MOST_VARYING]
     mean = _mean_or_0(kept)
     return tuple(max(0.0, time) / mean for time in kept) if mean else (1.0,)
@@ -212,7 +220,7 @@ def _median_or_0(values: Iterable[float]) -> float:
 
 
 def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
-    """Index of the event with which each batch begins."""
+    """Return the index of the event that begins each batch."""
     first = min((e.action.stage for e in events), default=0)
     return {
         e.action.microbatch // m: i
@@ -225,10 +233,9 @@ def _first_forwards(events: Sequence[Event], m: int) -> dict[int, int]:
 
 
 def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
-    """Seconds for which what actions of that kind start goes on once the last of these ranks has
-    started it.
+    """Yield how long collectives of an action kind take after the last rank has started them.
 
-    A norm goes on once the reductions are over, too, where it has to wait for these in a queue.
+    A norm counts from the end of the reductions, if it had to queue behind them.
     """
     batches: dict[int, list[Event]] = {}
     reduced: dict[int, float] = {}
@@ -240,14 +247,13 @@ def _collectives(ranks: Sequence[RankEvents], kind: Kind) -> Iterator[float]:
             reduced[number] = max(reduced.get(number, 0.0), e.over or 0.0)
     for number, events in batches.items():
         if len(events) == len(ranks):
-            # ranks that look for it late do not count
+            # the earliest, because some ranks notice the end late
             over = min(e.over for e in events if e.over is not None)
             yield over - max(reduced.get(number, 0.0), *(e.end for e in events))
 
 
 def _under_way(place: Sequence[RankEvents], kind: Kind) -> float:
-    """Seconds for which what actions of that kind start goes on. HOST: until all its weights are
-    there."""
+    """Return the median time of work that actions start; of HOST, until all weights are back."""
     return _median_or_0(
         e.over - e.end
         for r in place
@@ -257,7 +263,7 @@ def _under_way(place: Sequence[RankEvents], kind: Kind) -> float:
 
 
 def _beside(ranks: Sequence[RankEvents]) -> float:
-    """CPU time of other threads for each transfer."""
+    """Return the CPU time of other threads for each transfer."""
     sends = sum(
         ACTION_SPECS[e.action.kind].matching_recv is not None for r in ranks for e in r.events
     )
@@ -265,11 +271,10 @@ def _beside(ranks: Sequence[RankEvents]) -> float:
 
 
 def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
-    """Number of ranks of one pipeline that can work at full speed at once, given that all on a
-    machine share its cores.
+    """Return how many ranks of one pipeline can run at full speed at once on the machine's cores.
 
-    Where more of them wanted to: as many as did, on average, which is fewer than there are cores,
-    because a scheduler takes time to find an idle one. Else those that other programs left.
+    If more ranks wanted to run: as many as ran on average, which is less than the number of cores
+    because a scheduler takes time to find an idle one. Otherwise: the cores left by other programs.
     """
     shares = []
     for name in {r.host.name for r in ranks}:
@@ -290,8 +295,10 @@ def _cores(ranks: Sequence[RankEvents], num_ranks: int) -> float | None:
 
 
 def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
-    """Number of the ranks that were at work, on average over the times when at least `enough` did
-    not wait for others; None where there was hardly such a time."""
+    """Return the mean number of running ranks while at least `enough` were ready to run.
+
+    None if that was hardly ever the case.
+    """
     changes = sorted(
         change
         for r in ranks
@@ -311,8 +318,7 @@ def _working(ranks: Sequence[RankEvents], enough: float) -> float | None:
 
 
 def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
-    """Yields when the rank did not wait for others: since, until, and the share of that time in
-    which it had a core."""
+    """Yield the spans in which the rank did not wait: start, end, and share of time with a core."""
     before = rank.events[0].start
     for e in rank.events:
         edges = [before, *(edge for wait in e.waits for edge in wait), e.end]
@@ -328,8 +334,10 @@ def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
 
 
 def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
-    """The mean over these batches. Own times that are too short to be told may be a little below 0,
-    of one action."""
+    """Return mean parts of the time of these batches.
+
+    Own times near 0 may be measured slightly below 0 for one action; means are at least 0.
+    """
     events = [e for batch in batches for e in batch]
 
     def mean(seconds: Iterable[float]) -> float:
@@ -347,7 +355,7 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     host = mean(e.waited for e in events if e.action.kind in updates)
     state = mean(e.waited_for_state for e in events if e.action.kind not in updates)
     waiting = mean(e.waited for e in events) - host - state
-    # from the end of what came before the batch to the end of the batch
+    # from the end of the last action before the batch to the end of the batch
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
     no_core = max(0.0, seconds - compute - update - calls - between - waiting - host - state)
     recorded = rank.events[-1].end - rank.events[0].start

@@ -1,11 +1,10 @@
-"""The peak arithmetic rate that a job's processes reach together in matrix products; MFU is a share
-of it.
+"""Peak FLOP/s of a job's processes together in matrix products, the reference of MFU.
 
     <data folder>/peaks.json    {"host, device, dtype, processes, threads": FLOP/s}
 
-A peak that was measured while other programs ran is too low. So the fastest of many short products
-counts, and the largest peak that was seen: a new run measures again, a run that resumes takes what
-is known, and steps that pass the peak raise it.
+A measurement is too low if other programs ran. So the fastest of many short products counts, and
+the largest known peak: a new run measures again, a resumed run uses the known peak, and steps that
+exceed the peak raise it.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from hybridpar.reading import read_json
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
 _STEPS = 5
-"""So many steps together raise the peak: one step may seem short because the one before it was
-long."""
+"""Number of steps that raise the peak together: one step may seem short because the one before it
+was long."""
 _PROBE_SIZES = {"cpu": (384, 1024), "cuda": (4096,)}
-"""Rows of the matrices whose products are timed. A core does the product of the small ones in under
-a millisecond, which a scheduler seldom interrupts: on a core shared by five programs the best is
-within 5 % of a quiet one's, where products of 1024 rows seem six times too slow. Many threads need
-the large ones."""
+"""Sizes of the square matrices whose products are timed. A core does a small product in under a
+millisecond, which a scheduler rarely interrupts: on a core shared by five programs the fastest is
+within 5 % of a quiet core's, where products of 1024 rows seem six times slower. Many threads need
+the large matrices."""
 _PROBE_SECONDS = 0.1
 _PROBE_PRODUCTS = 20
 _MOST_PROBE_SECONDS = 1.0
-"""Products are timed for so long at least, or until there are so many, but no longer than the last
-one says."""
+"""Products are timed for at least the first time and until there are enough, but no longer than the
+last time."""
 _GPU_PEAKS = (
     ("H200 NVL", 835e12),
     ("H200", 989e12),
@@ -71,16 +70,22 @@ _GPU_PEAKS = (
     ("T4", 65e12),
 )
 """Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets. The first row whose words
-are in the device's name counts; the peak of any other device is measured."""
+occur in the device's name counts; other devices are measured."""
 _OLDEST_BF16 = (8, 0)
-"""Compute capability from which on the peak is that of bfloat16, too."""
+"""Lowest compute capability whose bfloat16 peak equals the float16 peak."""
 
 
 class Peak:
-    """The peak of a job in FLOP/s (`flops`), and where it comes from (`source`).
+    """The peak of a job in FLOP/s (`flops`), and its origin (`source`).
 
-    say: told once if the peak was too low. goes_on: whether the run does. Collectives: the
-    constructor, on all ranks.
+    Args:
+        config: Configuration of the run.
+        device: Device of this rank.
+        world: All ranks of the job.
+        say: Called once if the peak was too low.
+        goes_on: Whether the run resumes.
+
+    Collectives: the constructor, on all ranks.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class Peak:
         *,
         goes_on: bool,
     ):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+        name = cpu_name()
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
         self._key = (
             f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
             f"{torch.get_num_threads()} threads"
@@ -101,13 +108,16 @@ class Peak:
         self._say = say
         self._said = False
         self._reached: deque[float] = deque(maxlen=_STEPS)
-        known = read_peaks(self._path).get(self._key, 0.0) if world.rank == 0 else 0.0
+        known = 0.0
+        if world.rank == 0:
+            known = read_peaks(self._path).get(self._key, 0.0)
         self.flops: float = gather_objects(known, world)[0]
         self.source = (
             f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
             f"process{'es at once' * (world.size > 1)}"
         )
-        if not (self.flops and goes_on) or device.type == "cuda":  # whose data sheet takes no time
+        # a GPU's data sheet takes no time, so a resumed run reads it again
+        if not (self.flops and goes_on) or device.type == "cuda":
             measured, source = peak_flops(config, device, world)
             if measured >= self.flops:
                 self.flops = measured
@@ -116,13 +126,12 @@ class Peak:
             self._keep()
 
     def share(self, flops: float) -> float:
-        """Return the rate of a step over the peak, at most 1. Call it at every step, with the
-        step's FLOP/s.
+        """Return a step's FLOP/s as a share of the peak, at most 1. Call it at every step.
 
-        The last five steps together raise the peak if they pass it.
+        The last five steps together raise the peak if they exceed it.
         """
         self._reached.append(flops)
-        reached = harmonic_mean(self._reached)  # operations of all these steps over the time of all
+        reached = harmonic_mean(self._reached)  # total operations over total time
         if len(self._reached) == _STEPS and reached > self.flops:
             if not self._said:
                 self._say(
@@ -136,8 +145,7 @@ class Peak:
         return min(1.0, flops / self.flops)
 
     def _keep(self) -> None:
-        """Writes the peak down; where the folder cannot be written to, the next run measures
-        again."""
+        """Store the peak; if the folder is not writable, the next run measures again."""
         known = read_peaks(self._path)
         if self.flops > known.get(self._key, 0.0):
             with contextlib.suppress(OSError):
@@ -146,7 +154,7 @@ class Peak:
 
 
 def read_peaks(path: Path) -> dict[str, float]:
-    """Known peaks by machine and job; none where the file is not there, or holds something else."""
+    """Return known peaks by machine and job; empty if the file is missing or invalid."""
     try:
         found = from_plain(
             Annotated[dict[str, float], FINITE], read_json(path, _MAX_BYTES), path.name
@@ -157,11 +165,10 @@ def read_peaks(path: Path) -> dict[str, float]:
 
 
 def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
-    """Matrix-product FLOP/s of all processes together, and where the number comes from.
+    """Return the matrix-product FLOP/s of all processes together, and the number's origin.
 
-    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all
-    processes at the same time.
-    Collectives: on all ranks of the job.
+    Known GPUs in 16 bit, with one process each, use their data sheet. Other devices are measured on
+    all processes at once. Collectives: on all ranks of the job.
     """
     if (
         device.type == "cuda"
@@ -180,14 +187,15 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
     )
     all_reduce(total, world)
     at_once = "es at once" if world.size > 1 else ""
-    return float(
-        total
-    ), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
+    source = f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
+    return float(total), source
 
 
 def data_sheet(name: str) -> tuple[str, float] | None:
-    """Return the row of _GPU_PEAKS for a device, found by whole words: an RTX A4000 is no A40, a
-    slice of an H100 (MIG) is no H100."""
+    """Return a device's row of _GPU_PEAKS, if any.
+
+    Whole words must match: an RTX A4000 is no A40, and a slice of an H100 (MIG) is no H100.
+    """
     words = re.split(r"[ -]", name)
     if "MIG" in words:
         return None
@@ -195,8 +203,7 @@ def data_sheet(name: str) -> tuple[str, float] | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of a layer's product: the fastest of many, as others may be using the
-    machine."""
+    """Return the FLOP/s of a matrix product: the fastest of many, as other programs may run."""
     return max(
         2 * size**3 / _fastest_product(size, dtype, device) for size in _PROBE_SIZES[device.type]
     )

@@ -1,4 +1,4 @@
-"""Loss curves as a picture, where matplotlib is installed."""
+"""Plot loss curves, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from hybridpar.errors import HybridparError
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 _VALID_COLOURS = ("#c7680f", "#35843a", "#774aae", "#b93a3a", "#1c7d7d", "#b23c83", "#7d5636")
 _LONGEST_S = 30.0
-"""Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
+"""Time limit of a plot: other ranks wait for rank 0 in the meantime, by default for up to 60 s."""
 _PROGRAM = (
     # in the place of the working folder
     f"import sys; sys.path[0] = {str(Path(hybridpar.__file__).parents[1])!r}\n"
     f"from {__name__} import main; main()"
 )
-"""What the process that draws runs."""
+"""Program of the process that draws."""
 
 
 class PictureError(HybridparError):
-    """A picture could not be drawn."""
+    """Drawing a plot has failed."""
 
 
 def draw_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Call `plot_loss` in a process of its own, so that nothing that it meets can end this one.
+    """Call `plot_loss` in its own process, so that no failure can end this one.
 
-    OpenBLAS ends the process that it has no memory for, and the kernel the one that takes too much.
+    OpenBLAS ends a process without memory, and the kernel ends a process that takes too much.
 
-    Raises: PictureError, if the process fails or takes longer than 30 s; OSError, if there can be
-        no process.
+    Raises:
+        PictureError: The process fails, or takes longer than 30 s.
+        OSError: The process cannot be started.
     """
     command = [sys.executable, "-c", _PROGRAM, str(path), title]
     try:
@@ -72,13 +73,15 @@ def draw_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    """Draw the rows on stdin, as JSON; the whole life of the process that draws. Arguments: the
-    file and the title."""
+    """Draw the rows that stdin has as JSON: the main function of the drawing process.
+
+    Arguments: file and title.
+    """
     plot_loss(json.load(sys.stdin), Path(sys.argv[1]), sys.argv[2])
 
 
 def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draws training and validation loss over the steps into a PNG."""
+    """Plot training and validation loss over the steps into a PNG file."""
     from matplotlib.figure import Figure
 
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
@@ -119,12 +122,13 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Smooths values by the line of least squares through each one's neighbours: it follows a
-    slope, also at both ends.
+    """Smooth values by a least-squares line through each value's neighbours.
 
-    Neighbours on each side are a tenth of the values before it, at least 2 and at most 2 % of all
-    (10 where these are fewer), so a loss that falls fast at first is not smoothed away. Shapes: [n]
-    -> [n].
+    The line follows a slope, even at both ends. The neighbours on each side are a tenth of the
+    values before it, at least 2 and at most 2 % of all values (10 if these are fewer), so that a
+    loss which falls fast at first is not smoothed away.
+
+    Shapes: [n] -> [n].
     """
     at = np.arange(len(values))
     reach = np.clip(at // 10, 2, max(10, len(values) // 50))

@@ -1,9 +1,8 @@
-"""Progress of a run on stderr: lines that stay, and on a terminal a bar with the latest numbers
-below them.
+"""Progress of a run on stderr: permanent lines, and on a terminal a bar with the latest numbers.
 
-Lines come at the first and the last step, at evaluations, and otherwise after a tenth of the time
-that the run has taken so far: every 2 s at first, every minute in the end. An hour has some hundred
-lines.
+Lines appear at the first and the last step, at evaluations, and otherwise after a tenth of the time
+that the run has taken so far: every 2 s at first, every minute in the end. An hour has about a
+hundred lines.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from hybridpar.config.row_names import metrics_in, valid_numbers_in
 from hybridpar.train.faults.links import a_day
 
 _SHARE_OF_TIME = 0.1
-"""Share of the time so far that passes from one line to the next, within these bounds in
-seconds."""
+"""Time between two lines as a share of the time so far, within the following bounds in seconds."""
 _LEAST_PAUSE_S = 2.0
 _MOST_PAUSE_S = 60.0
 _ETA_STEPS = 20
 _DROPPED = ("memory", "data", "ms", "mfu", "norm", "lr", "speed", "metrics", "evaluation")
-"""Parts of a line that are left out on a narrow terminal, in this order."""
+"""Parts of a line that are dropped on a narrow terminal, in this order."""
 
 
 @dataclass
@@ -60,19 +58,20 @@ class Status:
         self.ends.append((self.step, time.monotonic()))
 
     def eta(self) -> str:
-        """Time left at the pace of the last steps."""
+        """Return the time left at the pace of the last steps."""
         if len(self.ends) < 2:
             return "-"
-        (first, began), (last, ended) = self.ends[0], self.ends[-1]
+        first, began = self.ends[0]
+        last, ended = self.ends[-1]
         pace = (ended - began) / (last - first)
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
     def text(self, width: int | None = None, *, evaluation: bool = True) -> str:
-        """The numbers that fit into `width` columns (None: all); those that matter least are left
-        out first.
+        """Return the latest numbers as text, without the least important if space is short.
 
-        evaluation: whether those of the newest evaluation are among them, which may be of an
-        earlier step.
+        Args:
+            width: Columns of the terminal; None: no limit.
+            evaluation: Whether to include the newest evaluation, possibly of an earlier step.
         """
         row = self.row
         parts: dict[str, str] = {}
@@ -92,7 +91,7 @@ class Status:
         return "  ".join(parts.values()) or "starting"
 
     def line(self, width: int | None = None, *, evaluation: bool = False) -> str:
-        """The step and its numbers, as a line of the history.
+        """Return the step and its numbers as a permanent line.
 
         Args:
             width: Columns of the terminal, whose bar has the total; None: no terminal.
@@ -104,7 +103,7 @@ class Status:
 
 
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of a step behind its losses, as parts of a line."""
+    """Return the numbers of a step after its losses, as parts of a line."""
     parts = {
         "norm": f"grad norm {row['grad_norm']:.3f}",
         "lr": f"lr {row['lr']:.2e}",
@@ -123,8 +122,9 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def valid_numbers(row: Mapping[str, float]) -> str:
-    """Return the numbers of an evaluation as text: val 2.3026  val accuracy 0.51; of sets: val wiki
-    2.30 code 1.23.
+    """Return the numbers of an evaluation as text.
+
+    "val 2.3026  val accuracy 0.51", or with several sets "val wiki 2.30 code 1.23".
 
     row: named as in metrics.jsonl.
     """
@@ -138,32 +138,33 @@ def valid_numbers(row: Mapping[str, float]) -> str:
 
 
 class Reporter:
-    """The reporter of all ranks but the first: it shows nothing."""
+    """A reporter that shows nothing, for all ranks but the first."""
 
     def say(self, text: str) -> None:
-        """Shows a line of its own."""
+        """Show a separate line."""
 
     def detail(self, text: str) -> None:
-        """Shows a line that only `--verbose` asks for."""
+        """Show a line only with `--verbose`."""
 
     def step(self, row: dict[str, Any], *, is_evaluated: bool = False) -> None:
-        """Shows the numbers of a step, as in metrics.jsonl. is_evaluated: `evaluation` follows for
-        this step."""
+        """Show the numbers of a step, named as in metrics.jsonl.
+
+        is_evaluated: whether `evaluation` follows for this step.
+        """
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows the numbers of an evaluation named as in metrics.jsonl, beside those of its
-        step."""
+        """Show the numbers of an evaluation next to its step's, named as in metrics.jsonl."""
 
     def close(self) -> None:
-        """Ends what is shown."""
+        """Stop showing anything."""
 
 
 class PlainReporter(Reporter):
-    """Shows lines alone, for a file, a pipe, or a terminal that cannot move its cursor.
+    """Shows lines only, for a file, a pipe, or a terminal that cannot move its cursor.
 
     Args:
-        total: Steps of the whole run.
-        is_verbose: Whether details are shown.
+        total: Number of steps of the whole run.
+        is_verbose: Whether to show details.
     """
 
     def __init__(self, total: int, is_verbose: bool = False):
@@ -186,14 +187,14 @@ class PlainReporter(Reporter):
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         self.status.evaluation = numbers
-        if self.status.step != step:  # of a run that resumes: the numbers of its step are not known
+        if self.status.step != step:  # a resumed run does not know the numbers of its first step
             self.status.step = step
             self.status.row = {}
         self._show()
         self._write_line(evaluation=True)
 
     def _is_due(self) -> bool:
-        """Whether it is time for a line."""
+        """Return whether it is time for a line."""
         now = time.monotonic()
         if not self._first_line:
             return True
@@ -201,26 +202,27 @@ class PlainReporter(Reporter):
         return now - self._last_line >= pause
 
     def _write_line(self, *, evaluation: bool) -> None:
-        if self.status.row:  # the evaluation before the first step takes no line from it
+        if self.status.row:  # an evaluation before the first step does not delay the first line
             self._last_line = time.monotonic()
             self._first_line = self._first_line or self._last_line
-        eta = f"  ETA {self.status.eta()}" if self._width is None and self.status.row else ""
+        eta = ""
+        if self._width is None and self.status.row:
+            eta = f"  ETA {self.status.eta()}"
         self.say(self.status.line(self._width, evaluation=evaluation) + eta)
 
     @property
     def _width(self) -> int | None:
-        """Columns that a line may take; None: any number."""
+        """Number of columns that a line may take; None: no limit."""
         return None
 
     def _show(self) -> None:
-        """Shows the latest numbers where they do not stay."""
+        """Show the latest numbers temporarily, on a terminal."""
 
 
 class BarReporter(PlainReporter):
-    """Shows a bar and the latest numbers at the bottom of a terminal, and the same lines above
-    them.
+    """Shows a bar with the latest numbers at the bottom of a terminal, and lines above it.
 
-    The bar comes with the first step or evaluation: until then other processes write lines, too.
+    The bar appears with the first step or evaluation; until then other processes may write lines.
     """
 
     def __init__(self, total: int, is_verbose: bool = False):
@@ -252,8 +254,13 @@ class BarReporter(PlainReporter):
 
 
 def make_reporter(rank: int, total: int, is_verbose: bool = False) -> Reporter:
-    """The reporter for this rank and this terminal. total: steps of the run. is_verbose: whether
-    details are shown."""
+    """Create the reporter for this rank and this terminal.
+
+    Args:
+        rank: Rank of this process.
+        total: Number of steps of the run.
+        is_verbose: Whether to show details.
+    """
     if rank != 0:
         return Reporter()
     moves_cursor = sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal

@@ -1,12 +1,11 @@
-"""Files that a run writes beside its checkpoints: metrics, pictures, notes. A full disk does not
-end training.
+"""Write files besides checkpoints: metrics, plots, notes. A full disk does not end training.
 
-    append    adds a record to a file that grows    waits in memory, in order, until it can be written
-    put       writes a file as a whole              is written again from the start
+    append    adds a record to a growing file    waits in memory, in order, until it can be written
+    put       writes a whole file                is written again from the start
 
-A record is written whole or not at all: the part that had room is cut off before it is tried again.
-Memory is bounded: of each file only its newest records wait, and only the newest files. Resume
-needs none of them.
+A record is written in full or not at all: a partial record is cut off before the next try. Memory
+is bounded: only the newest records of each file wait, and only the newest files. A resume needs
+none of these files.
 """
 
 from __future__ import annotations
@@ -22,23 +21,25 @@ from typing import Any
 
 _RETRY_S = 1.0
 _FINISH_S = 10.0
-"""How long a run waits at its end for room."""
+"""Time that a run waits for disk space at its end."""
 _LONGEST_LINE = 1 << 20
 MOST_RECORDS = 1 << 16
 MOST_FEW_RECORDS = 1 << 12
 MOST_FILES = 64
-"""How many records of a file wait at most, how many of one that is dropped first, and how many
-whole files."""
+"""Most records of a file that wait, most of a file whose records matter less, and most whole
+files."""
 
 Write = Callable[[Path], Any]
-"""Writes a file under the name that it is given, or none."""
+"""Writes a file to the given path, or decides to write none."""
 
 
 class Journal:
     """A file that only grows, and the records that wait to be written into it.
 
-    end: the file is cut off there; None: after its last whole line. most: the oldest records above
-    it are dropped.
+    Args:
+        path: The file.
+        end: Size to which the file is cut first. None: the end of its last complete line.
+        most: Most waiting records; older ones are dropped.
     """
 
     def __init__(self, path: Path, end: int | None = None, most: int = MOST_RECORDS):
@@ -50,16 +51,16 @@ class Journal:
 
     @property
     def is_written(self) -> bool:
-        """Whether nothing waits, and nothing is to be cut off."""
+        """Whether no record waits, and the file needs no cut."""
         return not self.waiting and (self._file is not None or self._end is None)
 
     def append(self, record: bytes) -> None:
+        """Add a record, and drop the oldest if too many wait."""
         self.dropped += len(self.waiting) == self.waiting.maxlen
         self.waiting.append(record)
 
     def write(self) -> None:
-        """Writes all that waits. Raises: OSError; the records that were written wait no more
-        then."""
+        """Write all waiting records. Raises: OSError; the rest keeps waiting then."""
         if self._file is None:
             self._file = self._open()
         end = self._file.tell()
@@ -77,16 +78,16 @@ class Journal:
             raise
 
     def close(self) -> None:
+        """Close the file."""
         file = self._file
         self._file = None
         if file is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # an error of the last write, which has been raised before
+            # an error here repeats the error of the last write, which was raised before
+            with contextlib.suppress(OSError):
                 file.close()
 
     def _open(self) -> FileIO:
-        """The file, at its end. Raises: OSError."""
+        """Open the file and go to its end. Raises: OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
         try:
@@ -101,17 +102,19 @@ class Journal:
 
 
 def _whole_lines(file: FileIO, size: int) -> int:
-    """The place where the last whole line of a file ends."""
+    """Return the end of the last complete line of a file."""
     since = max(size - _LONGEST_LINE, 0)
     file.seek(since)
     return since + file.read(size - since).rfind(b"\n") + 1
 
 
 class Records:
-    """The files of a folder that this process alone writes. No method raises OSError.
+    """The files of a folder that only this process writes. No method raises OSError.
 
-    say: told once when writing fails, and once when it works again. writes: False on a rank that
-    keeps no files.
+    Args:
+        folder: The folder.
+        say: Called when writing fails, and when it works again.
+        writes: Whether this rank writes files.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True):
@@ -125,8 +128,7 @@ class Records:
         self._retry_at = 0.0
 
     def begin(self, name: str, end: int | None = None, most: int = MOST_RECORDS) -> None:
-        """Lets a file grow from now on; `end` and `most` as in Journal. Its records that waited are
-        forgotten."""
+        """Start or restart a growing file, without its waiting records; see `Journal`."""
         path = self.folder / name
         if path in self._journals:
             self._journals[path].close()
@@ -134,18 +136,17 @@ class Records:
         self.retry()
 
     def append(self, name: str, record: bytes) -> None:
-        """Adds to a file that has begun."""
+        """Add a record to a growing file."""
         if self.writes:
             self._journals[self.folder / name].append(record)
             self.retry()
 
     def waiting(self, name: str) -> list[bytes]:
-        """The records that are not yet in a file that has begun."""
+        """Return the records that still wait for a growing file."""
         return list(self._journals[self.folder / name].waiting)
 
     def put(self, name: str, write: Write) -> None:
-        """Writes a file beside its place and renames it; where `write` makes none, there is
-        none."""
+        """Write a file under a temporary name and rename it, if `write` writes one."""
         if not self.writes:
             return
         self._files.pop(self.folder / name, None)
@@ -156,18 +157,18 @@ class Records:
             self._dropped_files += 1
 
     def retry(self) -> None:
-        """Writes what waits; after a failure not sooner than a second later."""
+        """Write waiting records and files; after a failure not within a second."""
         if self._failing is None or time.monotonic() >= self._retry_at:
             self._try()
 
     def finish(self) -> None:
-        """Waits some seconds for what cannot be written."""
+        """Retry for some seconds, while anything cannot be written."""
         end = time.monotonic() + _FINISH_S
         while self._try() and time.monotonic() < end:
             time.sleep(_RETRY_S)
 
     def close(self) -> None:
-        """Closes the files, and says which could not be written."""
+        """Close the files, and report which could not be written."""
         if self._try():
             lost = [
                 f"{path} ({len(journal.waiting)} records)"
@@ -184,7 +185,7 @@ class Records:
         self._files.clear()
 
     def _try(self) -> bool:
-        """Writes what waits; whether some of it still does."""
+        """Write waiting records and files; return whether any still wait."""
         failed: dict[Path, OSError] = {}
         for path, journal in list(self._journals.items()):
             try:
@@ -215,7 +216,7 @@ class Records:
         return bool(failed)
 
     def _dropped(self) -> str:
-        """Says how much was dropped since writing failed, and counts anew; empty: nothing."""
+        """Return what was dropped since writing failed, as text, and reset the counts."""
         dropped = [
             f"{journal.dropped} records of {path.name}"
             for path, journal in self._journals.items()
@@ -228,7 +229,7 @@ class Records:
 
 
 def _replace(path: Path, write: Write) -> None:
-    """Raises: OSError, and nothing has changed then."""
+    """Replace a file atomically. Raises: OSError, with the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".part.{path.name}")
     try:

@@ -1,5 +1,4 @@
-"""The numbers of a run: metrics.jsonl with one JSON object a line, the time of batches, and
-memory."""
+"""Numbers of a run: metrics.jsonl with one JSON object a line, time of batches, memory."""
 
 from __future__ import annotations
 
@@ -21,27 +20,28 @@ from hybridpar.data.loader import Loader
 from hybridpar.reading import open_regular, parse_json
 
 MOST_CURVES = 32
-"""Numbers of a run that pictures show; a run may have any number of validation sets."""
+"""Most curves in a plot; a run may have any number of validation sets."""
 _LONGEST_LINE = 1 << 20
 
 
 def stream_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics.jsonl, one at a time, each with a step.
+    """Yield the rows of a metrics.jsonl, each of which has a step.
 
-    The first line that is something else ends them: a killed process may have left the last one
-    unfinished.
+    An invalid line ends the rows: a killed process may have left the last line unfinished.
     """
     return (row for row, _ in _rows(path))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All objects of a metrics.jsonl, as `stream_metrics` gives them."""
+    """Return all rows of a metrics.jsonl; see `stream_metrics`."""
     return list(stream_metrics(path))
 
 
 def end_of(path: Path, step: int) -> int:
-    """The place in a metrics.jsonl where the lines up to a step end; 0 for step 0, whose lines are
-    made again."""
+    """Return the offset in a metrics.jsonl after the rows up to a step.
+
+    It is 0 for step 0, whose evaluation is repeated.
+    """
     found = 0
     for row, end in _rows(path) if step else ():
         if row["step"] > step:
@@ -51,22 +51,20 @@ def end_of(path: Path, step: int) -> int:
 
 
 def evaluation_at(path: Path, step: int, name: str) -> dict[str, Any] | None:
-    """The row of a metrics.jsonl with the validation loss `name` of a step, or None if it has no
-    such row."""
+    """Return the row of a metrics.jsonl with the validation loss `name` of a step, or None."""
     return next((row for row in stream_metrics(path) if row["step"] == step and name in row), None)
 
 
 def last_step(path: Path) -> int:
-    """The largest step in a metrics.jsonl; -1 if it has no row."""
+    """Return the largest step in a metrics.jsonl; -1 if it has no row."""
     return max((row["step"] for row in stream_metrics(path)), default=-1)
 
 
 def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
-    """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them; of the
-    first sets, if many.
+    """Return losses and validation losses of a metrics.jsonl, as rows with a step and one loss.
 
-    Of more than `most` of a kind every second one is left out, or three of four, ..; the last one
-    is always there.
+    Curves beyond MOST_CURVES are left out. A curve of more than `most` points keeps every second
+    point, or every fourth, ..; and always the last one.
     """
     curves: dict[str, _Thinned] = {}
     for row in stream_metrics(path):
@@ -84,7 +82,7 @@ def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
 
 
 class _Thinned:
-    """At most `most` values of a long row of them, evenly, and the last one."""
+    """At most `most` evenly spaced values of a long sequence, and the last value."""
 
     def __init__(self, most: int):
         self._most = most
@@ -94,6 +92,7 @@ class _Thinned:
         self._last: list[dict[str, Any]] = []
 
     def add(self, value: dict[str, Any]) -> None:
+        """Add a value; when too many are kept, drop every second one."""
         self._last = [value]
         if self._count % self._every == 0:
             self._kept.append(value)
@@ -105,29 +104,30 @@ class _Thinned:
 
     @property
     def points(self) -> list[dict[str, Any]]:
+        """The kept values."""
         return self._kept + self._last
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects of a metrics.jsonl, each with the place in the file where its line ends."""
+    """Yield the rows of a metrics.jsonl, each with the offset at which its line ends."""
     try:
         with BufferedReader(open_regular(path, within=path.parent)) as file:
             end = 0
             while line := file.readline(_LONGEST_LINE):
                 row = convert(parse_json(line), dict)
                 from_plain(Whole, row.get("step"), "step")
-                end += len(line) if line.endswith(b"\n") else 0  # else nothing may follow it
+                # an unfinished line is the last one, so its end does not count
+                end += len(line) if line.endswith(b"\n") else 0
                 yield row, end
     except (OSError, ValueError):
         pass
 
 
 class BatchClock:
-    """A loader that notes when each batch begins on this rank: when its first micro-batch is asked
-    for.
+    """A loader that records when each batch begins on this rank: at its first micro-batch.
 
-    The time between updates would not do: in a pipeline that never drains they come late, and the
-    last two together.
+    The times of updates are not enough: in a pipeline that never drains they come late, and the
+    last two come together.
     """
 
     def __init__(self, loader: Loader):
@@ -137,29 +137,27 @@ class BatchClock:
         self.num_targets = loader.num_targets
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        """Return a micro-batch, and record when its batch began."""
         self._starts.setdefault(batch, time.perf_counter())
         return self._loader.microbatch(batch, index)
 
     def seconds(self, batch: int) -> float:
-        """The time from the start of `batch` to that of the next, or until now where none has
-        started."""
+        """Return the time from the start of `batch` to the next start, or until now."""
         return self._starts.get(batch + 1, time.perf_counter()) - self._starts.pop(batch)
 
     def stop(self) -> None:
-        """Forgets what was noted, after the last batch of a stretch."""
+        """Forget the recorded times, once the pipeline has drained."""
         self._starts.clear()
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """The most memory that this process has held, in MiB: in RAM where it computes there, else on
-    its GPU.
+    """Return the peak memory of this process in MiB: RAM on a CPU, otherwise GPU memory.
 
-    There it is what torch has reserved: CUDA graphs keep memory that counts as allocated only while
-    they are recorded.
+    GPU memory is what torch has reserved, because memory of CUDA graphs counts as allocated only
+    while they are captured.
     """
-    if (
-        device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable"
-    ):  # which does not count
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable":
+        # a pluggable allocator keeps no statistics
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**20
     if device.type == "cuda":

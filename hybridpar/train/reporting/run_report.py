@@ -1,5 +1,4 @@
-"""A run's report about itself: plan and trace as pictures, a row of numbers a step, and what it
-came to at the end."""
+"""Report a run: plan and trace as drawings, numbers of each step, and a summary."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ from hybridpar.train.reporting.run_metrics import peak_memory_mib, read_curves
 
 _DRAWN_MICROBATCHES = 12
 _DRAWN_BATCHES = 3
-"""The third batch of a 2bw run is the first with other weights than the first batch has."""
+"""In the third batch, a 2bw run uses other weights than in the first batch for the first time."""
 _MOST_BOXES = 10_000
 _TRACED_STEPS = 5
-"""A stretch of so many steps has a steady state."""
+"""Fewest steps between two drains that have a steady state."""
 
 
 def is_evaluated(config: Config, step: int) -> bool:
@@ -50,9 +49,11 @@ def is_evaluated(config: Config, step: int) -> bool:
 
 
 class RunReport:
-    """The report of a run on this rank; only rank 0 writes and says anything.
+    """Reports a run. All ranks call it; only rank 0 writes and prints.
 
-    loss, val_loss: the last ones of this run; None where it had none.
+    Attributes:
+        loss, val_loss: The last losses of this run; None if there are none.
+
     Collectives: the constructor, `end_stretch` and, with `links`, `finish`, on all ranks of the
         grid.
     """
@@ -94,10 +95,9 @@ class RunReport:
             self._draw_plan()
 
     def begin_stretch(self, stop: int) -> None:
-        """Training goes on up to step `stop` without a drain: the first stretch with a steady state
-        is recorded.
+        """Start training to step `stop` without a drain; record the first steady state.
 
-        The last stretch must do where all are shorter.
+        If every stretch between drains is short, the last one is recorded.
         """
         engine = self.engine
         num_batches = stop - engine.batches_done
@@ -109,7 +109,7 @@ class RunReport:
             )
 
     def end_stretch(self) -> None:
-        """The pipeline has drained: what was recorded is gathered and written."""
+        """Gather and write what was recorded, once the pipeline has drained."""
         if self._recorder is not None:
             self._recorder.close()
             self._write_trace(self._recorder)
@@ -117,15 +117,14 @@ class RunReport:
             self._traced = True
 
     def after_update(self, step: int) -> None:
-        """To be called after every update, also of steps that will not count."""
+        """Advance the recording; call it after every update, even of a step that is rolled back."""
         if self._recorder is not None:
             self._recorder.after_step(step)
             if not self._advised:
                 self._advised = self._exchange.has_ended(self._recorder, self.reporter.say)
 
     def step(self, result: StepResult, seconds: float, notes: dict[str, Any]) -> None:
-        """Reports a step that took so long. notes: values besides its numbers; with some it is
-        logged in any case."""
+        """Report a step that took `seconds`. notes: further values; if any, the step is logged."""
         self._step_seconds.append(seconds)
         self.loss = result.loss
         settings = self.config.train
@@ -143,8 +142,7 @@ class RunReport:
             self.reporter.step(row, is_evaluated=is_evaluated(self.config, result.step))
 
     def _note_unlabelled(self, step: int) -> dict[str, Any]:
-        """Count a step without a label that counts, and warn of the first; return the values for
-        metrics.jsonl."""
+        """Count a step without labels, warn at the first, and return values for metrics.jsonl."""
         self._num_unlabelled += 1
         if self._num_unlabelled == 1:
             self.reporter.say(
@@ -156,8 +154,7 @@ class RunReport:
         return {"unlabelled_steps": self._num_unlabelled}
 
     def validation_sets(self, evaluator: Evaluator) -> None:
-        """Say once, after the first evaluation, if samples of a validation set repeat, or if no
-        label counts."""
+        """Warn once, after the first evaluation, if samples repeat or no label counts."""
         if self._knows_validation_sets:
             return
         self._knows_validation_sets = True
@@ -173,11 +170,11 @@ class RunReport:
             if repeats := loader.samples.num_repeats(asked):
                 once = loader.num_batches_without_repeats(num_batches)
                 fewer = (
-                    f"; train.eval_batches = {once} takes each at most once"
-                    if once
-                    else f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} "
+                    f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} "
                     "samples"
                 )
+                if once:
+                    fewer = f"; train.eval_batches = {once} takes each at most once"
                 self.reporter.say(
                     f"validation{of_set}: train.eval_batches = {num_batches} asks for {asked} "
                     "samples, "
@@ -191,9 +188,10 @@ class RunReport:
         """Report an evaluation.
 
         Args:
-            numbers: Partial losses and metrics by set.
-            row: The same as in metrics.jsonl.
-            loss: The loss by which checkpoints are compared; None: no label of its set counts.
+            step: The evaluated step.
+            numbers: Losses and metrics by set.
+            row: The same numbers, named as in metrics.jsonl.
+            loss: Loss that compares checkpoints; None if no label of its set counts.
         """
         self.val_loss = self.val_loss if loss is None else loss
         if self.writes:
@@ -206,8 +204,7 @@ class RunReport:
             self.reporter.evaluation(step, row)
 
     def finish(self, stopped_by: int) -> None:
-        """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early
-        (0: none)."""
+        """Print a summary, and plot the loss. stopped_by: signal that ended the run early, or 0."""
         traffic = self._all_traffic()
         if not self.writes:
             return
@@ -232,11 +229,9 @@ class RunReport:
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))
         if self._costs is not None:
-            folder = (
-                slow_folder(config)
-                if config.memory.budget and self.engine.device.type == "cpu"
-                else None
-            )
+            folder = None
+            if config.memory.budget and self.engine.device.type == "cpu":
+                folder = slow_folder(config)
             for line in [
                 *describe(self._costs, folder),
                 *differences(self.engine.job, self._costs),
@@ -291,8 +286,7 @@ class RunReport:
         return row
 
     def _all_traffic(self) -> list[str]:
-        """A line for each host: what it has sent to others and received. Collectives: on all ranks,
-        with `links`."""
+        """Return a line per host with its traffic. Collectives: on all ranks, with `links`."""
         if self.links is None:
             return []
         mine = self.links.hosts.own, str(self.links.traffic() - self._traffic)
@@ -330,8 +324,7 @@ class RunReport:
             self._advised = True
 
     def _summary(self) -> str:
-        """Return the time of a step, and where it was measured how long stages were idle, in one
-        line."""
+        """Return a line with the step time and, if measured, the idle time of stages."""
         took = median(self._step_seconds)
         plan = self.config.plan
         planned = f", {in_ms(plan.step_ms / 1e3)} planned" if plan.step_ms else ""
@@ -348,11 +341,9 @@ class RunReport:
         if plan.step_ms and len(self._step_seconds) >= _TRACED_STEPS:
             took = 1e3 * median(self._step_seconds)
             taken = round(100 * plan.cores_taken)
-            busy = (
-                f"; other programs took {taken} % of the cores while it was measured"
-                if taken
-                else ""
-            )
+            busy = ""
+            if taken:
+                busy = f"; other programs took {taken} % of the cores while it was measured"
             self.reporter.detail(
                 f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
                 f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}"

@@ -1,6 +1,6 @@
-"""Traces of some steady-state batches on all ranks: recorded, brought to one clock, and drawn.
+"""Record some steady-state batches on all ranks, align their clocks, and draw them.
 
-Ranks record their actions on the clock of their host; clocks.py compares those of several hosts.
+Ranks record actions on the clock of their host; faults/clocks.py compares the clocks of hosts.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from hybridpar.train.faults.clocks import shift_to_first
 
 WARMUP = 3
 SHOWN = 3
-"""Batches in trace.json and executed.svg."""
+"""Number of batches in trace.json and executed.svg."""
 _MOST_BATCHES = 16
 _MOST_MICROBATCHES = 1000
 _WAITED_S = 50e-6
-"""Shortest wait that was for something that was not there yet."""
+"""Shortest wait that counts as waiting for something that was not ready."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host of a rank: machine, device, cores (0: the rank computes elsewhere), and threads of
-    each rank."""
+    """The host of a rank: machine, device, cores (0 on a GPU), and threads of each rank."""
 
     name: str = ""
     device: str = "cpu"
@@ -49,26 +48,27 @@ class Host:
 
 @dataclass(frozen=True)
 class RankEvents:
-    """Events that one rank recorded, in seconds on a clock that all ranks share."""
+    """Events that one rank recorded, in seconds on a clock shared by all ranks."""
 
     rank: int
     name: str
     pipeline: tuple[int, ...]
-    """Its place on all axes but pp: ranks with the same one exchange activations."""
+    """Index on all axes but pp: ranks with the same index exchange activations."""
     stage: int
-    """The rank's place in the pipeline: the stage that it holds, or the first of them."""
+    """Rank in the pipeline, which is also its first stage."""
     events: tuple[Event, ...]
     host: Host = field(default_factory=Host)
     usage: Usage = field(default_factory=Usage)
     clock_error: float = 0.0
-    """Largest error of its times beside those of rank 0, on another host."""
+    """Bound on the clock's error relative to rank 0, on another host."""
 
 
 class Recorder:
     """Records some batches of a stretch of training that begins now.
 
-    Recording begins after WARMUP batches, earlier and with fewer where the stretch is short. skip:
-    batches at its start that are not like the others.
+    Recording starts after WARMUP batches, or earlier and with fewer batches in a short stretch.
+
+    skip: number of untypical batches at the start.
     """
 
     def __init__(self, executor: Executor, first: int, num_batches: int, *, skip: int = 0):
@@ -88,16 +88,17 @@ class Recorder:
         return self._recording is not None
 
     def after_step(self, step: int) -> None:
-        """To be called after every update, while the executor runs."""
+        """Start or end the recording; call it after every update, while the executor runs."""
         if step == self._start:
             self._begin()
         elif step == self._stop:
             self.close()
 
     def close(self) -> None:
-        """Ends the recording, if it has not ended."""
+        """End the recording, if it is active."""
         if self._recording is not None:
-            self.events, self.usage = self._recording.events(), self._recording.usage()
+            self.events = self._recording.events()
+            self.usage = self._recording.usage()
         self._recording = None
         self._executor.record(None)
 
@@ -107,8 +108,10 @@ class Recorder:
 
 
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
-    """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the
-    grid."""
+    """Return the events of all ranks on rank 0's clock, from 0.
+
+    Collectives: on all ranks of the grid.
+    """
     shift = shift_to_first(grid)
     mine = replace(
         events_of(recorder, grid),
@@ -119,7 +122,7 @@ def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
 
 
 def events_of(recorder: Recorder, grid: ProcessGrid) -> RankEvents:
-    """Return this rank's events, on its own host's clock."""
+    """Return this rank's events on its host's clock."""
     return RankEvents(
         grid.rank,
         grid.describe(),
@@ -132,7 +135,7 @@ def events_of(recorder: Recorder, grid: ProcessGrid) -> RankEvents:
 
 
 def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:
-    """Shifts events so that the earliest begins at 0."""
+    """Shift events so that the earliest begins at 0."""
     origin = min((r.events[0].start for r in ranks if r.events), default=0.0)
     return [replace(r, events=_shifted(r.events, -origin)) for r in ranks]
 
@@ -162,14 +165,16 @@ def _host(grid: ProcessGrid) -> Host:
 
 
 def _span(event: Event) -> tuple[float, float]:
-    """The time in which an action itself ran: after its last wait; of a send before its first,
-    which is for others."""
+    """Return the time in which an action itself ran: after its last wait.
+
+    A send ran before its first wait, which is for other ranks.
+    """
     if ACTION_SPECS[event.action.kind].matching_recv and event.waits:
         return event.start, event.waits[0][0]
     return event.ready, event.end
 
 
-# Where the input of a computation comes from, how it is sent, and how it is received.
+# For each computation: offset of the stage that sends its input, kind of the send and the receive.
 _TRANSFERS = {
     kind: (-row.flow, row.send, row.receive)
     for kind, row in ACTION_SPECS.items()
@@ -178,13 +183,12 @@ _TRANSFERS = {
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
-    """Times that receivers on a link had to wait once the transfer could start, where they were
-    waiting: half of that where the receive was posted last, as word of it goes the other way
-    before.
+    """Yield the times that waiting receivers of a link waited once a transfer could start.
 
-    Links are numbered as in plan.costs.
+    If the receive was posted last, the time is halved, because its request travels the other way
+    first. Links are numbered as in plan.costs.
     """
-    # of an action in parts the first one waits for what comes
+    # reversed, so that the first segment of an action remains, which waits for the input
     events = {
         (r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e
         for r in ranks
@@ -203,35 +207,38 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
 
 
 def _sizes(ranks: Sequence[RankEvents]) -> PipelineShape:
-    """Ranks and stages of a pipeline, and which holds which."""
+    """Derive the shape of the pipeline from the stages that ranks computed."""
     homes = {e.action.stage: r.stage for r in ranks for e in r.events if e.action.kind in COMPUTE}
     return PipelineShape.found(homes, len({r.stage for r in ranks}))
 
 
 def _transfer_start(sent: Event, posted: Event) -> float:
-    # not from the end of the send's call: a sender that gets no core returns late from it
+    # from the start of the send's call, because a sender without a core returns late from it
     return max(sent.start + sent.own, posted.end)
 
 
 def _has_waited(used: Event) -> bool:
-    """Whether the action had to wait for its input."""
+    """Return whether the action had to wait for its input."""
     return any(until - since > _WAITED_S for since, until in _input_waits(used)[:1])
 
 
 def _input_waits(used: Event) -> Sequence[tuple[float, float]]:
-    """The waits of an action, from that for its input on."""
+    """Return the waits of an action, from the wait for its input on."""
     return used.waits[used.for_state :]
 
 
 def executed(
     ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False
 ) -> Timeline:
-    """The timeline of one pipeline (the first) as it ran. Waits in the course of an action are no
-    part of it.
+    """Return the timeline of one pipeline as it ran, without waits within actions.
 
-    Work beside the actions ends when it was seen to be over. A transfer that nobody waited for
-    takes as long as those on that link that someone did wait for. gathers: whether replicas gather
-    new weights after an update.
+    Concurrent work ends when a rank noticed its end. A transfer that nobody waited for takes as
+    long as the median of the link.
+
+    Args:
+        ranks: Events of all ranks.
+        pipeline: Index of the pipeline; default: the first.
+        gathers: Whether replicas all-gather new weights after an update.
     """
     pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
@@ -268,15 +275,14 @@ def executed(
     plan: dict[int, tuple[Action, ...]] = {
         r.stage: tuple(e.action for e in r.events) for r in stages
     }
-    by_rank = {
-        r.stage: [
-            ends[e.action.stage, e.action.kind, e.action.microbatch]
-            if ACTION_SPECS[e.action.kind].peer_offset
-            else end_of(e)
-            for e in r.events
-        ]
-        for r in stages
-    }
+
+    def shown_end(event: Event) -> float:
+        action = event.action
+        if ACTION_SPECS[action.kind].peer_offset:
+            return ends[action.stage, action.kind, action.microbatch]
+        return end_of(event)
+
+    by_rank = {r.stage: [shown_end(e) for e in r.events] for r in stages}
     spans = {r.stage: [_span(e) for e in r.events] for r in stages}
     return Timeline(
         plan,
@@ -288,8 +294,7 @@ def executed(
 
 
 def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:
-    """The events since the last updates of each rank but `num_batches`, so that pictures stay
-    small."""
+    """Return the events of the last batches of each rank, so that drawings stay small."""
     shown = []
     for rank in ranks:
         updates = [i for i, event in enumerate(rank.events) if event.action.kind is Kind.UPDATE]
@@ -299,7 +304,7 @@ def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEven
 
 
 def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = False) -> None:
-    """Writes all ranks in Chrome's trace format."""
+    """Write the events of all ranks in Chrome's trace format."""
     entries: list[Entry] = []
     for pipeline in sorted({r.pipeline for r in ranks}):
         stages = {r.stage: r for r in ranks if r.pipeline == pipeline}
@@ -327,5 +332,5 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
 
 
 def draw_executed(ranks: Sequence[RankEvents], title: str) -> str:
-    """Draws the first pipeline as an SVG picture that fits a page, in milliseconds."""
+    """Draw the first pipeline as an SVG drawing that fits a page, in milliseconds."""
     return draw_svg(executed(ranks).scaled(1e3), title=title, unit="milliseconds", widens=False)

@@ -1,13 +1,12 @@
-"""Experiment trackers that are sent the numbers of a run: Weights & Biases and MLflow
-(`run.trackers`).
+"""Send the numbers of a run to experiment trackers: Weights & Biases and MLflow (`run.trackers`).
 
-They are set up by their own environment variables: WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI.
-What they raise is said once, and training goes on without them.
+Their own environment variables configure them: WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI. An
+error is reported once, and training continues without the tracker.
 
 A run may go back: it resumes from an earlier checkpoint, or rolls back. Every row after that is
-sent too, with its step. Weights & Biases drops a row whose position is not behind all others. So a
-row's position is its step plus an offset, which grows when the run goes back, and the step is a
-metric of its own, the x-axis of all others:
+sent too, with its step. Weights & Biases drops a row whose position does not exceed all others. So
+a row's position is its step plus an offset, which grows when the run goes back, and the step is a
+separate metric, the x-axis of all others:
 
     step        1 2 3 4 5 | 3 4 5 6     resumed after step 2
     offset      0 0 0 0 0 | 3 3 3 3
@@ -28,16 +27,17 @@ from hybridpar.config import Config, Whole, from_plain, to_mapping
 from hybridpar.reading import parse_json, read_limited, to_json
 
 NAMES = "trackers.json"
-"""The identities of a run at its trackers, so that a resumed run goes on there."""
+"""File with a run's ids at its trackers, with which a resumed run continues there."""
 _STEP = "step"
-"""The metric of Weights & Biases that holds a row's step."""
+"""Metric of Weights & Biases that holds a row's step."""
 
 
 class Tracker(Protocol):
     """A run at a tracker.
 
-    Attributes: id: its identity there. next_position: the first position that it takes; 0 if it
-        takes any.
+    Attributes:
+        id: Its id there.
+        next_position: First position that it accepts; 0 if it accepts any.
     """
 
     id: str
@@ -49,25 +49,28 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class _Known:
-    """The content of a trackers.json. ids: identities by the names of trackers. offset: of
-    positions after steps."""
+    """Content of trackers.json.
+
+    Attributes:
+        ids: Ids by the names of trackers.
+        offset: Difference between positions and steps.
+    """
 
     ids: dict[str, str] = field(default_factory=dict)
     offset: Whole = 0
 
 
 class Trackers:
-    """All trackers of a run, on the rank that keeps its files. What a tracker raises is said, and
-    not raised.
+    """All trackers of a run, on the rank that writes its files. Errors are reported, not raised.
 
     Args:
         config: Configuration of the run.
-        say: Called with a line for people.
-        resumed_step: The step that training goes on after.
-        last_step: The last step that the run has reached before; -1 if it has reached none.
+        say: Called with each line to report.
+        resumed_step: Step that training resumes after.
+        last_step: Last step that the run has reached before; -1 if none.
 
-    Attributes: ids: identities at all trackers that the run has ever had, also those that this job
-        does not use.
+    Attributes:
+        ids: Ids at all trackers that the run has ever had, even if this job does not use them.
     """
 
     def __init__(
@@ -87,20 +90,18 @@ class Trackers:
                 self._next_position = max(self._next_position, self._open[name].next_position)
 
             self._try(name, begin)
-        self._put_behind(
-            resumed_step + 1 if resumed_step else 0
-        )  # an evaluation comes before the first step
+        # an evaluation comes before the first step
+        self._put_behind(resumed_step + 1 if resumed_step else 0)
 
     def go_back(self, step: int) -> None:
-        """Puts the rows of `step` and later ones, which are written from now on, behind all that
-        were sent."""
+        """Place rows from `step` on after all rows that were sent already."""
         self._put_behind(step)
 
     def _put_behind(self, first_step: int) -> None:
         self._offset = max(self._offset, self._next_position - first_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Sends the numbers of a row of metrics.jsonl."""
+        """Send the numbers of a row of metrics.jsonl."""
         values = {
             name: float(value)
             for name, value in row.items()
@@ -115,19 +116,19 @@ class Trackers:
             self._try(name, lambda tracker=tracker: tracker.write(step, position, values))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Waits until all is sent."""
+        """Wait until all numbers are sent."""
         for name, tracker in list(self._open.items()):
             self._try(name, tracker.close)
         self._open.clear()
 
     def names(self) -> str:
-        """The text of trackers.json."""
+        """Return the text of trackers.json."""
         return to_json(asdict(_Known(self.ids, self._offset)))
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:  # whatever a server, a network or a disk has
+        except Exception as error:  # any error of a server, a network or a disk
             self._open.pop(name, None)
             self._say(
                 f"run.trackers: {name}: {error or type(error).__name__}; training goes on without "
@@ -136,13 +137,11 @@ class Trackers:
 
 
 def _known(path: Path) -> _Known:
-    """The content of a trackers.json; nothing if the file is missing or damaged."""
+    """Read a trackers.json; empty if the file is missing or damaged."""
     try:
         found = parse_json(read_limited(path, 1 << 16, within=path.parent))
-        if (
-            isinstance(found, dict) and "ids" not in found
-        ):  # of an older version: the identities alone
-            found = {"ids": found}
+        if isinstance(found, dict) and "ids" not in found:
+            found = {"ids": found}  # an older version stored the ids only
         known: _Known = from_plain(_Known, found, NAMES)
         return known
     except (OSError, ValueError):
@@ -165,7 +164,7 @@ class _Wandb:
         )
         self.id = str(self._run.id)
         self.next_position = int(self._run.step)
-        """One behind what its server has; 0 for a new run and without a connection."""
+        """First position that its server lacks; 0 for a new run and without a connection."""
         self._run.define_metric(_STEP, hidden=True)
         self._run.define_metric("*", step_metric=_STEP)
 
@@ -177,17 +176,14 @@ class _Wandb:
 
 
 class _Mlflow:
-    """A run of MLflow, whose numbers are sent by a thread of its own. It keeps all values of a
-    step, by their times."""
+    """A run of MLflow, which sends numbers from its own thread and keeps all values of a step."""
 
     next_position = 0
 
     def __init__(self, config: Config, known: str):
         mlflow = importlib.import_module("mlflow")
-        self._entities, self._client = (
-            importlib.import_module("mlflow.entities"),
-            mlflow.MlflowClient(),
-        )
+        self._entities = importlib.import_module("mlflow.entities")
+        self._client = mlflow.MlflowClient()
         self.id = known or self._new_run(config)
         if known:
             self._client.update_run(known, status="RUNNING")
@@ -204,7 +200,7 @@ class _Mlflow:
             for section, table in to_mapping(config).items()
             for key, value in table.items()
         ]
-        for first in range(0, len(flat), 100):  # the most that one call may have
+        for first in range(0, len(flat), 100):  # a call accepts at most 100
             self._client.log_batch(run, params=flat[first : first + 100])
         return run
 

@@ -112,7 +112,8 @@ def test_the_order_of_sums_stays(delay: int, num_batches: int, m: int) -> None:
 @pytest.mark.parametrize("name", ["naive", "gpipe", "2bw", "pipedream"])
 def test_other_schedules_have_no_such_drain(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"pipeline\.zero_bubble = True: .*only 1f1b and interleaved; try false"
+        ConfigError,
+        match=r"pipeline\.zero_bubble = True: .*only with 1f1b and interleaved; try false",
     ):
         make_schedule(ScheduleOptions(name, zero_bubble=True))
 

@@ -27,7 +27,7 @@ from hybridpar.train.autotuning.auto_schedule import (
     shapes,
     simulated,
 )
-from hybridpar.train.autotuning.autotune import settle
+from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.faults.errors import SetupError
 from hybridpar.verify.run import verify
 
@@ -118,7 +118,7 @@ def test_a_filled_order_keeps_no_more_bytes_than_the_fullest_rank() -> None:
 
 def settled(config: Config) -> PipelineConfig:
     grid = ProcessGrid(pp=config.parallel.pp, dp=config.parallel.dp)
-    return settle(config, grid, CPU, lambda line: None).pipeline
+    return autotune(config, grid, CPU, lambda line: None).pipeline
 
 
 @pytest.mark.ranks

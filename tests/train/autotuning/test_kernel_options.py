@@ -402,7 +402,7 @@ def test_a_run_chooses_before_anything_is_measured_and_writes_when_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    settle = loop.settle
+    autotune = loop.autotune
     begin = loop.run_folder.begin
 
     def note(name: str, then: Callable[..., Any]) -> Callable[..., Any]:
@@ -416,8 +416,8 @@ def test_a_run_chooses_before_anything_is_measured_and_writes_when_it_begins(
     path = config.run.folder / FILE
     options = KernelOptions({A100: {KEY: Entry(SECOND, {})}}, is_new=True)
     monkeypatch.setattr(loop.kernel_options, "prepare", note("choose", lambda *args: options))
-    monkeypatch.setattr(loop, "settle", note("settle", settle))
+    monkeypatch.setattr(loop, "autotune", note("autotune", autotune))
     monkeypatch.setattr(loop.run_folder, "begin", note("begin", begin))
     loop.train(config, Launch(0, 0, 1, 1))
-    assert order == ["choose", "settle", "begin"]
+    assert order == ["choose", "autotune", "begin"]
     assert json.loads(path.read_text()) == {A100: {KEY: {"chosen": list(SECOND), "us": {}}}}

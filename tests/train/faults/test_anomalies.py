@@ -41,14 +41,14 @@ def losses(start: int, count: int) -> list[float]:
 def test_a_spike_is_told_from_noise_and_from_a_fall() -> None:
     judged = judge(loss_spike=6.0, on_loss_spike="roll_back", window=16)
     assert all(
-        judged.judge(i + 1, loss, 1.0, cured=False) is None for i, loss in enumerate(losses(0, 40))
+        judged.detect(i + 1, loss, 1.0, cured=False) is None for i, loss in enumerate(losses(0, 40))
     )
-    assert judged.judge(41, 2.0, 1.0, cured=False) is None, "a loss may fall"
-    found = judged.judge(42, 4.5, 1.0, cured=False)
+    assert judged.detect(41, 2.0, 1.0, cured=False) is None, "a loss may fall"
+    found = judged.detect(42, 4.5, 1.0, cured=False)
     assert found is not None
     assert (found.kind, found.policy) == ("loss_spike", "roll_back")
     assert "the loss is 4.5, " in found.what
-    assert judged.judge(43, losses(42, 1)[0], 1.0, cured=False) is None, (
+    assert judged.detect(43, losses(42, 1)[0], 1.0, cured=False) is None, (
         "a spike is not among those it is judged by"
     )
 
@@ -56,8 +56,8 @@ def test_a_spike_is_told_from_noise_and_from_a_fall() -> None:
 def test_too_few_losses_tell_nothing() -> None:
     judged = judge(loss_spike=3.0, norm_spike=3.0, window=16)
     for i in range(8):
-        assert judged.judge(i + 1, 1.0 + 100.0 * i, 1.0, cured=False) is None
-    norm = judged.judge(9, 400.0, 50.0, cured=False)
+        assert judged.detect(i + 1, 1.0 + 100.0 * i, 1.0, cured=False) is None
+    norm = judged.detect(9, 400.0, 50.0, cured=False)
     assert norm is not None
     assert norm.kind == "norm_spike"
 
@@ -65,20 +65,22 @@ def test_too_few_losses_tell_nothing() -> None:
 def test_a_judge_goes_on_from_its_state() -> None:
     first = judge(loss_spike=6.0, norm_spike=6.0, window=16)
     for i, loss in enumerate(losses(0, 20)):
-        first.judge(i + 1, loss, 2 * loss, cured=False)
+        first.detect(i + 1, loss, 2 * loss, cured=False)
     second = judge(loss_spike=6.0, norm_spike=6.0, window=16)
     second.load_state(json.loads(json.dumps(first.state())))
     for loss, norm in ((2.9, 5.0), (9.0, 5.0), (2.9, 90.0), (math.nan, 1.0)):
-        assert second.judge(21, loss, norm, cured=False) == first.judge(21, loss, norm, cured=False)
+        assert second.detect(21, loss, norm, cured=False) == first.detect(
+            21, loss, norm, cured=False
+        )
     assert judge().state() == {}, "nothing is kept that nobody asked for"
 
 
 def test_too_many_anomalies_end_the_run() -> None:
     judged = judge(limit=3, window=8)
-    found = [judged.judge(step, math.inf, 1.0, cured=False) for step in (1, 2, 12, 13, 14)]
+    found = [judged.detect(step, math.inf, 1.0, cured=False) for step in (1, 2, 12, 13, 14)]
     assert [a.policy for a in found if a] == ["skip"] * 4 + ["stop"]
     assert "the 3th anomaly within 8 steps" in found[-1].what  # type: ignore[union-attr]
-    assert judged.judge(15, math.nan, math.nan, cured=True) is None, (
+    assert judged.detect(15, math.nan, math.nan, cured=True) is None, (
         "fp16's loss scale deals with that"
     )
 

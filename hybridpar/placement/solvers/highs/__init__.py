@@ -1,5 +1,4 @@
-"""HiGHS, in a process of its own: it prints what it likes there, and the process ends when its time
-is over.
+"""HiGHS in a separate process, which may print anything and is killed at its time limit.
 
 with Highs() as highs:
     answer = highs.solve(program, deadline)
@@ -33,10 +32,10 @@ _SCRIPT = Path(__file__).with_name("process.py")
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Minimise cost @ x where matrix @ x <= limits, lower <= x <= upper, and x is whole where
+    """Minimise cost @ x subject to matrix @ x <= limits, lower <= x <= upper, and x integer where
     `integer` is 1.
 
-    Shapes: limits [rows], all others [variables]. `gap`: relative, at which HiGHS may stop.
+    Shapes: limits [rows], all others [variables]. `gap`: relative gap at which HiGHS may stop.
     """
 
     cost: Floats
@@ -50,10 +49,13 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """`values` is empty if no solution was found. `bound`: none is below it. `proven`: the values
-    are optimal.
+    """Result of a program.
 
-    `note`: why it is neither proven nor known to be infeasible.
+    Args:
+        values: The solution; empty if none was found.
+        bound: Lower bound on the objective.
+        proven: Whether the values are optimal.
+        note: Reason why the result is neither proven optimal nor known to be infeasible.
     """
 
     values: Floats
@@ -64,8 +66,8 @@ class Answer:
 
 
 class Highs:
-    """Solves programs. The process starts at once, beside what the caller does before the first of
-    them."""
+    """A solver of programs. Its process starts at once, in parallel with the caller's preparation
+    of the first program."""
 
     def __init__(self) -> None:
         self._process, self._connection = self._start()
@@ -78,11 +80,11 @@ class Highs:
         self._end()
 
     def solve(self, program: Program, deadline: float) -> Answer:
-        """The best answer of HiGHS until `deadline` (`time.monotonic()`).
+        """Return HiGHS's best result until `deadline` (`time.monotonic()`).
 
-        Where it has not looked at its clock, the process is ended soon after (`process.GRACE`), and
-        nothing is known of what it has found. Nor is it waited for any longer where it has not even
-        started.
+        If HiGHS does not check its clock in time, its process is killed soon after
+        (`process.GRACE`), and its result is lost. A process that has not even started is not waited
+        for any longer, either.
         """
         if time.monotonic() >= deadline:
             return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
@@ -96,21 +98,19 @@ class Highs:
         except (EOFError, OSError):
             return Answer(np.empty(0), -np.inf, note=_reason(self._process.wait()))
         done = status in (_OPTIMAL, _INFEASIBLE)
-        return Answer(
-            np.empty(0) if values is None else values,
-            bound,
-            status == _OPTIMAL,
-            status == _INFEASIBLE,
-            "" if done else OUT_OF_TIME,
-        )
+        if values is None:
+            values = np.empty(0)
+        note = "" if done else OUT_OF_TIME
+        return Answer(values, bound, status == _OPTIMAL, status == _INFEASIBLE, note)
 
     def wait_until_ready(self, deadline: float) -> bool:
-        """Waits until the process can take a program, so that its start does not count against the
-        time of one.
+        """Wait until the process can take a program, so that its start does not count against a
+        program's time.
 
-        Raises: EOFError, OSError where the process has ended meanwhile.
+        Raises:
+            EOFError: The process has ended. Also OSError.
         """
-        if self._process.poll() is not None:  # it was ended
+        if self._process.poll() is not None:  # it was killed
             self._end()
             self._process, self._connection = self._start()
             self._ready = False
@@ -139,7 +139,7 @@ class Highs:
 
 
 def _reason(status: int) -> str:
-    """Why the process ended."""
+    """Return why the process ended."""
     if status == -signal.SIGALRM:
         return OUT_OF_TIME
     if status == -signal.SIGKILL:

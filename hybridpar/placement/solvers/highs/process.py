@@ -1,10 +1,9 @@
-"""The process that runs HiGHS: takes programs from its parent, one after the other, and gives back
-what was found.
+"""The process that runs HiGHS: it takes programs from its parent one by one, and returns the
+results.
 
-It is run as a script, in a folder of its own, and imports nothing of hybridpar, which takes seconds
-to import. HiGHS looks at its clock seldom in presolve and within a long linear program, so the
-kernel ends this process (SIGALRM) where an answer is `GRACE` late. It also ends when its parent
-does.
+It runs as a script in a folder of its own, and does not import hybridpar, which takes seconds.
+HiGHS seldom checks its clock in presolve and within a long linear program, so the kernel kills this
+process (SIGALRM) if a result is `GRACE` late. The process also ends when its parent does.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 GRACE = 0.5
 """Seconds."""
 SHARE = 0.98
-"""Share of the time that HiGHS is told: it mostly takes a little more."""
+"""Share of the remaining time that HiGHS is given, because it mostly takes a little more."""
 LEAST = 0.01
 MOST = 1e9
 
 
 def answer(program: dict[str, Any]) -> tuple[Any, float, int]:
-    """The values (None if there are none), the bound, and scipy's status of a program."""
+    """Return the values (None if there are none), the bound, and scipy's status of a program."""
     seconds = SHARE * (program["deadline"] - time.monotonic())
     result = milp(
         program["cost"],
@@ -42,8 +41,9 @@ def answer(program: dict[str, Any]) -> tuple[Any, float, int]:
 
 
 def serve(connection: Connection) -> None:
-    """Says True when it can begin, then answers until the other side closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends this process
+    """Send True when ready, then answer until the other side closes the connection."""
+    # the parent receives Ctrl-C, too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):
         connection.send(True)
         while True:

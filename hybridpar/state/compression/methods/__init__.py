@@ -1,1 +1,1 @@
-"""Compression methods, a file each. Only state/compression/registry.py imports them."""
+"""Compression methods, one file each. Only state/compression/registry.py imports them."""

@@ -41,7 +41,7 @@ _COUNT = torch.int32
 
 
 class Thresholds(Method):
-    """Messages of the elements above a threshold, of which each replica has its own."""
+    """Sends the elements above a threshold. Each replica has its own thresholds."""
 
     name = "dct"
     rounds = 2
@@ -62,8 +62,9 @@ class Thresholds(Method):
 
     @classmethod
     def element_bytes(cls, config: Config, item: int) -> float:
-        """See Method. In the mean over a period, in which it sends up to LIMIT times what it is
-        to keep."""
+        """Return the mean bytes over a period, in which a batch sends up to LIMIT times the
+        configured share. See Method.
+        """
         settings = config.compression
         kept = min(1.0, settings.gradients_kept * (1 + LIMIT) / 2)
         size = 2 if settings.gradients_values == "bf16" else item
@@ -80,8 +81,9 @@ class Thresholds(Method):
         return min(entry.numel, ceil(LIMIT * self._wanted(entry)))
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """See Method. Collectives: a broadcast for each rank of its header, then one of its
-        message."""
+        """See Method. Collectives: one broadcast of its header for each rank, then one of its
+        message.
+        """
         thresholds = [self._threshold(entry, batch) for entry in self.packed]
         counts = self.other.own.take(len(self.packed), _COUNT)
         counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
@@ -102,7 +104,7 @@ class Thresholds(Method):
                 sparse(total, self.kernels.sparse).add_(total, value, places, rank == 0)
 
     def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
-        """The threshold of this batch, and how many elements it sends."""
+        """Return the threshold of this batch, and how many elements it sends."""
         key = f"{entry.name}.{_THRESHOLD}"
         x = self.feedback.next_kept[entry.name]
         passes = sparse(x, self.kernels.sparse)
@@ -118,7 +120,7 @@ class Thresholds(Method):
         return higher, min(passes.count(x, higher), most)
 
     def _pack(self, thresholds: Sequence[tuple[Tensor, int]], message: Reader) -> None:
-        """Writes the values and the places of this rank's message."""
+        """Write the values and the indices of this rank's message."""
         values = [message.take(count, self._values) for _, count in thresholds]
         for entry, value, (threshold, _) in zip(self.packed, values, thresholds, strict=True):
             x = self.feedback.next_kept[entry.name]
@@ -126,7 +128,7 @@ class Thresholds(Method):
             sparse(x, self.kernels.sparse).pack_(x, threshold, value, places)
 
     def _num_bytes(self, counts: Sequence[int]) -> int:
-        """Bytes of a message with so many elements of each tensor."""
+        """Return the bytes of a message with these counts of elements, one for each tensor."""
         of_each = (
             count * self._values.itemsize + place_bytes(entry.numel, count)
             for entry, count in zip(self.packed, counts, strict=True)
@@ -136,15 +138,15 @@ class Thresholds(Method):
 
 @dataclass(frozen=True)
 class TopK(KeptShare):
-    """Sends the k numbers of each row that are farthest from zero, and their places (ops.largest);
+    """Sends the k numbers of each row that are farthest from zero, and their indices (ops.largest);
     the others become 0.
 
-    Bytes of a row: those of k values, and ceil(cols / 8); k is share * cols, rounded. This is
-    DCT-MP (arXiv 2010.08899, algorithm 2), but each token has its own threshold, its k-th largest
-    feature; there a tensor has one, which is set anew every L iterations. So the ends of a link
-    share no state that could differ, messages have one length, and which features pass depends
-    neither on micro-batches nor on the grid. What is left out is not added later: its sample does
-    not come again.
+    Bytes of a row: k values, and ceil(cols / 8) bytes for the indices; k is share * cols, rounded.
+    This is DCT-MP (arXiv 2010.08899, algorithm 2), with one difference: in the paper a tensor has
+    one threshold, recomputed every L iterations; here each token has its own, its k-th largest
+    feature. So the ends of a link share no state that could differ, messages have a fixed length,
+    and which features pass depends neither on micro-batches nor on the grid. There is no error
+    feedback, because a sample does not come again.
     """
 
     backend: str = "auto"
@@ -166,14 +168,17 @@ class TopK(KeptShare):
         return FixedIndices(self)
 
     def places(self, message: Tensor, cols: int) -> Tensor:
-        """The places of a message's numbers: a copy. Shapes: uint8 [rows, `places_bytes`]."""
+        """Return a copy of the indices of a message's numbers. Shapes: uint8 [rows,
+        `places_bytes`].
+        """
         return message[:, self.values(cols) :].clone()
 
 
 @dataclass(frozen=True, eq=False)
 class FixedIndices(Codec):
-    """Sends the numbers of each row at `where`, which both ends of the link know; the others become
-    0."""
+    """Sends the numbers of each row at the indices `where`, which both ends of the link know; the
+    others become 0.
+    """
 
     follows = True
 
@@ -181,7 +186,7 @@ class FixedIndices(Codec):
     where: Tensor | None = None
 
     def at(self, places: Tensor | None) -> FixedIndices:
-        """The codec of one message."""
+        """Return the codec of one message."""
         return replace(self, where=places)
 
     def row_bytes(self, cols: int) -> int:

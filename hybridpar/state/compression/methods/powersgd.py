@@ -34,7 +34,7 @@ _FACTOR = "factor"
 
 
 class PowerSGD(LowRank):
-    """Two messages: P with the tensors that are sent whole, then Q."""
+    """Sends two messages: P after the uncompressed tensors, then Q."""
 
     name = "powersgd"
     rounds = 2
@@ -83,8 +83,9 @@ class PowerSGD(LowRank):
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
 
     def _start(self, entry: Entry) -> Tensor:
-        """The Q to begin with: the batch before's, columns scaled to length 1; zero columns are
-        replaced by random ones, the same for all matrices of a shape."""
+        """Return the Q to start from: the previous batch's, with columns scaled to length 1. Zero
+        columns are replaced by random ones, equal for all matrices of a shape.
+        """
         factor = self.feedback.learned[f"{entry.name}.{_FACTOR}"]
         fresh = self._random(*factor.shape)
         lengths = torch.linalg.vector_norm(factor, dim=0)
@@ -95,8 +96,9 @@ class PowerSGD(LowRank):
     def _multiply(
         self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Writes products into a message, column by column, as these differ in size; returns them
-        as it has them."""
+        """Write products into a message, and return them as the receivers will decode them.
+        Products are written column by column, because they differ in size.
+        """
         products = []
         for matrix, factor in zip(matrices, factors, strict=True):
             columns = factor.t() @ matrix.t()
@@ -111,8 +113,9 @@ class PowerSGD(LowRank):
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """An orthonormal basis of the span of x's columns, by Gram-Schmidt in float64, twice; dependent
-    columns become zero. Shapes: [rows, columns] -> [rows, columns]."""
+    """Return an orthonormal basis of the span of x's columns, by Gram-Schmidt in float64, twice;
+    dependent columns become zero. Shapes: [rows, columns] -> [rows, columns].
+    """
     basis = x.to(torch.float64, copy=True)
     for _ in range(2):
         for i, column in enumerate(basis.unbind(1)):

@@ -1,8 +1,8 @@
 """Streaming batch PCA: tracks gradients as D diag(s) X^T from their factors, and multiplies out
 only the result.
 
-A batch's micro-batches are blocks, in order. Of block i, G = sum of dy^T x over its rows on all
-ranks, dy [rows, m] and x [rows, n]; w = (i + 1) / (i + 2), v = 1 / (i + 2):
+A batch's micro-batches are divided into blocks, in order. For block i, G = sum of dy^T x over its
+rows on all ranks, dy [rows, m] and x [rows, n]; w = (i + 1) / (i + 2), v = 1 / (i + 2):
 
     P = G^T D = sum of x^T (dy D)        X <- Q of (w X + v P / s)
     S = G X   = sum of dy^T (x X)        D <- Q of (w D + v S / s)
@@ -10,15 +10,15 @@ ranks, dy [rows, m] and x [rows, n]; w = (i + 1) / (i + 2), v = 1 / (i + 2):
 
     the sum of the batch's gradients is taken to be (number of blocks) D diag(s) X^T
 
-Q is that of QR with a positive diagonal of R. A batch's initial estimate counts as one block, so
-each estimate is partly that of earlier batches. Without an initial estimate w = i / (i + 1), and D
-is random. If G does not change, X and D come a step of power iteration closer to its singular
-vectors.
+Q is the factor of a QR decomposition in which R has a positive diagonal. A batch's initial estimate
+counts as one block, so each estimate includes part of the earlier batches' estimates. Without an
+initial estimate w = i / (i + 1), and D is random. If G does not change, X and D come a step of
+power iteration closer to its singular vectors.
 
 Settings: gradients_rank, gradients_blocks.
 
-Source: doi 10.1145/3577214, with sums over rows instead of means, and over ranks: X, D and s are
-those of one process that has all rows.
+Source: doi 10.1145/3577214, with sums over rows instead of means, and summed over ranks: X, D and s
+equal the result of one process that has all rows.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Tracked(NamedTuple):
         return (self.s == 0).all()
 
     def divisor(self) -> Tensor:
-        """s, or 1 without an estimate; kept away from zero, relative to the largest. Shapes:
-        [k]."""
+        """Return s, kept away from zero relative to its largest element; 1 if there is no estimate
+        yet. Shapes: [k].
+        """
         sizes = self.s.abs()
         least = sizes.max() * torch.finfo(self.s.dtype).eps ** 0.5
         return torch.where(
@@ -64,32 +65,34 @@ class Tracked(NamedTuple):
         )
 
     def with_x(self, p: Tensor, w: Tensor, v: Tensor) -> Tracked:
-        """The same with the X from P."""
+        """Return the estimate with X updated from P."""
         return self._replace(x=basis(w * self.x + v * p / self.divisor()))
 
     def with_d(self, s: Tensor, w: Tensor, v: Tensor) -> Tracked:
-        """The same with the D and s from S."""
+        """Return the estimate with D and s updated from S."""
         kept = torch.where(self.is_new, 0.0, w)
         d = basis(kept * self.d + v * s / self.divisor())
         return Tracked(self.x, d, w * self.s + v * (d * s).sum(0))
 
 
 class StreamingPCA(LowRank):
-    """For each block a message with P and one with S; with the first one go the tensors that are
-    sent whole."""
+    """Sends a message with P and one with S for each block. The first message also carries the
+    uncompressed tensors.
+    """
 
     name = "sbpca"
     scaled = frozenset({_S})
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
-        """Two for each block."""
+        """Two messages for each block."""
         return 2 * self.settings.gradients_blocks
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
-        """Return whether it is a hidden matrix of a layer that gives its gradient as factors, as
-        torch's do not."""
+        """Return whether the parameter is a hidden matrix of a layer that hands its gradient over
+        as factors. Layers of torch.nn do not.
+        """
         return len(shape) == 2 and bool(placement.matrices) and placement.factored
 
     @classmethod
@@ -116,9 +119,8 @@ class StreamingPCA(LowRank):
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: two broadcasts for each rank and block."""
         tracked = [Tracked(*(self.feedback.learned[key] for key in keys)) for keys in self._keys]
-        before = [
-            (~of.is_new).to(self.dtype) for of in tracked
-        ]  # blocks that what there is counts as
+        # number of blocks that an estimate counts as when the batch begins
+        before = [(~of.is_new).to(self.dtype) for of in tracked]
         parts = [self._take(entry.name) for entry in self.packed]
         number = max(1, min(self.settings.gradients_blocks, max(map(len, parts))))
         blocks = [[own[a:b] for a, b in split_ranges(len(own), number)] for own in parts]
@@ -148,11 +150,11 @@ class StreamingPCA(LowRank):
                 self.feedback.next_learned[key].copy_(tensor)
 
     def _begun(self, of: Tracked) -> Tracked:
-        """For a new one, a random D, and an X that has no weight."""
+        """Return a starting estimate: a random D, and an X without weight."""
         return Tracked(torch.zeros_like(of.x), basis(self._random(*of.d.shape)), of.s)
 
     def _take(self, name: str) -> list[Product]:
-        """The factors of this rank's gradient, in the order of the backwards."""
+        """Remove and return the factors of this rank's gradient, in the order of the backwards."""
         parts = self.parts.pop(name, [])
         assert all(isinstance(part, Product) for part in parts), (
             f"{name}: a part that is no product"
@@ -162,8 +164,11 @@ class StreamingPCA(LowRank):
     def _project(
         self, message: Reader, entry: Entry, dim: int, parts: Sequence[Product], onto: Tensor
     ) -> None:
-        """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message. Its
-        place there may not be aligned, and a product has other bits then."""
+        """Write this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message.
+
+        The product is computed in a tensor of its own and then copied: its place in the message may
+        be unaligned, which would change the bits of the product.
+        """
         columns = torch.zeros(onto.shape[1], entry.shape[dim], dtype=self.dtype, device=self.device)
         for dy, x in parts:
             left, right = (dy, x) if dim == 0 else (x, dy)
@@ -171,7 +176,7 @@ class StreamingPCA(LowRank):
         message.take(columns.numel(), self.dtype).copy_(columns.view(-1))
 
     def _gather(self, message: Reader, *, is_first: bool = False) -> Iterator[Works]:
-        """Starts to bring a message to all ranks."""
+        """Start to broadcast a message to all ranks."""
         elements = message.num_bytes // self.dtype.itemsize - is_first * self._dense_numel
         self.sent.add(elements, message.num_bytes)
         yield (self.wire if is_first else self.other).gather([message.num_bytes] * self.axis.size)
