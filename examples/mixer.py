@@ -1,8 +1,7 @@
-"""An MLP-mixer (arXiv 2105.01601) of ordinary torch modules: pipelines, replicas and 2BW need
-nothing else.
+"""An MLP-mixer (arXiv 2105.01601) of ordinary torch modules: pipelines, replicas and 2BW need nothing else.
 
-hybridpar train examples/mixer.toml
-hybridpar verify examples/mixer.toml --grid pp=2,dp=2
+    hybridpar train examples/mixer.toml
+    hybridpar verify examples/mixer.toml --grid pp=2,dp=2
 """
 
 from dataclasses import dataclass
@@ -29,9 +28,7 @@ class Mixer(hp.SequentialSpec, ViT):  # the vision transformer's images
         yield nn.Sequential(nn.LayerNorm(self.width), nn.Linear(self.width, self.classes))
 
     def loss(self, scores, batch):
-        return nn.functional.cross_entropy(
-            reduce(scores, "b patch c -> b c", "mean"), batch["label"]
-        )
+        return nn.functional.cross_entropy(reduce(scores, "b patch c -> b c", "mean"), batch["label"])
 
 
 class Patches(nn.Linear):
@@ -40,20 +37,14 @@ class Patches(nn.Linear):
         self.patch = model.patch
 
     def forward(self, image):
-        return super().forward(
-            rearrange(image, "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch)
-        )
+        return super().forward(rearrange(image, "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch))
 
 
 class Layer(nn.Module):
     def __init__(self, tokens, width):
         super().__init__()
-        self.across = nn.Sequential(
-            nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens)
-        )
-        self.within = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.across = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens))
+        self.within = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x):

@@ -1,8 +1,7 @@
-"""A GPT of plain torch modules, trained on the source of Python's standard library: python
-examples/plain_gpt.py
+"""A GPT of plain torch modules, trained on the source of Python's standard library: python examples/plain_gpt.py
 
-Its modules form a row, so they need no class of ours: two processes train them as a pipeline, and
-the weights go back into the same modules, which then write text without hybridpar.
+Its modules form a row, so they need no class of ours: two processes train them as a pipeline, and the weights go back
+into the same modules, which then write text without hybridpar.
 """
 
 import sysconfig
@@ -14,11 +13,7 @@ from torch.nn import functional
 
 import hybridpar as hp
 
-# a token is a byte
-WIDTH = 128
-HEADS = 4
-DEPTH = 4
-CONTEXT = 128
+WIDTH, HEADS, DEPTH, CONTEXT = 128, 4, 4, 128  # a token is a byte
 
 
 class Embedding(nn.Module):
@@ -35,15 +30,10 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
-        )
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
@@ -58,14 +48,9 @@ def metrics(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def samples(files: list[Path]) -> list[dict[str, Tensor]]:
-    text = torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
-    ).long()
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     rows = text[: (len(text) - 1) // CONTEXT * CONTEXT + 1]
-    return [
-        {"x": x, "next": y}
-        for x, y in zip(rows[:-1].split(CONTEXT), rows[1:].split(CONTEXT), strict=True)
-    ]
+    return [{"x": x, "next": y} for x, y in zip(rows[:-1].split(CONTEXT), rows[1:].split(CONTEXT), strict=True)]
 
 
 @torch.no_grad()
@@ -79,23 +64,13 @@ def write(model: nn.Module, prompt: str, num_bytes: int) -> str:
 
 if __name__ == "__main__":
     torch.manual_seed(1)
-    model = nn.Sequential(
-        Embedding(),
-        *(Layer() for _ in range(DEPTH)),
-        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)),
-    )
+    model = nn.Sequential(Embedding(), *(Layer() for _ in range(DEPTH)),
+                          nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     trainer = hp.Trainer(
-        model,
-        loss=loss,
-        metrics=metrics,
-        datasets={"train": samples(files[5:]), "valid": samples(files[:5])},
-        parallel={"pp": 2},
-        pipeline={"schedule": "2bw", "num_microbatches": 4},
-        optim={"lr": 2e-3, "warmup_steps": 20},
-        train={"num_steps": 200, "micro_batch_size": 8, "eval_interval": 100},
-        run={"name": "plain_gpt"},
-    )
+        model, loss=loss, metrics=metrics, datasets={"train": samples(files[5:]), "valid": samples(files[:5])},
+        parallel={"pp": 2}, pipeline={"schedule": "2bw", "num_microbatches": 4}, optim={"lr": 2e-3, "warmup_steps": 20},
+        train={"num_steps": 200, "micro_batch_size": 8, "eval_interval": 100}, run={"name": "plain_gpt"})
     print("pp=2 dp=2 is one process:", trainer.verify({"pp": 2, "dp": 2}, num_batches=2).ok)
     losses = trainer.fit().history.losses
     print(f"loss of step 1: {losses[1]:.2f}, of the last one: {losses[max(losses)]:.2f}")

@@ -1,5 +1,4 @@
-"""A ResNet of plain torch modules that finds the rotation of a stripe pattern: python
-examples/resnet.py
+"""A ResNet of plain torch modules that finds the rotation of a stripe pattern: python examples/resnet.py
 
 GroupNorm stands for BatchNorm, whose results depend on the other images of a micro-batch.
 """
@@ -10,8 +9,7 @@ from torch.nn import functional
 
 import hybridpar as hp
 
-CLASSES = 8
-SIZE = 32
+CLASSES, SIZE = 8, 32
 
 
 class Block(nn.Module):
@@ -20,9 +18,7 @@ class Block(nn.Module):
         self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.norm1, self.norm2 = nn.GroupNorm(8, after), nn.GroupNorm(8, after)
-        self.skip = (
-            nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride, bias=False)
-        )
+        self.skip = nn.Identity() if before == after else nn.Conv2d(before, after, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out = functional.relu(self.norm1(self.conv1(x)))
@@ -32,16 +28,8 @@ class Block(nn.Module):
 def resnet() -> nn.Sequential:
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()),
-        Block(16, 16, 1),
-        Block(16, 16, 1),
-        Block(16, 32, 2),
-        Block(32, 32, 1),
-        Block(32, 64, 2),
-        Block(64, 64, 1),
-        nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, CLASSES)
-        ),
-    )
+        Block(16, 16, 1), Block(16, 16, 1), Block(16, 32, 2), Block(32, 32, 1), Block(32, 64, 2), Block(64, 64, 1),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, CLASSES)))
 
 
 def images(number: int, seed: int) -> list[dict[str, Tensor]]:
@@ -72,22 +60,13 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     model = resnet()
     trainer = hp.Trainer(
-        model,
-        loss=loss,
-        metrics=metrics,
-        datasets={"train": images(4000, 1), "valid": images(400, 2)},
-        parallel={"dp": 2},
-        optim={"lr": 3e-3, "weight_decay": 0.05, "warmup_steps": 10},
-        run={"name": "resnet"},
-        train={"num_steps": 150, "micro_batch_size": 16, "eval_interval": 25, "eval_batches": 3},
-    )
+        model, loss=loss, metrics=metrics, datasets={"train": images(4000, 1), "valid": images(400, 2)},
+        parallel={"dp": 2}, optim={"lr": 3e-3, "weight_decay": 0.05, "warmup_steps": 10}, run={"name": "resnet"},
+        train={"num_steps": 150, "micro_batch_size": 16, "eval_interval": 25, "eval_batches": 3})
     for grid in ({"pp": 2}, {"pp": 2, "dp": 2}):
         print(f"{grid} is one process:", trainer.verify(grid, num_batches=2).ok)
     outcome = trainer.fit(on_evaluation=reached)
-    print(
-        "validation by step:",
-        {step: row["val_accuracy"] for step, row in outcome.history.validation.items()},
-    )
+    print("validation by step:", {step: row["val_accuracy"] for step, row in outcome.history.validation.items()})
     print("validation:", trainer.evaluate())
     model.load_state_dict(trainer.state_dict())
     sample = images(1, 3)[0]

@@ -1,8 +1,7 @@
-"""An encoder-decoder like T5 that learns to sort: the encoder's output travels with the decoder's,
-stage by stage.
+"""An encoder-decoder like T5 that learns to sort: the encoder's output travels with the decoder's, stage by stage.
 
-torchrun --nproc-per-node 4 -m hybridpar train examples/t5.toml --parallel.tp 2 --parallel.pp 2
-hybridpar verify examples/t5.toml --grid tp=2,pp=2
+    torchrun --nproc-per-node 4 -m hybridpar train examples/t5.toml --parallel.tp 2 --parallel.pp 2
+    hybridpar verify examples/t5.toml --grid tp=2,pp=2
 """
 
 from dataclasses import dataclass
@@ -32,40 +31,24 @@ class T5(hp.ModelSpec):
         return {"encoder": shape} if number <= self.layers else {"encoder": shape, "decoder": shape}
 
     def block(self, number, build):
-        kinds = [
-            Embedding,
-            *[EncoderLayer] * self.layers,
-            Embedding,
-            *[DecoderLayer] * self.layers,
-            Head,
-        ]
+        kinds = [Embedding, *[EncoderLayer] * self.layers, Embedding, *[DecoderLayer] * self.layers, Head]
         return kinds[number](self, build, "encoder" if number <= self.layers else "decoder")
 
     def sample(self, number, seed):
         numbers = np.random.default_rng([seed, number]).integers(1, self.vocabulary, self.length)
         ordered = np.sort(numbers)
-        return {
-            "encoder": numbers,
-            "decoder": np.concatenate(([0], ordered[:-1])),
-            "label": ordered,
-        }
+        return {"encoder": numbers, "decoder": np.concatenate(([0], ordered[:-1])), "label": ordered}
 
     def dataset(self, part):
-        return [
-            self.sample(i, seed=ord(part[0])) for i in range({"train": 4000, "valid": 400}[part])
-        ]
+        return [self.sample(i, seed=ord(part[0])) for i in range({"train": 4000, "valid": 400}[part])]
 
 
 class Embedding(nn.Module):
     def __init__(self, model, build, part):
         super().__init__()
         self.part = part
-        self.words = hp.VocabParallelEmbedding(
-            model.vocabulary, model.width, build.axis, **build.factory
-        )
-        self.positions = hp.LearnedPositionEmbedding(
-            model.length, model.width, build.axis, **build.factory
-        )
+        self.words = hp.VocabParallelEmbedding(model.vocabulary, model.width, build.axis, **build.factory)
+        self.positions = hp.LearnedPositionEmbedding(model.length, model.width, build.axis, **build.factory)
 
     def forward(self, x, batch, key):
         tokens = batch[self.part]
@@ -75,15 +58,9 @@ class Embedding(nn.Module):
 class EncoderLayer(nn.Module):
     def __init__(self, model, build, part):
         super().__init__()
-        width = model.width
-        axis = build.axis
-        factory = build.factory
-        self.norms = nn.ModuleList(
-            hp.LayerNorm(width, axis, **factory) for _ in range(2 + (part == "decoder"))
-        )
-        self.attention = hp.ParallelAttention(
-            width, model.heads, axis, causal=part == "decoder", **factory
-        )
+        width, axis, factory = model.width, build.axis, build.factory
+        self.norms = nn.ModuleList(hp.LayerNorm(width, axis, **factory) for _ in range(2 + (part == "decoder")))
+        self.attention = hp.ParallelAttention(width, model.heads, axis, causal=part == "decoder", **factory)
         self.mlp = hp.ParallelMLP(width, 4 * width, axis, **factory)
 
     def forward(self, x, batch, key):
@@ -94,10 +71,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(EncoderLayer):
     def __init__(self, model, build, part):
         super().__init__(model, build, part)
-        width = model.width
-        heads = model.heads
-        axis = build.axis
-        factory = build.factory
+        width, heads, axis, factory = model.width, model.heads, build.axis, build.factory
         self.heads = heads // axis.size  # tp ranks have equal numbers of heads
         self.queries = hp.ColumnParallelLinear(width, width, axis, **factory)
         self.memory = hp.ColumnParallelLinear(width, 2 * width, axis, **factory)
@@ -106,9 +80,7 @@ class DecoderLayer(EncoderLayer):
     def forward(self, x, batch, key):
         d = x["decoder"] + self.attention(self.norms[0](x["decoder"]))
         q = rearrange(self.queries(self.norms[2](d)), "b t (n d) -> b n t d", n=self.heads)
-        k, v = rearrange(
-            self.memory(x["encoder"]), "b s (n two d) -> two b n s d", two=2, n=self.heads
-        )
+        k, v = rearrange(self.memory(x["encoder"]), "b s (n two d) -> two b n s d", two=2, n=self.heads)
         read = nn.functional.scaled_dot_product_attention(q, k, v)
         d = d + self.out(rearrange(read, "b n t d -> b t (n d)"))
         return x | {"decoder": d + self.mlp(self.norms[1](d))}
@@ -123,7 +95,5 @@ class Head(nn.Module):
 
     def forward(self, x, batch, key):
         logits = self.project(self.norm(x["decoder"]))
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["label"].flatten(), reduction="sum"
-        )
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), reduction="sum")
         return {"loss": loss / batch["num_samples"] / logits.shape[1]}

@@ -1,7 +1,7 @@
 """A decoder of the transformers library as it is: Qwen3, whose modules know nothing of pipelines.
 
-torchrun --nproc-per-node 4 -m hybridpar train examples/transformers_model.toml --parallel.pp 4
-hybridpar verify examples/transformers_model.toml --grid pp=2,dp=2
+    torchrun --nproc-per-node 4 -m hybridpar train examples/transformers_model.toml --parallel.pp 4
+    hybridpar verify examples/transformers_model.toml --grid pp=2,dp=2
 """
 
 from dataclasses import dataclass
@@ -36,16 +36,9 @@ class Qwen3(hp.SequentialSpec):
 
     def layers(self):
         config = Qwen3Config(
-            vocab_size=self.vocab,
-            hidden_size=self.width,
-            intermediate_size=3 * self.width,
-            head_dim=32,
-            num_hidden_layers=self.depth,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.groups,
-            max_position_embeddings=self.length,
-            attn_implementation="sdpa",
-        )
+            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=3 * self.width, head_dim=32,
+            num_hidden_layers=self.depth, num_attention_heads=self.heads, num_key_value_heads=self.groups,
+            max_position_embeddings=self.length, attn_implementation="sdpa")
         yield nn.Embedding(self.vocab, self.width)
         for i in range(self.depth):
             yield Layer(config, i)
@@ -57,9 +50,7 @@ class Qwen3(hp.SequentialSpec):
     def sample(self, number, seed):
         random = np.random.default_rng([seed, number])
         # the next number is the one before plus a step, which the first two tell
-        text = (
-            random.integers(self.vocab) + random.integers(1, 9) * np.arange(self.length + 1)
-        ) % self.vocab
+        text = (random.integers(self.vocab) + random.integers(1, 9) * np.arange(self.length + 1)) % self.vocab
         return {"tokens": text[:-1], "labels": text[1:]}
 
     def dataset(self, part):

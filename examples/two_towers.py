@@ -1,8 +1,6 @@
-"""Two towers, of users and of films, whose dot product tells who likes what: python
-examples/two_towers.py
+"""Two towers, of users and of films, whose dot product tells who likes what: python examples/two_towers.py
 
-No row of modules, so the model is a class. Its towers are of hybridpar's layers, which tensor
-parallelism divides.
+No row of modules, so the model is a class. Its towers are of hybridpar's layers, which tensor parallelism divides.
 """
 
 from dataclasses import dataclass
@@ -29,13 +27,7 @@ class TwoTowers(hp.ModelSpec):
         return {"user": (self.width,), "film": (self.width,)}
 
     def block(self, number, build):
-        return (
-            Tables(self)
-            if number == 0
-            else Layers(self, build)
-            if number <= self.depth
-            else Match()
-        )
+        return Tables(self) if number == 0 else Layers(self, build) if number <= self.depth else Match()
 
     def dataset(self, part):
         return ratings(self, *{"train": (20_000, 1), "valid": (2_000, 2)}[part])
@@ -44,10 +36,7 @@ class TwoTowers(hp.ModelSpec):
 class Tables(nn.Module):
     def __init__(self, model):
         super().__init__()
-        self.user, self.film = (
-            nn.Embedding(model.users, model.width),
-            nn.Embedding(model.films, model.width),
-        )
+        self.user, self.film = nn.Embedding(model.users, model.width), nn.Embedding(model.films, model.width)
 
     def forward(self, x, batch, key):
         return {"user": 0.3 * self.user(batch["user"]), "film": 0.3 * self.film(batch["film"])}
@@ -56,12 +45,8 @@ class Tables(nn.Module):
 class Layers(nn.Module):
     def __init__(self, model, build):
         super().__init__()
-        self.towers = nn.ModuleDict(
-            {
-                name: hp.ParallelMLP(model.width, 4 * model.width, build.axis, **build.factory)
-                for name in ("user", "film")
-            }
-        )
+        self.towers = nn.ModuleDict({name: hp.ParallelMLP(model.width, 4 * model.width, build.axis, **build.factory)
+                                     for name in ("user", "film")})
 
     def forward(self, x, batch, key):
         return {name: x[name] + tower(x[name]) for name, tower in self.towers.items()}
@@ -81,19 +66,12 @@ def ratings(model, number, seed):
     random = torch.Generator().manual_seed(seed)
     user, film = (torch.randint(len(rows), (number,), generator=random) for rows in (users, films))
     likes = ((users[user] * films[film]).sum(-1) > 0).float()
-    return [
-        {"user": u, "film": f, "likes": yes} for u, f, yes in zip(user, film, likes, strict=True)
-    ]
+    return [{"user": u, "film": f, "likes": yes} for u, f, yes in zip(user, film, likes, strict=True)]
 
 
 if __name__ == "__main__":
-    trainer = hp.Trainer(
-        TwoTowers(),
-        parallel={"tp": 2},
-        optim={"lr": 1e-2},
-        run={"name": "two_towers"},
-        train={"num_steps": 300, "micro_batch_size": 64, "eval_interval": 100, "eval_batches": 4},
-    )
+    trainer = hp.Trainer(TwoTowers(), parallel={"tp": 2}, optim={"lr": 1e-2}, run={"name": "two_towers"},
+                         train={"num_steps": 300, "micro_batch_size": 64, "eval_interval": 100, "eval_batches": 4})
     for grid in ({"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}):
         print(f"{grid} is one process:", trainer.verify(grid, num_batches=2).ok)
     trainer.fit()

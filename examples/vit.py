@@ -1,7 +1,7 @@
 """A vision transformer on images made on the spot: which way do the stripes run?
 
-torchrun --nproc-per-node 4 -m hybridpar train examples/vit.toml --parallel.tp 2 --parallel.pp 2
-hybridpar verify examples/vit.toml --grid tp=2,pp=2
+    torchrun --nproc-per-node 4 -m hybridpar train examples/vit.toml --parallel.tp 2 --parallel.pp 2
+    hybridpar verify examples/vit.toml --grid tp=2,pp=2
 """
 
 from dataclasses import dataclass
@@ -39,14 +39,8 @@ class ViT(hp.ModelSpec):
         label = random.integers(self.classes)
         y, x = np.mgrid[: self.image, : self.image]
         angle = np.pi * label / self.classes
-        wave = np.sin(
-            random.uniform(0.4, 0.9) * (x * np.cos(angle) + y * np.sin(angle))
-            + random.uniform(0, 6)
-        )
-        return {
-            "image": (wave + random.normal(0, 0.5, wave.shape)).astype(np.float32),
-            "label": label,
-        }
+        wave = np.sin(random.uniform(0.4, 0.9) * (x * np.cos(angle) + y * np.sin(angle)) + random.uniform(0, 6))
+        return {"image": (wave + random.normal(0, 0.5, wave.shape)).astype(np.float32), "label": label}
 
     def dataset(self, part):
         size, seed = {"train": (4000, 1), "valid": (400, 2)}[part]
@@ -56,26 +50,19 @@ class ViT(hp.ModelSpec):
 class Patches(nn.Linear):  # an ordinary module: every tp rank has all of it
     def __init__(self, model):
         super().__init__(model.patch**2, model.width)
-        self.patch, self.positions = (
-            model.patch,
-            nn.Parameter(0.02 * torch.randn(model.activation_shape(0))),
-        )
+        self.patch, self.positions = model.patch, nn.Parameter(0.02 * torch.randn(model.activation_shape(0)))
 
     def forward(self, x, batch, key):
         return self.positions + super().forward(
-            rearrange(batch["image"], "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch)
-        )
+            rearrange(batch["image"], "b (r p) (c q) -> b (r c) (p q)", p=self.patch, q=self.patch))
 
 
 class Layer(nn.Module):  # of hybridpar's layers: divided over tp
     def __init__(self, model, build):
         super().__init__()
-        axis = build.axis
-        factory = build.factory
+        axis, factory = build.axis, build.factory
         self.norms = nn.ModuleList(hp.LayerNorm(model.width, axis, **factory) for _ in range(2))
-        self.attention = hp.ParallelAttention(
-            model.width, model.heads, axis, causal=False, **factory
-        )
+        self.attention = hp.ParallelAttention(model.width, model.heads, axis, causal=False, **factory)
         self.mlp = hp.ParallelMLP(model.width, 4 * model.width, axis, **factory)
 
     def forward(self, x, batch, key):
@@ -88,7 +75,5 @@ class Head(nn.Sequential):
         super().__init__(nn.LayerNorm(model.width), nn.Linear(model.width, model.classes))
 
     def forward(self, x, batch, key):
-        loss = nn.functional.cross_entropy(
-            super().forward(x).mean(1), batch["label"], reduction="sum"
-        )
+        loss = nn.functional.cross_entropy(super().forward(x).mean(1), batch["label"], reduction="sum")
         return {"loss": loss / batch["num_samples"]}

@@ -157,7 +157,7 @@ def check_counters(
     """
     if not (0 <= step <= _MASK and sample >= 0 and sample + num_samples <= _MASK + 1):
         raise ValueError(
-            f"step {step} or samples {sample} to {sample + num_samples} are out of range: 0 to "
+            f"step {step} or samples {sample} to {sample + num_samples - 1} are out of range: 0 to "
             f"2**32 - 1"
         )
     if min(num_samples, rows, cols, stride, start) < 0:

@@ -96,6 +96,7 @@ def links(page: Path) -> Iterator[str]:
 def picture(name: str) -> str:
     """Two batches of eight micro-batches on four ranks, as an SVG picture."""
     from hybridpar.config import from_mapping
+    from hybridpar.job import JobPlan
     from hybridpar.schedules.draw.svg import FORWARDS, draw_svg
     from hybridpar.train.forecasts.preview import preview
 
@@ -108,7 +109,7 @@ def picture(name: str) -> str:
             "pipeline": PICTURES[name] | sizes,
         }
     )
-    timeline = preview(config, 2).timeline
+    timeline = preview(JobPlan(config), 2).timeline
     return draw_svg(timeline, title=name.replace("_", " "), unit=FORWARDS)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hybridpar.schedules.action import Action, Plan
-from hybridpar.schedules.kinds import COMPUTE, ROWS, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
 from hybridpar.schedules.schedule_table import Schedule
 from hybridpar.schedules.sizes import PipelineShape
 
@@ -126,7 +126,7 @@ def captures(
         else:
             if key in captured:
                 found.add(action)
-            if ROWS[action.kind].holds < 0:
+            if ACTION_SPECS[action.kind].holds < 0:
                 captured.discard(key)
                 places.pop(key, None)
     return found
@@ -165,7 +165,7 @@ def stuck(
 
     def launch(number: int, rank: _Rank, action: Action) -> bool:
         """Do what the host does with the action; False: it waits."""
-        row = ROWS[action.kind]
+        row = ACTION_SPECS[action.kind]
         if row.peer_offset:
             end = (
                 (row.matching_recv, action.stage + row.peer_offset)

@@ -85,7 +85,7 @@ sys.exit(main(["{command}", "{ROOT / "scripts/configs/gpt_tiny.toml"}"]))
     assert (
         run.stderr.strip()
         .splitlines()[-1]
-        .endswith(f"command = '{command}': needs scipy; try pip install 'hybridpar[placement]'")
+        .endswith(f"command = '{command}': requires scipy; try pip install 'hybridpar[placement]'")
     ), run.stderr
 
 

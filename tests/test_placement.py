@@ -93,16 +93,16 @@ def test_how_it_is_held_along_every_axis(case: tuple[int, Shard]) -> None:
     split = placement_of(size, shard)
     other = replace(split, shard=replace(shard, axis="ep"), tied="word", partial=("tp",))
     assert [split.along(axis).value for axis in ("pp", "dp", "tp", "x")] == [
-        "split",
+        "sharded",
         "partial",
-        "split",
-        "copy",
+        "sharded",
+        "replicated",
     ]
     assert [other.along(axis).value for axis in ("pp", "dp", "tp", "ep")] == [
         "partial",
         "partial",
         "partial",
-        "split",
+        "sharded",
     ]
     assert (
         split.rank_at({"tp": 3, "ep": 2}),

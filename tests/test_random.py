@@ -236,18 +236,18 @@ def test_seed_out_of_range(seed):
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "message"),
     [
-        {"step": -1},
-        {"step": 2**32},
-        {"sample": -1},
-        {"sample": 2**32 - 1},
-        {"start": -1},
-        {"rows": -1},
-        {"stride": -2},
+        ({"step": -1}, "step -1 or samples 0 to 1 are out of range"),
+        ({"step": 2**32}, "step 4294967296 or samples 0 to 1 are out of range"),
+        ({"sample": -1}, "samples -1 to 0 are out of range"),
+        ({"sample": 2**32 - 1}, "samples 4294967295 to 4294967296 are out of range"),
+        ({"start": -1}, "must not be negative: .* start=-1"),
+        ({"rows": -1}, "must not be negative: .* rows=-1"),
+        ({"stride": -2}, "must not be negative: .* stride=-2"),
     ],
 )
-def test_counters_out_of_range(bad):
+def test_counters_out_of_range(bad, message):
     good = {"step": 0, "sample": 0, "num_samples": 2, "rows": 1, "cols": 1, "stride": 1, "start": 0}
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match=message):
         random.random_bits(0, 0, **{**good, **bad})

@@ -122,7 +122,7 @@ void pack(T* x, int64_t n, Bits<T> least, V* values, uint8_t* places, int64_t co
   std::vector<int64_t> starts = counts_of(x, n, least);
   int64_t total = 0;
   for (int64_t& start : starts) total += std::exchange(start, total);
-  STD_TORCH_CHECK(total >= count, "sparse_pack_: there are fewer such elements than are to be packed");
+  STD_TORCH_CHECK(total >= count, "sparse_pack_: there are fewer elements above the threshold than are to be packed");
   const bool all = count == n, bits = by_bits(n, count);
   uint8_t* offsets = places + ceil_div(n, kBlock);
   over_pieces(n, [=, &starts](int64_t piece, int64_t begin, int64_t end) {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
@@ -90,7 +91,7 @@ class GradientAccumulator:
         """Parameters without a gradient so far, by buffer."""
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
-        self._hooks: dict[int, tuple[Tensor, _Report]] = {}  # by the id of a leaf, which they keep
+        self._hooks: MutableMapping[Tensor, _Report] = WeakTensorKeyDictionary()
 
     def consumer(self, name: str) -> LayerGradients:
         """Return the consumer that a layer hands parts of a parameter's gradient to."""
@@ -138,12 +139,12 @@ class GradientAccumulator:
 
     def _hook(self, name: str, leaf: Tensor) -> _Report:
         """Return the hook of a leaf, registered once."""
-        if id(leaf) not in self._hooks:
+        if leaf not in self._hooks:
             in_place = leaf.dtype == self.layout.dtype and not self.defers
             hook = (_Report if in_place else _AddAndReport)(self, name)
             leaf.register_post_accumulate_grad_hook(hook)
-            self._hooks[id(leaf)] = leaf, hook
-        return self._hooks[id(leaf)][1]
+            self._hooks[leaf] = hook
+        return self._hooks[leaf]
 
     def waits(self, name: str) -> bool:
         """Return whether parts of a parameter are deferred, or may come from other uses of it."""

@@ -156,7 +156,7 @@ def in_chunks(axis: Axis) -> None:
 def labels_outside(axis: Axis) -> None:
     local = values("logits", 3, 8)[:, (mine := part(axis, 8))]
     for bad in (-1, 7, 8):
-        with pytest.raises(DataError, match=rf"label {bad} at \[1\] is not within 0 to 6"):
+        with pytest.raises(DataError, match=rf"label {bad} at \[1\] is out of range: 0 to 6"):
             vocab_parallel_cross_entropy(
                 local, torch.tensor([0, bad, -100]), axis, vocab_start=mine.start, valid_vocab=7
             )

@@ -175,7 +175,7 @@ def replicated(axis: Axis) -> None:
         check_gradients(module, w, axis)
         for name, _, placement in named_placements(module):
             assert placement.weight_decay == (module is positions), name
-    with pytest.raises(ConfigError, match="position 6"):
+    with pytest.raises(ConfigError, match=r"max_positions = 5: must be at least 6, .*; try 6"):
         positions(6)
 
 

@@ -55,7 +55,8 @@ def test_an_operation_is_added_by_a_module_and_a_row(monkeypatch):
         assert torch.equal(registry.resolve("double", "torch", x)(x), 2 * x)
         assert torch.ops.hybridpar.double_it(x.to("meta")).shape == x.shape
         with pytest.raises(
-            ConfigError, match=r"kernels\.double = 'cuda': .* which has cpp, triton, torch"
+            ConfigError,
+            match=r"kernels\.double = 'cuda': unknown backend .* cpp, triton, torch; try auto",
         ):
             select("double", "cuda")
 

@@ -98,7 +98,7 @@ def test_a_damaged_message_is_refused(backend: str, device: str, n: int, count: 
     where = torch.full((place_bytes(n, count),), 255, dtype=torch.uint8, device=device)
     with pytest.raises(RuntimeError, match="damaged"):
         ops.sparse(x, backend).add_(x, torch.ones(count, device=device), where, False)
-    with pytest.raises(RuntimeError, match="fewer elements above"):
+    with pytest.raises(RuntimeError, match=r"fewer (elements above|such elements)"):
         ops.sparse(x, backend).pack_(
             x, torch.ones(1, device=device), torch.ones(count, device=device), where
         )

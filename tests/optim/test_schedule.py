@@ -144,9 +144,9 @@ def test_a_function_becomes_a_table_that_says_the_same(schedule, num_steps):
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (lambda step: -1e-3, "it returns -0.001 for step 0"),
+        (lambda step: -1e-3, "for step 0 it returned -0.001"),
         (lambda step: inf if step == 3 else 1, "for step 3"),
-        (lambda step: None, "it returns None"),
+        (lambda step: None, "for step 0 it returned None"),
         (lambda step: random.random(), "the same number each time"),
         (lambda step: float("nan"), "finite"),
     ],

@@ -99,6 +99,7 @@ from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.prediction import measure
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 torch.set_num_threads(1)
@@ -107,7 +108,7 @@ counter.malloc_current.restype = counter.malloc_peak.restype = ctypes.c_long
 
 def run(config):
     loader = SyntheticLoader(config.model, 4, 2, padding=False)
-    Engine(config, ProcessGrid(), torch.device("cpu")).train(loader, 3, lambda step: None)
+    Engine(JobPlan(config), ProcessGrid(), torch.device("cpu")).train(loader, 3, lambda step: None)
 
 found = []
 for dtype, schedule in (("fp32", "1f1b"), ("bf16", "2bw")):

@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.job import JobPlan
 from hybridpar.ops import quantize
 from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
@@ -94,7 +95,7 @@ class Ran:
 def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> Ran:
     """Trains, and notes all that goes into the sums of the compressed parameters and comes out of
     them."""
-    engine, samples = start(config, policy=policy(config))
+    engine, samples = start(config, policy=policy(JobPlan(config)))
     state = engine.state
     compression = engine.state.compression
     ran = Ran(engine.grid.rank, {})

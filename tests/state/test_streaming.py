@@ -23,6 +23,7 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement, split_ranges
 from hybridpar.state import Partition, Route, find_divergence
@@ -51,7 +52,7 @@ class Ran:
 
 
 def run(config: Config, steps: int, skips: bool = False) -> Ran:
-    engine, samples = start(config, policy=Skips(config) if skips else None)
+    engine, samples = start(config, policy=Skips(JobPlan(config)) if skips else None)
     state, compression, ran = engine.state, engine.state.compression, Ran()
     assert compression is not None
     ran.axes = {name: state.partition.axis_of(name).ranks for name in compression.packed}

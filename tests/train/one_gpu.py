@@ -24,7 +24,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from hybridpar.train import loop, rollback
+from hybridpar.train import job as loop
+from hybridpar.train.faults import rollback
 
 os.environ["NCCL_HOSTID"] = "host" + os.environ.get("LOCAL_RANK", "")
 _choose_device = loop.choose_device

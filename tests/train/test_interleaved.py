@@ -214,7 +214,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
             {"pp": 2},
             {"split": [4, 3]},
             "pipeline.split",
-            r"4 positive numbers (parallel.pp * chunks) that add up to 7",
+            r"4 positive numbers (parallel.pp * pipeline.virtual_stages) that add up to 7",
         ),
         ({"pp": 2}, {"recompute": "stage:4"}, "pipeline.recompute", "stages from 0 to 3"),
         ({"pp": 2}, {"warmup": "latency"}, "pipeline.warmup", "not supported with"),

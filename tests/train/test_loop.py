@@ -281,7 +281,7 @@ def test_a_run_goes_on_under_another_schedule(
         err = capsys.readouterr().err
         assert "pipeline.num_microbatches = 2, not 4: the run keeps its batches of 4 samples" in err
         assert metrics(config.run.folder)[-2]["consumed_tokens"] == num_steps * 4 * 16
-    with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 12 samples"):
+    with pytest.raises(CheckpointError, match=r"batches of 4 samples .* has 12 samples"):
         loop.train(with_train(longer, num_steps=11, micro_batch_size=3), ALONE)
 
 
@@ -291,7 +291,7 @@ def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None
     loop.train(config, ALONE)
     longer = with_train(config, num_steps=8, micro_batch_size=4)
     deeper = replace(longer, parallel=replace(config.parallel, pp=4, dp=1))
-    rule = r"has batches of 4 samples, which takes 1 micro-batches here; .* must be at least 3"
+    rule = r"has batches of 4 samples, which takes 1 micro-batches here; must be at least 3"
     four = replace(config.pipeline, num_microbatches=4)
     with pytest.raises(
         ConfigError, match=rule + r'.*try train\.continue_with = \["pipeline\.num_microbatches"\]'
@@ -366,7 +366,7 @@ def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> Non
         loop.train(other, ALONE)
     corpus = Path(config.data.corpus[0])
     corpus.write_text(corpus.read_text() + "Something else. " * 50)
-    with pytest.raises(CheckpointError, match="other data"):
+    with pytest.raises(CheckpointError, match=r"data that does not match data\.corpus"):
         loop.train(with_train(config, num_steps=9), ALONE)
     after = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}
     changed = {p.name for p in before if after.get(p) != before[p]}

@@ -254,6 +254,9 @@ class Executing:
         self.lane = SimpleNamespace(device=torch.device("cpu"))
         self.stages = dict[int, Any]()
 
+    def record(self, recording: Recording | None) -> None:
+        self.recording = recording
+
     def run(self, recorder: Recorder, batches: range) -> list[int]:
         """Runs one action a batch; returns the batches that were recorded."""
         for batch in batches:

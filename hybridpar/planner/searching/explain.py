@@ -67,7 +67,7 @@ def nothing_to_try(config: Config, machine: Machine, request: Request) -> Config
             f"no grid of {number} devices with {kept} divides this batch into micro-batches of "
             f"the profiled sizes {profile.micro_batches(profile.tp_degrees[0])} in a number "
             f"that the schedule can run",
-            str(max(batch, number) * 2),
+            str(-(-batch // number) * number * 2),
         )
     fixed = math.prod(keep.values())
     return config_error(

@@ -227,12 +227,14 @@ def test_what_cannot_be_planned_is_said() -> None:
         ConfigError, match=r"parallel.tp = 16: must be at most model.num_heads = 4; try 4"
     ):
         search(config, made.any_grid(config, 16), Request(keep={"tp": 16}))
-    with pytest.raises(ConfigError, match=r"ranks = 3: no grid with pp=2 has so many .*; try 2"):
+    with pytest.raises(ConfigError, match=r"ranks = 3: no grid with pp=2 has this many .*; try 2"):
         search(config, made.any_grid(config, 3), Request(keep={"pp": 2}))
     with pytest.raises(
-        ConfigError, match="batch_size = 7: no grid of 4 devices with dp=4 divides it"
+        ConfigError,
+        match=r"batch_size = 7: no grid of 4 devices with dp=4 divides this batch .*; try 16",
     ):
         search(config, made.any_grid(config), Request(keep={"dp": 4}))
+    assert search(config, made.any_grid(config), Request(keep={"dp": 4}, batch_size=16)).considered
     with pytest.raises(ConfigError, match="batch_size = -1: must be positive"):
         search(config, made.any_grid(config), Request(batch_size=-1))
 

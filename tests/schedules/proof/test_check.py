@@ -282,7 +282,7 @@ def test_deadlock_at_a_collective():
 
 def test_wrong_ranks_and_sizes():
     plan = make_plan("1f1b", PipelineShape(2, 2))
-    assert "ranks are [0, 1]" in fault_of(plan, PipelineShape(3, 2), "1f1b")
+    assert "has ranks [0, 1], but parallel.pp = 3" in fault_of(plan, PipelineShape(3, 2), "1f1b")
     with pytest.raises(ConfigError):
         check(plan, PipelineShape(3, 1), "2bw")
     with pytest.raises(PlanError, match="F4@0v2 is missing"):

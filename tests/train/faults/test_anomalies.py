@@ -144,7 +144,7 @@ def build(config: Config, *, poisoned: bool = False) -> tuple[Engine, Later]:
     """`poisoned`: the last replica is."""
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    policy = Poisoned(config) if poisoned and grid.dp.is_last else None
+    policy = Poisoned(JobPlan(config)) if poisoned and grid.dp.is_last else None
     return Engine(JobPlan(config), grid, CPU, policy=policy), Later(
         config.model, 2, 3, grid.dp.rank, grid.dp.size
     )
