@@ -46,7 +46,7 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
-from hybridpar.state import GradientReducer, Partition, Route
+from hybridpar.state import GradientReducer, Partition, Route, StatePolicy
 from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import Memory
@@ -90,6 +90,12 @@ SIZES = {"up": (384, 256), "down": (256, 384)}
 
 def settings_of(method: str) -> CompressionConfig:
     return CompressionConfig(**{"gradients": method} | METHODS[method])
+
+
+def policy_of(method: str, dp: int) -> StatePolicy:
+    """Return the state policy of a replica that compresses its gradients so."""
+    config = replace(from_mapping({"parallel": {"dp": dp}}), compression=settings_of(method))
+    return JobPlan(config).state_policy(num_versions=1, num_gradient_buffers=1)
 
 
 ONE_BUCKET = 1 << 12
@@ -211,7 +217,9 @@ def arrived() -> dict[str, dict[str, float]]:
     found = {}
     for method in METHODS:
         partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
-        compression = Compression.of(partition, placements, settings_of(method), Memory())
+        compression = Compression.of(
+            partition, placements, policy_of(method, grid.dp.size), Memory()
+        )
         reducer = GradientReducer(partition, compression=compression)
         flat = layout.zeros()
         totals = _totals()

@@ -68,7 +68,7 @@ _SEARCH_EVERY_S = 0.5
 takes milliseconds."""
 _MEMFD = "memfd:"
 _REMOVED = " (deleted)"
-"""What Linux puts before the name of anonymous memory, and after the name of a removed file."""
+"""Texts that Linux puts before the name of anonymous memory, and after the name of a removed file."""
 
 
 class Flight:

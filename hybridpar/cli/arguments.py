@@ -49,7 +49,7 @@ class Argument:
 
     @property
     def example(self) -> str:
-        """A value that works, as it is written on a command line."""
+        """A value that works, in the spelling of a command line."""
         if self.usual in (None, dataclasses.MISSING, ""):
             return self._first
         if isinstance(self.usual, tuple):

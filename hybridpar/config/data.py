@@ -23,7 +23,7 @@ class DataConfig:
     text_key: str = "text"
     """Field or column that contains a document's text, for JSON, CSV, parquet and Arrow."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """What to do with a record that cannot be read (broken JSON, no text under text_key, bytes
+    """Policy for a record that cannot be read (broken JSON, no text under text_key, bytes
     that are not UTF-8). error: stop and name it. skip: leave it out, and report the number and
     the first ones."""
     split: Share = 0.02
@@ -39,6 +39,6 @@ class DataConfig:
 
     @property
     def valid_sources(self) -> dict[str, tuple[str, ...]]:
-        """Sources of each validation set by its name, "" for that of valid_corpus. Empty: what
+        """Sources of each validation set by its name; valid_corpus has the name "". Empty: what
         `split` holds out."""
         return {"": self.valid_corpus} if self.valid_corpus else dict(self.valid_sets)

@@ -6,7 +6,7 @@ docs/coming_from.md says the same in more words.
 from __future__ import annotations
 
 ALWAYS = "always"
-"""What such a flag asks for happens in any case."""
+"""Answer to a flag whose behaviour is always on."""
 ABSENT = "absent"
 """There is no such thing; the page says what to do instead."""
 TORCHRUN = "torchrun"
@@ -166,12 +166,12 @@ MEGATRON: dict[str, str] = {
     "profile_step_start": ABSENT,
     "profile_step_end": ABSENT,
 }
-"""What stands for a flag (its dashes as underscores): a setting, or one with its value as TOML has
+"""Settings that stand for a flag (its dashes as underscores): a setting, or one with its value as TOML has
 it."""
 
 
 def megatron_flag(name: str) -> str:
-    """What to do about a flag of Megatron-LM, as the end of a sentence; empty if it is none.
+    """Return what to do about a flag of Megatron-LM, as the end of a sentence; empty if it is none.
     `name`: without dashes."""
     setting = MEGATRON.get(name, "")
     if setting == ALWAYS:

@@ -37,7 +37,7 @@ class FaultsConfig:
 
 @dataclass(frozen=True)
 class AnomaliesConfig:
-    """What all ranks do together about an anomaly in a step.
+    """The section [anomalies]: the common reaction of all ranks to an anomaly in a step.
 
     skip: leave out the update. roll_back: load the newest checkpoint and continue after the
     offending batch, as if the batches since that checkpoint had not been in the data; if replicas
@@ -55,18 +55,18 @@ class AnomaliesConfig:
     0: do not look for spikes. The deviation is robust: 1.48 times the median distance from the
     median."""
     on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
-    """What to do about a loss spike."""
+    """Reaction to a loss spike."""
     norm_spike: NotNegative = 0.0
     """Like loss_spike, for the gradient norm before clipping."""
     on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
-    """What to do about a spike of the gradient norm."""
+    """Reaction to a spike of the gradient norm."""
     window: Annotated[int, Within(1, 10**6)] = 64
     """Number of recent losses and norms that a step is compared with, without anomalies."""
     audit_interval: Count = 0
     """Steps between audits that all replicas hold the same weights, bit for bit; also before
     each checkpoint. 0: none. Each audit drains the pipeline."""
     on_divergence: Literal["roll_back", "stop"] = "stop"
-    """What to do if replicas differ."""
+    """Reaction to replicas that differ."""
     limit: Count = 10
     """Number of anomalies within `window` steps that ends the run, whatever is done about each.
     0: no limit."""

@@ -71,7 +71,7 @@ def _as_text(value: Any) -> Any:
 def _wrong_keyword(
     name: str, table: Any, plain: Mapping[str, Mapping[str, Any]], others: Sequence[str]
 ) -> Problem | None:
-    """What is wrong with a keyword; None: it is a section with keys."""
+    """Return what is wrong with a keyword; None if it is a section with keys."""
     is_table = isinstance(table, Mapping) or (
         dataclasses.is_dataclass(table) and not isinstance(table, type)
     )

@@ -10,7 +10,7 @@ from hybridpar.config.typed import Count
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Where training state (weights, gradients, master weights, optimizer state) is kept.
+    """The section [memory]: where weights, gradients, master weights and optimizer state are kept.
 
     With a budget, the state that is needed soon is in memory and the rest in a file (on a GPU: in
     host memory). The plan says what is needed when, so the least possible is moved, ahead of its
@@ -44,7 +44,7 @@ class MemoryConfig:
         return 0 if self.offload_activations == "auto" else self.offload_activations
 
     def on_another_grid(self) -> MemoryConfig:
-        """The same without numbers of micro-batches by rank, which are those of one grid."""
+        """These settings without numbers of micro-batches by rank, which fit one grid only."""
         if not isinstance(self.offload_activations, tuple):
             return self
         return replace(self, offload_activations=0 if self.budget else "auto")

@@ -174,12 +174,12 @@ class ModelConfig(ModelSpec):
 
     @property
     def max_tp(self) -> int:  # type: ignore[override]
-        """As many as there are attention heads."""
+        """Number of attention heads: every tp rank needs one."""
         return self.num_heads
 
     @property
     def max_tp_rule(self) -> str:
-        """What the number of tp ranks is at most, for people."""
+        """The rule about the largest number of tp ranks, in words."""
         return f"model.num_heads = {self.num_heads}"
 
     @property

@@ -72,7 +72,7 @@ def meant(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _like(word: str, key: str, names: Sequence[str]) -> list[str]:
-    """Return the name whose key is most like that of a word, of the same section if it has one."""
+    """Return the name whose key is most like a word, of the same section if it has one."""
     beside = [name for name in names if name.rpartition(".")[0] == word.rpartition(".")[0]]
     begins = [name for name in beside if name.rpartition(".")[2].startswith(key)]
     begins = begins or [

@@ -58,7 +58,7 @@ def translate(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     """Return a configuration's sections with the keys of today, and what is wrong with old keys.
 
     Args:
-        document: Keys and values by section. A section that is not a table stays as it is.
+        document: Keys and values by section. A section that is not a table is left alone.
     """
     problems: list[Problem] = []
     sections = {

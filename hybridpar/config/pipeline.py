@@ -68,7 +68,7 @@ class PipelineConfig:
     gradients of its weights (W) are still computed. Losses and weights stay the same to the bit;
     each part keeps its inputs for longer."""
     stage_layout: Literal["loop", "v"] = "loop"
-    """Which stages a rank holds, if several. loop: rank r has stages r, pp + r, 2 * pp + r and so
+    """Stages that a rank holds, if several. loop: rank r has stages r, pp + r, 2 * pp + r and so
     on. v: rank r has stages r and 2 * pp - 1 - r, so embedding and head are on one rank; requires
     1f1b, 2bw or own, and split_backward. With virtual_stages = 4 and more the stages go there and
     back again, which 2bw does not support."""

@@ -1,4 +1,4 @@
-"""Names of the numbers in a row of metrics.jsonl: those of every run, and those that a model or a
+"""Names of the numbers in a row of metrics.jsonl: names that every run uses, and names that a model or a
 user chooses."""
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROW_NAMES = frozenset(
         "val_losses",
     }
 )
-"""What every run may write. Metrics need other names."""
+"""Names that every run may write. Metrics need other names."""
 VALID = "val_"
-"""What the names of validation numbers begin with."""
+"""Prefix of the names of validation numbers."""
 NAME_RULE = "must begin with a letter and consist of letters, digits, _, - and ."
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
 

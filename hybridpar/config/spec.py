@@ -58,9 +58,9 @@ class ModelSpec:
     max_tp: int = 1
     """Largest number of tp ranks that its blocks may be divided over."""
     tokens_per_sample: int = 1
-    """What a sample counts in speeds and totals."""
+    """Amount that a sample counts in speeds and totals."""
     counts: str = "samples"
-    """What these count, for people."""
+    """Name of the unit that `tokens_per_sample` counts, for people."""
     sequence_parallel: bool = False
     """Whether blocks support `Build.sequence` (parallel.sequence): the x between them then holds
     this rank's rows of each sample."""

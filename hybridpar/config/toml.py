@@ -146,7 +146,7 @@ def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, error: OSError) -> Problem:
-    """What is wrong with the path of a configuration, and the file that was probably meant."""
+    """Return what is wrong with the path of a configuration, and the file that was probably meant."""
     if path.is_dir():
         inside = [path / "config.toml", *sorted(path.glob("*.toml"))]
         works = next((str(file) for file in inside if file.is_file()), "the path of a TOML file")
@@ -276,8 +276,10 @@ def _plain(value: Any) -> Any:
 def _model(
     base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]
 ) -> tuple[ModelSpec, Mapping[str, Any]]:
-    """What the keys of [model] come over, and these: the defaults of the class that "spec" names,
-    where it is one."""
+    """Return the model that the keys of [model] change, and these keys.
+
+    The model has the defaults of the class that "spec" names, or else is `base`.
+    """
     keys = {key: value for key, value in table.items() if key != "spec"}
     name = table.get("spec", "")
     if not isinstance(name, str):
@@ -420,7 +422,7 @@ def _no_key(section: str, key: str, value: object, known: Sequence[str], whole: 
 
 
 def _nearest_option(value: object, kind: Any) -> str | None:
-    """Of the names that the annotated type allows, the one that was probably meant."""
+    """Return the name that was probably meant, of the names that the annotated type allows."""
     options = [
         name
         for part in (kind, *typing.get_args(kind))

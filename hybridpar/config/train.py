@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from hybridpar.config.typed import AtLeastOne, Count, OneOf, Within
 
 STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
-"""What train.stop_signals may name: other signals cannot be caught, or mean something else."""
+"""Signals that train.stop_signals may name: other signals cannot be caught, or mean something else."""
 _SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
 
 

@@ -127,7 +127,7 @@ def _tie(blocks: Iterable[nn.Module]) -> None:
     for module in (module for block in blocks for module in block.modules()):
         placements: dict[str, Placement] = getattr(
             module, "placements", {}
-        )  # those of ordinary modules, too
+        )  # parameters of ordinary modules, too
         for name, placement in placements.items():
             if placement.tied:
                 setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))

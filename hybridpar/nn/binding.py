@@ -1,4 +1,4 @@
-"""What the training state binds to a parameter of a parallel layer."""
+"""Objects that the training state binds to a parameter of a parallel layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GradientConsumer(Protocol):
 
 @dataclass(frozen=True)
 class ParameterBinding:
-    """What the training state binds to a parameter of a layer.
+    """The objects that the training state binds to a parameter of a layer.
 
     Attributes:
         consumer: Takes the parameter's gradient. None: autograd does.

@@ -88,5 +88,5 @@ class ScheduleOptions:
 
     @property
     def steady(self) -> ScheduleOptions:
-        """The same options without the synchronous batches."""
+        """These options without the synchronous batches."""
         return replace(self, sync_steps=0)

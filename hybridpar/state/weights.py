@@ -107,7 +107,7 @@ class WeightStore:
             parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits
         )
         self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], fp8) if fp8 else None
-        """Quantized copies, by slot; those of frozen parameters come last."""
+        """Quantized copies, by slot; frozen parameters come last."""
         self._own_layout = own_layout = partition.layout_of_owned(
             self.master_dtype, offset_dtype=self.dtype
         )

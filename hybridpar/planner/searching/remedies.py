@@ -28,7 +28,7 @@ from hybridpar.validate import problems
 
 _TOGETHER = 4
 _MOST_LAYERS = 4096
-AS_IT_IS = "as it is"
+UNCHANGED = "unchanged"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Fitting:
         settings and with each setting; 0 if not even the smallest model fits. The largest come
         first."""
         config = replace(config, pipeline=replace(config.pipeline, split=()))
-        found = [(AS_IT_IS, self._most_layers(lambda sized: sized, config))]
+        found = [(UNCHANGED, self._most_layers(lambda sized: sized, config))]
         for knob, _ in self._changes(config):
             if "budget" not in str(knob):
                 found.append(

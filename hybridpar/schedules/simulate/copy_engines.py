@@ -124,7 +124,7 @@ class CopyEngines:
 
 
 class TieredReplicaEngines:
-    """The engines of a rank's tiers, and those of what it shares with replicas."""
+    """The copy engines of a rank's tiers, and of the chunks that it shares with replicas."""
 
     def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
         self._both = tiers, replicas

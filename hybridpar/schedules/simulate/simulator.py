@@ -34,7 +34,7 @@ gather), the last one starts what follows, and all take equal times.
 
 With a `network`, transfers share its links (network.py), which say how long they take; `transfer`
 does not count. With `blocking` a rank computes nothing while it communicates: consecutive SENDs and
-RECVs with one neighbour are one exchange, and the next action waits for its end, as for that of a
+RECVs with one neighbour are one exchange, and the next action waits for its end, as it waits for a
 REDUCE.
 
 "At once" means after the time of the call itself (`calls`). With a number of `cores`, all ranks,

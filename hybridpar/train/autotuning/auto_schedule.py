@@ -102,7 +102,7 @@ def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
 
 
 def shapes(config: Config) -> Iterator[list[Config]]:
-    """Yield groups of configurations; those of a group have the same stages and action costs."""
+    """Yield groups of configurations; all in a group have the same stages and action costs."""
     defaults: dict[str, Any] = {
         f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND
     }

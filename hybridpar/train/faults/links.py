@@ -4,7 +4,7 @@
     outage     nothing has come from a host for SILENT_S while this rank waits: reported now and
                every _SAY_EVERY_S, until something comes. TCP resumes by itself;
                `faults.patience_s` is the time limit of the wait
-    bytes      recorded in the flight record, so that the first rank can sum those of its host
+    bytes      recorded in the flight record, so that the first rank can sum the bytes of its host
 
 If all ranks are on one host, there is no such thread.
 """

@@ -18,7 +18,7 @@ from hybridpar.config import Config, load_toml
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.measuring.profile import StateSpeeds
 from hybridpar.planner.measuring.profile_file import write_profile
-from hybridpar.planner.searching.remedies import AS_IT_IS, Fitting
+from hybridpar.planner.searching.remedies import UNCHANGED, Fitting
 
 CPU = torch.device("cpu")
 
@@ -75,11 +75,13 @@ def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     zero = replace(base, parallel=replace(base.parallel, zero=3))
     limit = 1.01 * peak(sized(zero, 5))
     largest = dict(Fitting(limit, CPU).largest(base))
-    assert largest[AS_IT_IS] == 4
-    for config, number in ((base, largest[AS_IT_IS]), (zero, largest["parallel.zero = 3"])):
+    assert largest[UNCHANGED] == 4
+    for config, number in ((base, largest[UNCHANGED]), (zero, largest["parallel.zero = 3"])):
         assert peak(sized(config, number)) <= limit < peak(sized(config, number + 1))
     assert (
-        largest["memory.budget, as much as fits"] > largest["parallel.zero = 3"] > largest[AS_IT_IS]
+        largest["memory.budget, as much as fits"]
+        > largest["parallel.zero = 3"]
+        > largest[UNCHANGED]
     )
     assert set(dict(Fitting(1000.0, CPU).largest(base)).values()) == {0}
 
