@@ -258,7 +258,7 @@ def test_a_save_that_must_succeed_is_tried_for_a_bounded_time(
 SMALL = """
 import resource, sys
 from pathlib import Path
-from hybridpar.train import records
+from hybridpar.train.reporting import records
 said, path = [], Path(sys.argv[1])
 log = records.Records(path.parent, said.append)
 log.begin("log", 0)

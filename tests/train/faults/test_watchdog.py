@@ -23,7 +23,7 @@ RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from hybridpar.config import Launch
-from hybridpar.train import watchdog
+from hybridpar.train.faults import watchdog
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 assert "torch" not in sys.modules
 supervised, folder, what = int(sys.argv[1]), Path(sys.argv[2], str(os.getpid())), sys.argv[3]
@@ -132,7 +132,7 @@ def is_there(pid: int) -> bool:
 AFTER_FIT = """
 import hybridpar
 from hybridpar.errors import HybridparError
-from hybridpar.train import watchdog
+from hybridpar.train.faults import watchdog
 try:
     hybridpar.Trainer(train={"device": "cuda"}).fit()
 except HybridparError:
