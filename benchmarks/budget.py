@@ -45,7 +45,7 @@ from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.state.residency.tiers import Traffic
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.forecasts.tier_forecast import TierForecast, forecast
-from hybridpar.train.launch import keep_freed_memory
+from hybridpar.train.launching.launch import keep_freed_memory
 
 MICROBATCHES = 4
 WARMUP = 2  # steps: the first one reads nothing of the optimizer's state

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 from hybridpar import flight
 from hybridpar.checkpoint.folders import folder_of, half_written, saved_steps
+from hybridpar.checkpoint.format.manifest import read_manifest
 from hybridpar.checkpoint.load import check_files
-from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
 from hybridpar.train.faults.inject import parse_fault

@@ -54,7 +54,7 @@ CPU_SLOWDOWN = 10
 """Factor of all limits in a rehearsal."""
 PEER = "HF autocast gelu_pytorch_tanh compiled"
 """The peer whose numerics are nearest to ours, under torch.compile."""
-LAUNCH_TESTS = "tests/train/test_nccl_launch.py"
+LAUNCH_TESTS = "tests/train/launching/test_nccl_launch.py"
 TINY_SHAPES = {"bert_large": "tiny_bert"}
 """Shapes that stand for others in a rehearsal. All others are `tiny`."""
 

@@ -91,7 +91,7 @@ def reasons_to_stop(
 def triton_problem() -> str | None:
     """Return why an operator has no Triton version on this machine's GPU; None if each of the table
     has."""
-    from hybridpar.ops import registry
+    from hybridpar.ops.backends import registry
 
     for op in registry.ops():
         for row in registry.backends(op):
@@ -118,7 +118,7 @@ def main() -> int:
     import torch
 
     from hybridpar import native
-    from hybridpar.ops import registry
+    from hybridpar.ops.backends import registry
 
     on_gpu = torch.cuda.is_available()
     if on_gpu and (lacking := missing(REQUIRED_ON_GPU)):

@@ -14,7 +14,7 @@ measured in the same run), over the time it took. `copy` is a copy of as many by
 has to move: what is left of the roof at this size. `large` is a micro-batch of 16 samples of the
 1.3B, far beyond the cache.
 
---table writes the backends' medians where `auto` looks them up (hybridpar/ops/measured.json), the
+--table writes the backends' medians where `auto` looks them up (hybridpar/ops/backends/measured.json), the
 reference among them:
 
     python -m benchmarks.gpu_ops --table                                # for this kind of GPU
@@ -48,8 +48,8 @@ from benchmarks.ops import (
     gradients_for,
     operations,
 )
-from hybridpar.ops import measured, registry
 from hybridpar.ops.attention import attention_class
+from hybridpar.ops.backends import measured, registry
 
 ROUGH = 0.01
 """Tolerance of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4%

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.ops import Size
 from hybridpar import ops
 from hybridpar.nn.matmul import sums_in_float32
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.sparse import place_bytes
 from hybridpar.ops.update import AdamStep, Weights
 from hybridpar.optim import newton_schulz as iteration

@@ -48,7 +48,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.state.rank import RankState
 from hybridpar.train.engine import Engine
-from hybridpar.train.launch import keep_freed_memory
+from hybridpar.train.launching.launch import keep_freed_memory
 
 # bytes a parameter, without and with a copy in bfloat16
 FP32 = 28

@@ -54,8 +54,8 @@ from benchmarks.common import RESULTS, machine
 from benchmarks.files import as_text
 from hybridpar import checkpoint
 from hybridpar.checkpoint.folders import folder_of, saved_steps
+from hybridpar.checkpoint.format.manifest import MANIFEST, read_manifest
 from hybridpar.checkpoint.load import check_files
-from hybridpar.checkpoint.manifest import MANIFEST, read_manifest
 from hybridpar.cli import main as hybridpar
 from hybridpar.config import Config, ParallelConfig, from_mapping, to_toml
 from hybridpar.grid import ProcessGrid

@@ -57,7 +57,7 @@ from hybridpar.planner.searching.links_report import LinkNeed, link_needs
 from hybridpar.planner.searching.search import search
 from hybridpar.prediction import MemoryWatch, predict
 from hybridpar.train.engine import Engine
-from hybridpar.train.launch import keep_freed_memory
+from hybridpar.train.launching.launch import keep_freed_memory
 
 sys.path.append(str(ROOT / "examples"))
 MOVES = (  # stages, schedule, ZeRO, whether the host updates, share of the state that is in memory

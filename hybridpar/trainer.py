@@ -329,7 +329,7 @@ class Trainer:
         with self._prepared():
             if launch.launched or num_ranks == 1:
                 return action(self.config, launch)
-            from hybridpar.train.forked_job import run_forked
+            from hybridpar.train.launching.forked_job import run_forked
 
             return run_forked(resolve(self.config, num_ranks), action)
 

@@ -26,7 +26,7 @@ from hybridpar.models.build import (
     require_trainable,
 )
 from hybridpar.models.metrics import require_names
-from hybridpar.ops.registry import select
+from hybridpar.ops.backends.registry import select
 from hybridpar.optim.custom_rule import find_rule
 from hybridpar.runtime.codecs import Codecs
 

@@ -1,5 +1,5 @@
 # Sourced by the pretraining scripts: starts one `hybridpar train` process for each rank, and again where one fails; on several
-# hosts by torchrun's agent (hybridpar.train.hosts). Their launcher takes the place of the shell, so that a signal to the script
+# hosts by torchrun's agent (hybridpar.train.launching.hosts). Their launcher takes the place of the shell, so that a signal to the script
 # reaches it: a container's or a batch system's SIGTERM saves before it ends.
 #
 #   launch CONFIG [--ranks N] [--section.key value ...]
@@ -76,7 +76,7 @@ launch() {
                 n = (n ? n : 1) * ($2 + 0) } END { print n ? n : 1 }' "$config")
     fi
     if [ "$nnodes" -gt 1 ]; then
-        exec "$PYTHON" -m hybridpar.train.hosts "${rendezvous[@]}" --nproc-per-node "$ranks" \
+        exec "$PYTHON" -m hybridpar.train.launching.hosts "${rendezvous[@]}" --nproc-per-node "$ranks" \
             "$config" ${grid[@]+"${grid[@]}"} "$@"
     else
         exec "$PYTHON" -m hybridpar train "$config" --ranks "$ranks" ${grid[@]+"${grid[@]}"} "$@"

@@ -22,8 +22,8 @@ from enum import Enum
 
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.schedule_table import Schedule
-from hybridpar.schedules.sizes import PipelineShape
 
 
 class Wait(Enum):

@@ -11,7 +11,7 @@ import torch
 from hybridpar import __version__, native
 from hybridpar.cli import main
 from hybridpar.cli.doctor import lines
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 
 
 def test_says_what_every_operator_runs_and_why_not_the_others(

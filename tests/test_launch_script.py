@@ -79,7 +79,7 @@ def test_the_number_of_processes_is_named_ranks() -> None:
 def test_the_first_of_several_hosts_has_number_zero() -> None:
     run = launch("--ranks", "1", NNODES="2", NODE_RANK="0", MASTER_ADDR="host0", TP="2")
     assert run.stdout == (
-        "-m hybridpar.train.hosts --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 "
+        "-m hybridpar.train.launching.hosts --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 "
         "--max-restarts 0 "
         "--nproc-per-node 1 some.toml --parallel.tp 2 --optim.lr 1\n"
     )

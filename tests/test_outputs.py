@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from train.runs import write_config
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.cli import main
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.errors import ConfigError

@@ -25,7 +25,7 @@ from train.runs import fork_ranks, metrics, run_job, steps
 import hybridpar
 from hybridpar.cli import main
 from hybridpar.config import Config, from_mapping, load_toml, to_mapping
-from hybridpar.config.elsewhere import ABSENT, ALWAYS, MEGATRON, TORCHRUN
+from hybridpar.config.megatron_flags import ABSENT, ALWAYS, MEGATRON, TORCHRUN
 from hybridpar.schedules.schedule_table import SCHEDULES
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.study import comparable
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Config, from_mapping, to_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.reading import to_json

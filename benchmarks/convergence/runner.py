@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.common import machine
 from benchmarks.convergence import results
 from benchmarks.convergence.study import Variant, changes_of, comparable, config_of
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.errors import ConfigError
 from hybridpar.train.folder import CONFIG, METRICS

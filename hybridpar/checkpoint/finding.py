@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridpar.checkpoint.folders import HeldError, Hold, folder_of, published_steps
+from hybridpar.checkpoint.format.manifest import MANIFEST, read_manifest
 from hybridpar.checkpoint.load import check_files
-from hybridpar.checkpoint.manifest import MANIFEST, read_manifest
 from hybridpar.errors import CheckpointError
 from hybridpar.reading import nearest_path, reason, runs_near
 

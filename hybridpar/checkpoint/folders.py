@@ -25,8 +25,8 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from hybridpar.checkpoint.files import sync
-from hybridpar.checkpoint.manifest import (
+from hybridpar.checkpoint.format.files import sync
+from hybridpar.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
     folder_name,

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from hybridpar.checkpoint.manifest import ShardFile, file_name, parse_shard
+from hybridpar.checkpoint.format.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config, from_plain
 from hybridpar.errors import CheckpointError
 from hybridpar.grid import APART, BATCH, MODEL, AxisSizes, Place, sizes_of

@@ -12,11 +12,11 @@ from torch import Tensor
 from hybridpar.checkpoint import sites
 from hybridpar.checkpoint.compatible import check_compatible
 from hybridpar.checkpoint.folders import folder_of, published_steps
-from hybridpar.checkpoint.manifest import Manifest, read_manifest
-from hybridpar.checkpoint.part import Trainee
+from hybridpar.checkpoint.format.manifest import Manifest, read_manifest
+from hybridpar.checkpoint.format.part import Trainee
+from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.restate import Restated
 from hybridpar.checkpoint.saved import Saved
-from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.data import DataStart

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from hybridpar.checkpoint.tensorfile import Pieces
+from hybridpar.checkpoint.format.tensorfile import Pieces
 from hybridpar.nn.placement import Placement, Range, Shard
 
 Located = tuple[int, int, int]  # global start, global stop, position in the local tensor

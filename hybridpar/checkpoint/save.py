@@ -25,16 +25,16 @@ from torch import Tensor
 from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.background import Note, Task, Write, explain
 from hybridpar.checkpoint.folders import begin, discard, folder_of, move_misnamed, prune, publish
-from hybridpar.checkpoint.handover import Written
-from hybridpar.checkpoint.manifest import (
+from hybridpar.checkpoint.format.manifest import (
     Manifest,
     TrainingState,
     add_val_loss,
     read_manifest,
     saved_place,
 )
-from hybridpar.checkpoint.part import Part, Trainee, is_writer, writes
-from hybridpar.checkpoint.shards import header_of
+from hybridpar.checkpoint.format.part import Part, Trainee, is_writer, writes
+from hybridpar.checkpoint.format.shards import header_of
+from hybridpar.checkpoint.handover import Written
 from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.manifest import Manifest, ShardFile, read_manifest
+from hybridpar.checkpoint.format.manifest import Manifest, ShardFile, read_manifest
+from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.reshard import clip, find_pieces
-from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import APART, BATCH, MODEL

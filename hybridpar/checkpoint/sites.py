@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hybridpar.checkpoint.manifest import Manifest
-from hybridpar.checkpoint.part import Trainee
+from hybridpar.checkpoint.format.manifest import Manifest
+from hybridpar.checkpoint.format.part import Trainee
 from hybridpar.config import Config
 from hybridpar.state.reduction.outer_timeline import OuterTimeline
 

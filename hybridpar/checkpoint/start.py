@@ -12,9 +12,9 @@ from torch import Tensor
 from hybridpar.checkpoint.compatible import FREE
 from hybridpar.checkpoint.finding import hold_found
 from hybridpar.checkpoint.folders import Hold
+from hybridpar.checkpoint.format.manifest import read_manifest
+from hybridpar.checkpoint.format.part import Trainee
 from hybridpar.checkpoint.load import FullWeights, failures_together
-from hybridpar.checkpoint.manifest import read_manifest
-from hybridpar.checkpoint.part import Trainee
 from hybridpar.config import ModelSpec, spec_name
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error

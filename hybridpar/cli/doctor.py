@@ -16,8 +16,8 @@ import torch
 from hybridpar import __version__, native
 from hybridpar.cores import available_cores
 from hybridpar.cpu import cpu_fields, cpu_name
-from hybridpar.ops import libraries, registry
 from hybridpar.ops.attention import attention_class
+from hybridpar.ops.backends import libraries, registry
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = {"attention": attention_class(128, grouped=False)}

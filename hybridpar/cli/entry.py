@@ -41,7 +41,7 @@ from hybridpar.config import (
     unloaded_code,
     without_unused,
 )
-from hybridpar.config.elsewhere import megatron_flag
+from hybridpar.config.megatron_flags import megatron_flag
 from hybridpar.config.names import meant
 from hybridpar.config.old_keys import translate_flags
 from hybridpar.errors import ConfigError, HybridparError, about_file, config_error
@@ -461,7 +461,7 @@ def _end_job(launch: Launch, text: str, late: str = "") -> None:
         text: The reason, for the other hosts.
         late: Message to print if the first rank of this host does not end the job in time.
     """
-    from hybridpar.train.launch import leave, stop_agent
+    from hybridpar.train.launching.launch import leave, stop_agent
 
     leave(launch, text)
     if late:

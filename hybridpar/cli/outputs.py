@@ -46,7 +46,7 @@ def write_output(flag: str, path: str, text: str) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    from hybridpar.checkpoint.files import write_text
+    from hybridpar.checkpoint.format.files import write_text
 
     with _naming(flag, path):
         place = _place(path)

@@ -137,7 +137,7 @@ class Replay:
     """Print the report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.train.launch import set_threads
+        from hybridpar.train.launching.launch import set_threads
         from hybridpar.verify.replay import replay
 
         if self.step and not self.path.exists():

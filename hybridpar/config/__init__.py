@@ -4,8 +4,14 @@ Resolution order: defaults, then the TOML file, then flags (`--section.key value
 reported all at once.
 """
 
-from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
-from hybridpar.config.data import DataConfig
+from hybridpar.config.all_sections import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    KernelsConfig,
+    PlanConfig,
+    RunConfig,
+)
 from hybridpar.config.environment import (
     AGENT,
     JOB,
@@ -17,23 +23,17 @@ from hybridpar.config.environment import (
     triton_is_interpreted,
     use_all_gpu_queues,
 )
-from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.keywords import from_keywords
-from hybridpar.config.memory import MemoryConfig
-from hybridpar.config.model import ModelConfig
-from hybridpar.config.outer import OuterConfig
-from hybridpar.config.parallel import ParallelConfig
-from hybridpar.config.pipeline import FOUND, PipelineConfig, rank_of_stage
-from hybridpar.config.sections import (
-    AUTO,
-    CheckpointConfig,
-    Config,
-    KernelsConfig,
-    OptimConfig,
-    ParameterGroup,
-    PlanConfig,
-    RunConfig,
-)
+from hybridpar.config.sections.compression import UNCOMPRESSED, CompressionConfig
+from hybridpar.config.sections.data import DataConfig
+from hybridpar.config.sections.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.sections.memory import MemoryConfig
+from hybridpar.config.sections.model import ModelConfig
+from hybridpar.config.sections.optim import OptimConfig, ParameterGroup
+from hybridpar.config.sections.outer import OuterConfig
+from hybridpar.config.sections.parallel import ParallelConfig
+from hybridpar.config.sections.pipeline import FOUND, PipelineConfig, rank_of_stage
+from hybridpar.config.sections.train import STOP_SIGNALS, TrainConfig
 from hybridpar.config.spec import (
     ModelSpec,
     UnloadedModel,
@@ -56,7 +56,6 @@ from hybridpar.config.toml import (
     to_toml,
     unloaded_code,
 )
-from hybridpar.config.train import STOP_SIGNALS, TrainConfig
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 from hybridpar.config.unused import without_unused
 from hybridpar.config.update_rule import UpdateRule, import_rule

@@ -98,7 +98,7 @@ class Launch:
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of
     ours)."""
     agent: int = 0
-    """The process of torchrun, or of train/hosts.py, that has started this one (0: none)."""
+    """The process of torchrun, or of train/launching/hosts.py, that has started this one (0: none)."""
     elastic: bool = field(default=False, compare=False)
     """Whether torchrun or our supervisor has started this process, and so its parent is to outlive
     it."""

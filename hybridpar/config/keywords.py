@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridpar.config.all_sections import Config
 from hybridpar.config.names import meant
-from hybridpar.config.sections import Config
 from hybridpar.config.toml import from_mapping, to_mapping
 from hybridpar.errors import ConfigError, Problem
 

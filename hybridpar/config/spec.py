@@ -27,7 +27,7 @@ from hybridpar.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import nn
 
-    from hybridpar.config.model import ModelConfig
+    from hybridpar.config.sections.model import ModelConfig
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridpar.config.elsewhere import MEGATRON, PAGE
+from hybridpar.config.all_sections import Config
+from hybridpar.config.megatron_flags import MEGATRON, PAGE
 from hybridpar.config.names import as_list, meant
 from hybridpar.config.old_keys import translate
-from hybridpar.config.sections import Config
 from hybridpar.config.spec import (
     ModelSpec,
     UnloadedModel,

@@ -11,8 +11,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from hybridpar.config.pipeline import PipelineConfig
-from hybridpar.config.sections import Config
+from hybridpar.config.all_sections import Config
+from hybridpar.config.sections.pipeline import PipelineConfig
 
 _STALENESS = {"extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
 """Schedules whose gradients are as old as each remedy assumes. Other remedies work with every

@@ -20,7 +20,7 @@ from hybridpar.config.spec import import_class
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hybridpar.config.sections import OptimConfig
+    from hybridpar.config.sections.optim import OptimConfig
 
 
 class UpdateRule:

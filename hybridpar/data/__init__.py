@@ -16,8 +16,8 @@ BatchLoader  the stream dealt out as micro-batches
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.datasets import NO_DATASETS, Data, absent_sources, open_data, split_tokens
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.gpt import GPTDataset
-from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart, Samples
 from hybridpar.data.order import SampleOrder
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer

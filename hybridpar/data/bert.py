@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.data.bits import Bits, below, count_heads, derive, root_key
-from hybridpar.data.indexed import IndexedDataset
+from hybridpar.data.files.indexed import IndexedDataset
 from hybridpar.data.tokenizer import BertVocabulary
 from hybridpar.errors import DataError, config_error
 

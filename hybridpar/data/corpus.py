@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from hybridpar.data.bad_records import BadRecords
-from hybridpar.data.columns import SavedDataset, saved_dataset
-from hybridpar.data.formats import SUFFIXES
-from hybridpar.data.pieces import Ends, Part
-from hybridpar.data.readers import Sized, detect_format, read_file, read_saved
+from hybridpar.data.files.bad_records import BadRecords
+from hybridpar.data.files.columns import SavedDataset, saved_dataset
+from hybridpar.data.files.formats import SUFFIXES
+from hybridpar.data.files.pieces import Ends, Part
+from hybridpar.data.files.readers import Sized, detect_format, read_file, read_saved
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import errors_as, nearest_path
 

@@ -17,8 +17,8 @@ from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
+from hybridpar.data.files.indexed import IndexedDataset, is_indexed
 from hybridpar.data.gpt import GPTDataset
-from hybridpar.data.indexed import IndexedDataset, is_indexed
 from hybridpar.data.loader import Samples
 from hybridpar.data.mapped import MappedDataset
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer

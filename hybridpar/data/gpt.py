@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.data.bits import derive, root_key
-from hybridpar.data.indexed import IndexedDataset
+from hybridpar.data.files.indexed import IndexedDataset
 from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 

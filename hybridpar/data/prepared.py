@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.corpus import (
     TEXT_KEY,
     SourceFile,
@@ -27,8 +26,9 @@ from hybridpar.data.corpus import (
     read_parts,
     source_files,
 )
-from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from hybridpar.data.pieces import Ends, Part, pieces, sentences
+from hybridpar.data.files.bad_records import BadRecords
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dtype
+from hybridpar.data.files.pieces import Ends, Part, pieces, sentences
 from hybridpar.data.tokenizer import (
     END,
     Kind,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
+from hybridpar.data.files.pieces import Ends, Part, Piece, in_parts, pieces
 from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder
 from hybridpar.errors import DataError, HybridparError, config_error
 from hybridpar.reading import errors_as, nearest_path, read_text

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
-from hybridpar.ops.libraries import Shapes, like
+from hybridpar.ops.backends.libraries import Shapes, like
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.norm import check_vectors
-from hybridpar.ops.registry import resolve
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:

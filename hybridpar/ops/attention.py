@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
+from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
-from hybridpar.ops.libraries import Shapes, heads_inside, wide_type, without_gaps
-from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.ops.libraries import Shapes, nothing, wide_type
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, nothing, wide_type
+from hybridpar.ops.backends.registry import resolve
 
 
 def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:

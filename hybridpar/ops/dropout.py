@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridpar import random
 from hybridpar.errors import config_error
-from hybridpar.ops.libraries import Shapes
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.random import RandomKey
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridpar.ops.libraries import Shapes, nothing
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, nothing
+from hybridpar.ops.backends.registry import resolve
 
 
 def embedding(weight: Tensor, backend: str = "auto") -> Any:

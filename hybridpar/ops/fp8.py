@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from hybridpar.ops.libraries import Shapes, nothing, triton_missing
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, nothing, triton_missing
+from hybridpar.ops.backends.registry import resolve
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max

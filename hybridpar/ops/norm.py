@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
+from hybridpar.ops.backends.libraries import Shapes, like, wide_type
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import Mask, drop, make_mask
-from hybridpar.ops.libraries import Shapes, like, wide_type
-from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 

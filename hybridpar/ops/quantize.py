@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hybridpar.errors import config_error
-from hybridpar.ops.libraries import Shapes, nothing, wide_type
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, nothing, wide_type
+from hybridpar.ops.backends.registry import resolve
 
 TILE = 64
 """Numbers that share a scale."""

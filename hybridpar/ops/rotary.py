@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
-from hybridpar.ops.libraries import Shapes, heads_inside, without_gaps
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, heads_inside, without_gaps
+from hybridpar.ops.backends.registry import resolve
 
 
 def rotary(

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hybridpar.ops.libraries import Shapes, nothing
-from hybridpar.ops.registry import resolve
+from hybridpar.ops.backends.libraries import Shapes, nothing
+from hybridpar.ops.backends.registry import resolve
 
 Tensors = Sequence[Tensor]
 K = TypeVar("K")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.errors import config_error
 from hybridpar.placement.fields import Checker
 from hybridpar.placement.scoring import Score, is_contiguous, is_ordered, latency, problems, score

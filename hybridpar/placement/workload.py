@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.errors import DataError, config_error
 from hybridpar.placement.fields import Checker
 from hybridpar.reading import nearest_path, read_limited

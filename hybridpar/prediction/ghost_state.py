@@ -15,7 +15,7 @@ from hybridpar.prediction.ghost_chunks import GhostChunks
 from hybridpar.runtime.stage import Stage
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.passes.shared_items import SharedItems
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.segments import Parts

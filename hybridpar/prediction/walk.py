@@ -13,8 +13,8 @@ from hybridpar.runtime.graphs import num_places
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
 from hybridpar.schedules.passes.shared_items import SharedTiers
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.send_window import min_send_window
-from hybridpar.schedules.sizes import PipelineShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, OF_STASH, PER_ITEM, Kind
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.compression.codec import Codec
 from hybridpar.state.weights import WeightStore
 

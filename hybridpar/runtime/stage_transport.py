@@ -28,7 +28,7 @@ from hybridpar.job import JobPlan
 from hybridpar.models.custom_blocks import local_message_shape
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.runtime.codecs import Codecs
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.compression.codec import Codec
 
 

@@ -20,9 +20,9 @@ from hybridpar.schedules.kinds import Step
 from hybridpar.schedules.orders import custom_order as own_order
 from hybridpar.schedules.orders import interleaved, vee
 from hybridpar.schedules.orders.interleaved import SizeOf
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.proof.liveness import most_held
 from hybridpar.schedules.schedule_options import ScheduleOptions
-from hybridpar.schedules.sizes import PipelineShape
 
 # (.., stage, microbatch, first_batch) -> version
 VersionRule = Callable[["Schedule", PipelineShape, int, int, int], int]

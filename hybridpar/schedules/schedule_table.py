@@ -61,9 +61,9 @@ from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.schedules.orders import custom_order as own_order
 from hybridpar.schedules.orders import interleaved, vee
 from hybridpar.schedules.orders.interleaved import SizeOf
+from hybridpar.schedules.pipeline_shape import PipelineShape as PipelineShape
 from hybridpar.schedules.schedule import Schedule as Schedule
 from hybridpar.schedules.schedule_options import ScheduleOptions as ScheduleOptions
-from hybridpar.schedules.sizes import PipelineShape as PipelineShape
 
 
 def _synchronous_version(

@@ -28,8 +28,8 @@ from hybridpar.runtime.stage_transport import StageTransport
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.schedules.passes.lowering import forward_actions, lower
 from hybridpar.schedules.passes.segments import Division
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.schedule_table import Schedule, drained
-from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork

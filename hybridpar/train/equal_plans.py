@@ -19,7 +19,7 @@ from hybridpar.errors import DataError, HybridparError, config_error
 from hybridpar.schedules.action import Action
 from hybridpar.train.engine import Engine
 from hybridpar.train.faults.errors import SetupError
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 
 _BATCHES = 4
 _MOST_ACTIONS = 20_000

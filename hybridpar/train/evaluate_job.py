@@ -27,7 +27,13 @@ from hybridpar.train.evaluation import Evaluator, as_told
 from hybridpar.train.faults import watchdog
 from hybridpar.train.faults.errors import LostContactError, describe_failure
 from hybridpar.train.job import open_job_data, with_kept_batch
-from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
+from hybridpar.train.launching.launch import (
+    Job,
+    choose_backend,
+    choose_device,
+    set_precision,
+    set_threads,
+)
 from hybridpar.validate import resolve
 
 

@@ -37,8 +37,8 @@ from typing import Any, TextIO
 
 from hybridpar.checkpoint import check_compatible, read_manifest, saved_steps
 from hybridpar.checkpoint.compatible import BATCH
-from hybridpar.checkpoint.files import as_bytes, write_text
 from hybridpar.checkpoint.folders import folder_of
+from hybridpar.checkpoint.format.files import as_bytes, write_text
 from hybridpar.checkpoint.load import check_files
 from hybridpar.config import (
     FOUND,
@@ -57,7 +57,7 @@ from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.train.faults.watchdog import ORPHAN_S, record_name
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 from hybridpar.train.reporting.run_metrics import last_step
 from hybridpar.validate import problems
 

@@ -25,7 +25,7 @@ from hybridpar.errors import CheckpointError, HybridparError, config_error, in_a
 from hybridpar.flight import FAILED, LOST, REFUSED, RENDEZVOUS, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
-from hybridpar.ops.libraries import examine_triton
+from hybridpar.ops.backends.libraries import examine_triton
 from hybridpar.prediction import MemoryWatch
 from hybridpar.schedules.proof.check import PlanError
 from hybridpar.train import continued
@@ -53,7 +53,7 @@ from hybridpar.train.faults.errors import (
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.faults.links import Hosts, LinkWatch
 from hybridpar.train.inference.generate import Generator, Sampling
-from hybridpar.train.launch import (
+from hybridpar.train.launching.launch import (
     Job,
     choose_backend,
     choose_device,

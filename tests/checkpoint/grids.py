@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.checkpoint.folders import begin, publish
+from hybridpar.checkpoint.format.manifest import TrainingState
+from hybridpar.checkpoint.format.part import Part, is_writer
 from hybridpar.checkpoint.load import load
-from hybridpar.checkpoint.manifest import TrainingState
-from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config

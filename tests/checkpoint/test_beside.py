@@ -21,8 +21,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint import background, folders, handover, part, snapshot
-from hybridpar.checkpoint.manifest import ShardFile
+from hybridpar.checkpoint import background, folders, handover, snapshot
+from hybridpar.checkpoint.format import part
+from hybridpar.checkpoint.format.manifest import ShardFile
 from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import barrier
 from hybridpar.config import Config, from_mapping

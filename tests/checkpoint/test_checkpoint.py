@@ -18,9 +18,9 @@ from ranks import run_ranks
 import hybridpar
 from hybridpar import checkpoint
 from hybridpar.checkpoint.compatible import CONTINUABLE
-from hybridpar.checkpoint.manifest import ShardFile
-from hybridpar.checkpoint.shards import SavedShard, header_of
-from hybridpar.checkpoint.tensorfile import write_tensors
+from hybridpar.checkpoint.format.manifest import ShardFile
+from hybridpar.checkpoint.format.shards import SavedShard, header_of
+from hybridpar.checkpoint.format.tensorfile import write_tensors
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import CheckpointError
 from hybridpar.nn.placement import Init, Placement, Shard

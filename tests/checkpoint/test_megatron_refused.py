@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.format.test_pickled import Evil
 from checkpoint.megatron import Layout, arguments, write
 from checkpoint.test_megatron import made
-from checkpoint.test_pickled import Evil
 from safetensors.torch import load_file, save_file
 
 from hybridpar.checkpoint.huggingface import compare

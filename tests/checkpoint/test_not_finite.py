@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint import tensorfile
+from hybridpar.checkpoint.format import tensorfile
+from hybridpar.checkpoint.format.tensorfile import TensorFile, write_tensors
 from hybridpar.checkpoint.huggingface import export_folder
 from hybridpar.checkpoint.stages import load_stage
-from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.grid import Axis

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridpar.checkpoint.folders import begin, publish
-from hybridpar.checkpoint.manifest import TrainingState
-from hybridpar.checkpoint.part import Part
+from hybridpar.checkpoint.format.manifest import TrainingState
+from hybridpar.checkpoint.format.part import Part
 from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved

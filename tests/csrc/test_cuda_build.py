@@ -45,7 +45,7 @@ LOAD = """
 import json, sys
 import torch, hybridpar
 from hybridpar import native
-from hybridpar.ops import libraries
+from hybridpar.ops.backends import libraries
 hybridpar.__path__.insert(0, sys.argv[1])
 print(json.dumps({
     "missing": native.missing_cuda(),

@@ -19,7 +19,7 @@ from ops import test_backends as backends
 from ops.test_backends import DTYPES, Case, tensors_of
 
 from hybridpar import native, ops
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 
 ROOT = Path(__file__).parents[2]
 CUDA = ROOT / "csrc" / "cuda"

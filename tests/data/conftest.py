@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from data.documents import add_document
 
-from hybridpar.data.indexed import IndexedDataset, IndexedWriter
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter
 
 
 @pytest.fixture

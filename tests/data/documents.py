@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hybridpar.data.indexed import IndexedWriter
+from hybridpar.data.files.indexed import IndexedWriter
 
 
 def add_document(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridpar.data import bert
 from hybridpar.data.bert import BertDataset
-from hybridpar.data.indexed import IndexedDataset, IndexedWriter
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer
 from hybridpar.errors import ConfigError, DataError
 

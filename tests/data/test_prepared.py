@@ -12,9 +12,9 @@ import pytest
 from data import foreign
 from data.documents import add_document
 
-from hybridpar.data import pieces
 from hybridpar.data import prepared as module
-from hybridpar.data.indexed import IndexedWriter
+from hybridpar.data.files import pieces
+from hybridpar.data.files.indexed import IndexedWriter
 from hybridpar.data.prepared import check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError

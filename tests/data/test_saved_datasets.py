@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from data.files.test_readers import _arrow
 from data.test_corpus import read
-from data.test_readers import _arrow
 
 from hybridpar.config import DataConfig
 from hybridpar.data import prepare
-from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.corpus import corpus_files, corpus_key, num_bytes, read_parts
 from hybridpar.data.datasets import absent_sources
+from hybridpar.data.files.bad_records import BadRecords
 from hybridpar.errors import DataError
 
 TEXTS = [f"text {i}" for i in range(10)]

@@ -16,10 +16,10 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.folders import best_steps, saved_steps
+from hybridpar.checkpoint.format.manifest import MANIFEST
+from hybridpar.checkpoint.format.tensorfile import CHUNK, TensorFile
 from hybridpar.checkpoint.load import FullWeights, check_files, load
-from hybridpar.checkpoint.manifest import MANIFEST
 from hybridpar.checkpoint.saved import Saved
-from hybridpar.checkpoint.tensorfile import CHUNK, TensorFile
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid

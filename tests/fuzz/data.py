@@ -21,8 +21,8 @@ from hybridpar.data import (
     prepare,
     train_tokenizer,
 )
-from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.corpus import corpus_files, read_parts
+from hybridpar.data.files.bad_records import BadRecords
 from hybridpar.data.tokenizer import BertVocabulary
 from hybridpar.errors import DataError
 

@@ -14,7 +14,7 @@ from hybridpar.autograd import recomputed
 from hybridpar.config import KernelsConfig, from_mapping
 from hybridpar.grid import Axis
 from hybridpar.nn import ParallelAttention
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.dropout import dropout_torch
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.prediction.ghost import Tracker

@@ -25,7 +25,7 @@ from hybridpar.memory_behaviour.analysis.arena import (
 from hybridpar.memory_behaviour.analysis.fragmentation import replay
 from hybridpar.memory_behaviour.events import Span, lives
 from hybridpar.memory_behaviour.recording.memory_trace import predict_trace
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 
 CONFIGS = Path(__file__).parents[2] / "scripts" / "configs"
 BLOCKS = st.lists(

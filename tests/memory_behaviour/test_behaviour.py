@@ -15,7 +15,7 @@ from memory_behaviour.traces import Rank, random_spans
 from hybridpar.memory_behaviour.analysis import behaviour
 from hybridpar.memory_behaviour.analysis.behaviour import Distribution, analyse
 from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What, lives
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 
 M = What.MALLOC
 F = What.FREE

@@ -12,8 +12,8 @@ from hybridpar.memory_behaviour.recording.recorder import Recorder
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import PER_BATCH, Kind
 from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.schedule_table import find_schedule
-from hybridpar.schedules.sizes import PipelineShape
 
 KEPT = {
     "norm": 16,

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import HeadLayout, ParallelAttention, named_placements, reduce_shared_gradients
-from hybridpar.ops import libraries, registry
+from hybridpar.ops.backends import libraries, registry
 from hybridpar.ops.split_qkv import split_heads
 from hybridpar.random import RandomKey
 

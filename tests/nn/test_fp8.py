@@ -27,7 +27,7 @@ from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine
-from hybridpar.train.launch import set_precision
+from hybridpar.train.launching.launch import set_precision
 from hybridpar.validate import resolve
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 
 
 def places(op: str, *, reference: bool = True) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridpar import ops, random
 from hybridpar.errors import ConfigError
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.random import RandomKey
 

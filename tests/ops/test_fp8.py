@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.ops import fp8, registry
+from hybridpar.ops import fp8
+from hybridpar.ops.backends import registry
 from hybridpar.ops.fp8 import quantize_fp8, quantize_fp8_weight_
 
 INTERPRETED = registry.report("quantize_fp8", "cpu", torch.float32).rejected.get("triton") is None

@@ -9,7 +9,7 @@ from ops.test_quantize import DEVICES, DTYPES, numbers
 from torch import Tensor
 
 from hybridpar import ops
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.largest import places_bytes, value_bytes
 
 SHAPES = [

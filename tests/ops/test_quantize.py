@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpar import ops
 from hybridpar.errors import ConfigError
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.quantize import TILE, dequantize_, quantized_bytes
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

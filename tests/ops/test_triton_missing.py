@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from hybridpar.cli import doctor
-from hybridpar.ops import libraries, measured, registry
-from hybridpar.ops.libraries import TritonLibrary, load_triton
+from hybridpar.ops.backends import libraries, measured, registry
+from hybridpar.ops.backends.libraries import TritonLibrary, load_triton
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridpar import ops
 from hybridpar.errors import ConfigError
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 from hybridpar.ops.update import AdamStep, Weights
 
 SIZES = [

@@ -26,7 +26,7 @@ from hybridpar.config import Config, from_mapping, require_gpu_queues, use_all_g
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, lines_of
 from hybridpar.runtime import stage_transport as lane
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.validate import resolve
 
 GALLERY = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "schedule_gallery.py"))

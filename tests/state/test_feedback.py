@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.folders import begin, publish
-from hybridpar.checkpoint.manifest import TrainingState
-from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.format.manifest import TrainingState
+from hybridpar.checkpoint.format.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import UNCOMPRESSED, Config, from_mapping
 from hybridpar.errors import ConfigError

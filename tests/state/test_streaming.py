@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar import random
 from hybridpar.checkpoint.folders import begin, publish
-from hybridpar.checkpoint.manifest import TrainingState
-from hybridpar.checkpoint.part import Part, is_writer
+from hybridpar.checkpoint.format.manifest import TrainingState
+from hybridpar.checkpoint.format.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.grid import ProcessGrid

@@ -27,7 +27,7 @@ from hybridpar.config import Config, Launch, from_mapping, load_toml
 from hybridpar.errors import HybridparError
 from hybridpar.schedules.action import Action
 from hybridpar.train.batches.batch_policy import BatchPolicy
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 
 with suppress(ImportError):
     import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job

@@ -26,7 +26,7 @@ from hybridpar.train.equal_plans import (
     require_equal_settings,
 )
 from hybridpar.train.faults.errors import SetupError
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 
 
 def make(zero: int = 3, parts: int = 0, m: int = 3) -> Config:

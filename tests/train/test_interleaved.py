@@ -15,7 +15,7 @@ from train.runs import run_job, write_config
 from train.stretches import run, state
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint.manifest import read_manifest
+from hybridpar.checkpoint.format.manifest import read_manifest
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan

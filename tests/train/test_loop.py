@@ -25,7 +25,7 @@ from hybridpar.train import job as loop
 from hybridpar.train.evaluation import Evaluator
 from hybridpar.train.faults.errors import RankError
 from hybridpar.train.folder import in_use, measured, require_shared, with_kept_batch
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 

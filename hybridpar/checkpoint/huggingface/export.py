@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridpar.checkpoint.files import new_folder
 from hybridpar.checkpoint.finding import read_held
+from hybridpar.checkpoint.format.files import new_folder
 from hybridpar.checkpoint.huggingface.configuration import choose_family, plain_of
 from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.files import new_folder, write_text
+from hybridpar.checkpoint.format.files import new_folder, write_text
 from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
 from hybridpar.checkpoint.huggingface.families import Family
 from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybridpar.checkpoint.pickled import load_pickled, tensors_in
-from hybridpar.checkpoint.tensorfile import DTYPES
+from hybridpar.checkpoint.format.pickled import load_pickled, tensors_in
+from hybridpar.checkpoint.format.tensorfile import DTYPES
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.reading import errors_as, open_regular
 from hybridpar.reading import read_json as read_any

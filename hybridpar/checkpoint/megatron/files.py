@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hybridpar.checkpoint.format.pickled import Inert, load_pickled, tensors_in
 from hybridpar.checkpoint.huggingface.source import DAMAGED, dtype_name, read_json
 from hybridpar.checkpoint.megatron.family import INERT, OLD, RENAMED, SPLIT
-from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.reading import errors_as, open_regular
 

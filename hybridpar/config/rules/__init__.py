@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridpar.config.all_sections import Config
 from hybridpar.config.rules import data_rules, grid_rules, run_rules, training_rules
-from hybridpar.config.sections import Config
 from hybridpar.errors import Problem
 
 _RULES = (

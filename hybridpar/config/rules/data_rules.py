@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridpar.config.all_sections import Config
 from hybridpar.config.row_names import NAME_RULE, is_name
-from hybridpar.config.sections import Config
 from hybridpar.errors import Problem
 
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 
+from hybridpar.config.all_sections import Config
 from hybridpar.config.compression_methods import GRADIENTS
-from hybridpar.config.pipeline import FOUND
-from hybridpar.config.sections import Config
+from hybridpar.config.sections.pipeline import FOUND
 from hybridpar.errors import Problem
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridpar.config.sections import Config
+from hybridpar.config.all_sections import Config
 from hybridpar.errors import Problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from hybridpar.config.sections import Config
+from hybridpar.config.all_sections import Config
 from hybridpar.config.typed import broken_rules
 from hybridpar.config.unused import schedules_with_staleness
 from hybridpar.errors import Problem

@@ -31,7 +31,7 @@ from hybridpar.planner.measuring.profile_file import FORMAT
 from hybridpar.planner.measuring.state_speeds import measure_state
 from hybridpar.prediction.work import block_forms
 from hybridpar.state.residency.tiered import folder_to_measure
-from hybridpar.train.launch import (
+from hybridpar.train.launching.launch import (
     Job,
     choose_backend,
     choose_device,

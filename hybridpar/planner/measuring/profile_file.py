@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Within, from_plain
 from hybridpar.errors import DataError, config_error, shown
 from hybridpar.planner.measuring.links import Curve, MeasuredLink

@@ -10,8 +10,8 @@ from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
 from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, page, rect
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, Kind
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.timeline import Timeline
-from hybridpar.schedules.sizes import PipelineShape
 
 _COLOURS = (  # by weight version: forward, backward
     ("#bdd5f3", "#2c6ab1"),

@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.schedules.kinds import Kind, Step
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 
 _WORD = re.compile(r"([FBIW])(\d{1,7})([a-z]?)")
 _FIELD = "pipeline.order"

@@ -26,8 +26,8 @@ from itertools import product
 from math import inf
 
 from hybridpar.schedules.kinds import Kind, Step
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.costs import Costs, expand
-from hybridpar.schedules.sizes import PipelineShape
 
 _WAITS = (0.5, 1.0, 0.0)
 _LOOKS = (1, 0, 2, 4, 8)

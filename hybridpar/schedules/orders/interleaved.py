@@ -34,7 +34,7 @@ from itertools import accumulate, count, islice, pairwise
 
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import INPUTS, Kind, Step
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 
 SizeOf = Callable[[PipelineShape, int], int]  # (sizes, rank) -> a number
 

@@ -37,9 +37,9 @@ from types import MappingProxyType
 
 from hybridpar.schedules.kinds import Kind, Step
 from hybridpar.schedules.orders.fill import Room, fill, in_any_order
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.proof.liveness import most_held
 from hybridpar.schedules.simulate.costs import Costs
-from hybridpar.schedules.sizes import PipelineShape
 
 PERIOD = 6
 """Slots from a micro-batch to the next: two forwards, and two backwards of two parts."""

@@ -27,7 +27,7 @@ from math import inf
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, PER_BATCH, Kind
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 
 NumParts = int | Mapping[int, int] | Callable[[int], int]
 

@@ -57,6 +57,7 @@ from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, COMPUTE, PER_ITEM, K
 from hybridpar.schedules.passes.residency import Residency
 from hybridpar.schedules.passes.segments import PartCounts
 from hybridpar.schedules.passes.shared_items import SharedItems
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.collectives import Collectives, Meeting
 from hybridpar.schedules.simulate.copy_engines import BusyHost
 from hybridpar.schedules.simulate.costs import Costs
@@ -67,7 +68,6 @@ from hybridpar.schedules.simulate.simulated_rank import Dependency, Effect, Rank
 from hybridpar.schedules.simulate.simulated_rank import StuckError as StuckError
 from hybridpar.schedules.simulate.timeline import Timeline
 from hybridpar.schedules.simulate.transfers import Channel, Transfers
-from hybridpar.schedules.sizes import PipelineShape
 
 
 def simulate(

@@ -8,8 +8,8 @@ from math import inf
 
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.proof.liveness import Live, peak_live
-from hybridpar.schedules.sizes import PipelineShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from functools import partial
 
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.costs import Costs, expand
 from hybridpar.schedules.simulate.network import Route, Wires
 from hybridpar.schedules.simulate.shared_cores import Cores
 from hybridpar.schedules.simulate.simulated_rank import Rank
-from hybridpar.schedules.sizes import PipelineShape
 
 
 @dataclass(slots=True, eq=False)

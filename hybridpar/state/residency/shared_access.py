@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from hybridpar.schedules.action import Action, Kind
 from hybridpar.schedules.passes.residency import Mode, Residency, Touch
 from hybridpar.schedules.passes.shared_items import SharedItems
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.rank import RankState
 from hybridpar.state.residency.segments import Parts
 from hybridpar.state.residency.shares import FROZEN, WholeChunks

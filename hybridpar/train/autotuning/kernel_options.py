@@ -31,15 +31,15 @@ from typing import Any
 
 import torch
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Config, ModelConfig, from_plain
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
-from hybridpar.ops.libraries import triton_missing
+from hybridpar.ops.backends.libraries import triton_missing
 from hybridpar.random import RandomKey
 from hybridpar.reading import read_json
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 
 FILE = "kernels.json"
 _MAX_BYTES = 1 << 20

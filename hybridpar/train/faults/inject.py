@@ -48,7 +48,7 @@ from hybridpar.flight import Flight
 from hybridpar.grid import Axis, place_of, sizes_of
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.schedules.kinds import ACTION_SPECS
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import CHECKPOINTS, INJECTED
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridpar import checkpoint
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.comm import gather_objects
 from hybridpar.data import Samples
 from hybridpar.errors import CheckpointError, NotFiniteError

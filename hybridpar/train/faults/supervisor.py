@@ -53,7 +53,7 @@ from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.faults.starting import StartWatch, waiting
 from hybridpar.train.faults.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
-from hybridpar.train.launch import LOOPBACK
+from hybridpar.train.launching.launch import LOOPBACK
 from hybridpar.train.reporting.records import Records
 from hybridpar.train.stop import numbers_of
 from hybridpar.validate import resolve

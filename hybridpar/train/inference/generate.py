@@ -26,7 +26,7 @@ from hybridpar.job.stage_split import inference_split
 from hybridpar.random import random_bits, site
 from hybridpar.train.faults.errors import describe_failure
 from hybridpar.train.inference.decoder import Decoder
-from hybridpar.train.launch import Job, set_threads
+from hybridpar.train.launching.launch import Job, set_threads
 
 TOGETHER = 16
 """Number of prompts that are computed at once; further prompts wait."""

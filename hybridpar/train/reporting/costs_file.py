@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import torch
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Within, from_plain
 from hybridpar.errors import ConfigError, DataError, config_error, shown
 from hybridpar.job import JobPlan

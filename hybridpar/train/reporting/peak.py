@@ -23,7 +23,7 @@ from typing import Annotated
 
 import torch
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.comm import all_reduce, barrier, gather_objects
 from hybridpar.config import FINITE, Config, from_plain
 from hybridpar.cpu import cpu_name

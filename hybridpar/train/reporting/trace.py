@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.format.files import write_text
 from hybridpar.comm import gather_objects
 from hybridpar.cores import available_cores
 from hybridpar.grid import ProcessGrid
@@ -23,8 +23,8 @@ from hybridpar.schedules.action import Action
 from hybridpar.schedules.draw.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
 from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.timeline import Timeline
-from hybridpar.schedules.sizes import PipelineShape
 from hybridpar.train.faults.clocks import shift_to_first
 
 WARMUP = 3

@@ -31,7 +31,7 @@ from hybridpar.train.autotuning.kernel_options import (
     prepare,
     time_candidates,
 )
-from hybridpar.train.launch import Job
+from hybridpar.train.launching.launch import Job
 
 pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.errors import OutOfResources

@@ -19,7 +19,7 @@ from hybridpar.job import JobPlan
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import COMPUTE, Kind
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.train.autotuning.warm_up import is_needed, warm_up
 from hybridpar.train.engine import Engine
 

@@ -14,7 +14,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import NO_FLIGHT
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.sizes import PipelineShape
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.train.faults.inject import Fault, Injector, _is_over_link, parse_fault, parse_faults
 
 CONFIG = from_mapping(

@@ -23,9 +23,9 @@ from hybridpar.config import Launch, load_toml
 from hybridpar.data import Tokenizer, train_tokenizer
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.train import launch
 from hybridpar.train.inference.generate import TOGETHER, Generator, Pieces, Sampling, choose
 from hybridpar.train.job import train
+from hybridpar.train.launching import launch
 
 LENGTH = 24
 GREEDY = Sampling(LENGTH, temperature=0.0)

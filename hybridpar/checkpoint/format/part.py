@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridpar.checkpoint import handover
-from hybridpar.checkpoint.files import forget
+from hybridpar.checkpoint.format.files import forget
+from hybridpar.checkpoint.format.manifest import ShardFile, TrainingState, file_name, saved_place
+from hybridpar.checkpoint.format.shards import header_of
+from hybridpar.checkpoint.format.tensorfile import TensorFile, write_tensors
 from hybridpar.checkpoint.handover import Written
-from hybridpar.checkpoint.manifest import ShardFile, TrainingState, file_name, saved_place
-from hybridpar.checkpoint.shards import header_of
-from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Place, ProcessGrid

@@ -7,7 +7,7 @@ from data.documents import add_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.errors import DataError
 
 # Two documents, [5 6 7] and [8 9], as Megatron-LM writes them.

@@ -19,9 +19,10 @@ import pytest
 from data.test_corpus import read
 
 from hybridpar.config import DataConfig
-from hybridpar.data import prepare, readers
+from hybridpar.data import prepare
 from hybridpar.data.datasets import absent_sources
-from hybridpar.data.pieces import PART
+from hybridpar.data.files import readers
+from hybridpar.data.files.pieces import PART
 from hybridpar.errors import DataError
 
 TEXTS = [

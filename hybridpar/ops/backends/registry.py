@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybridpar.errors import config_error
 from hybridpar.native import constant_when_traced
-from hybridpar.ops import measured
+from hybridpar.ops.backends import measured
 
 _log = logging.getLogger(__name__)
 _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}

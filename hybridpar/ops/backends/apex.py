@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import Mask
-from hybridpar.ops.registry import resolve
 from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, grouped
 
 _NORMS = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import native
-from hybridpar.ops.libraries import cpp_missing, has_cuda, triton_missing
+from hybridpar.ops.backends.libraries import cpp_missing, has_cuda, triton_missing
 
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)

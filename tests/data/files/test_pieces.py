@@ -14,8 +14,8 @@ from data import foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.data import pieces as module
-from hybridpar.data.pieces import Ends, Part, in_parts, pieces, sentences
+from hybridpar.data.files import pieces as module
+from hybridpar.data.files.pieces import Ends, Part, in_parts, pieces, sentences
 from hybridpar.data.tokenizer import Tokenizer, train_tokenizer
 
 

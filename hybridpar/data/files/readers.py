@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridpar.data.bad_records import BadRecords
-from hybridpar.data.columns import Row, import_pyarrow, read_columns, read_selected
-from hybridpar.data.formats import (
+from hybridpar.data.files.bad_records import BadRecords
+from hybridpar.data.files.columns import Row, import_pyarrow, read_columns, read_selected
+from hybridpar.data.files.formats import (
     HEAD,
     SKIPPABLE,
     Format,
@@ -31,8 +31,8 @@ from hybridpar.data.formats import (
     foreign_format,
     format_of,
 )
-from hybridpar.data.pieces import PART, Ends, Part, in_parts
-from hybridpar.data.record_place import ESCAPED, RecordPlace, half_of_pair
+from hybridpar.data.files.pieces import PART, Ends, Part, in_parts
+from hybridpar.data.files.record_place import ESCAPED, RecordPlace, half_of_pair
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import BoundedReader, errors_as, open_regular
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.data.formats import HEAD, format_of
+from hybridpar.data.files.formats import HEAD, format_of
 from hybridpar.errors import DataError
 
 LINES = b'{"text": "a", "id": 1}\n{"id": 2, "text": "b"}\n'

@@ -30,7 +30,7 @@ from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.faults.errors import LostContactError, RankError
-from hybridpar.train.launch import (
+from hybridpar.train.launching.launch import (
     Job,
     _loopback_store,
     choose_backend,
@@ -234,7 +234,7 @@ def _waits(over: Path) -> list[str]:
 KEEPS = """
 import resource
 import torch
-from hybridpar.train.launch import keep_freed_memory
+from hybridpar.train.launching.launch import keep_freed_memory
 kept = keep_freed_memory()
 faults = []
 for _ in range(9):
@@ -338,7 +338,7 @@ def test_a_rank_that_waits_for_others_says_where(
             time.sleep(0.01)
         raise ValueError(text)
 
-    monkeypatch.setattr("hybridpar.train.launch._SAY_EVERY_S", 0.01)
+    monkeypatch.setattr("hybridpar.train.launching.launch._SAY_EVERY_S", 0.01)
     monkeypatch.setattr(dist, "rendezvous", nobody_comes)
     with pytest.raises(RankError, match="rank 0 has waited 0 s for the other 2 at host7:29500 "):
         Job.connect(Launch(0, 0, 3, 1, True, store="host7:29500"))

@@ -1,5 +1,5 @@
 """Run the ranks of one host of several:
-`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`.
+`python -m hybridpar.train.launching.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`.
 
 This is torchrun (same agent and static rendezvous, so that each host may use either), and more:
 
@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hybridpar.config import AGENT, STOP_SIGNALS, pass_on_signals
 from hybridpar.train.faults.agent import RankAgent
-from hybridpar.train.launch import leave_word, says_every
+from hybridpar.train.launching.launch import leave_word, says_every
 from hybridpar.train.stop import numbers_of
 
 _SAY_EVERY_S = 15.0
@@ -47,7 +47,9 @@ _LINGER_S = 2.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this host until they have ended, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hybridpar.train.hosts", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridpar.train.launching.hosts", allow_abbrev=False
+    )
     for name in ("nnodes", "node-rank", "nproc-per-node", "master-port", "max-restarts"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--master-addr", required=True)

@@ -24,8 +24,8 @@ from train.runs import LONG_S, metrics, reserved_port, run_job, steps, write_con
 
 from hybridpar.checkpoint import saved_steps
 from hybridpar.cli import main
-from hybridpar.train import hosts
 from hybridpar.train.engine import StepResult
+from hybridpar.train.launching import hosts
 from hybridpar.train.run import Run
 
 pytestmark = pytest.mark.ranks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import native, ops
-from hybridpar.ops import hopper, registry
+from hybridpar.ops.backends import hopper, registry
 
 (ROW,) = (row for row in registry.backends("attention") if row.name == "cuda")
 REASON = ROW.unsupported("cuda", torch.bfloat16)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from hybridpar import ops
 from hybridpar.errors import ConfigError
-from hybridpar.ops import apex, registry
+from hybridpar.ops.backends import apex, registry
 from hybridpar.ops.dropout import make_mask
 from hybridpar.ops.update import AdamStep, Passes, Weights
 from hybridpar.random import RandomKey
@@ -225,5 +225,5 @@ def test_what_apex_has_not_is_the_references(fused_adam):
         assert getattr(apex.FusedAdam, name) is getattr(Passes, name)
     assert (
         registry.select("optimizer", "apex", "cuda", torch.float32).path
-        == "hybridpar.ops.apex:FusedAdam"
+        == "hybridpar.ops.backends.apex:FusedAdam"
     )

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from data.test_readers import _arrow, _csv, _parquet, _zstd
+from data.files.test_readers import _arrow, _csv, _parquet, _zstd
 from train.runs import tiny
 
 from hybridpar.cli import main
 from hybridpar.config import Config, DataConfig, Launch, ModelConfig, from_mapping
-from hybridpar.data import open_data, prepare, prepare_tokenizer, readers
-from hybridpar.data.bad_records import NUM_NAMED, BadRecords
+from hybridpar.data import open_data, prepare, prepare_tokenizer
 from hybridpar.data.corpus import corpus_files, read_parts
+from hybridpar.data.files import readers
+from hybridpar.data.files.bad_records import NUM_NAMED, BadRecords
 from hybridpar.data.prepared import BAD_RECORDS, open_prepared
 from hybridpar.errors import DataError
 from hybridpar.train.job import train

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import torch
 
 from hybridpar import __version__
-from hybridpar.checkpoint.files import sync, write_text
+from hybridpar.checkpoint.format.files import sync, write_text
 from hybridpar.config import (
     FINITE,
     Config,

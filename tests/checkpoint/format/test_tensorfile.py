@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hybridpar.checkpoint import tensorfile
-from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
+from hybridpar.checkpoint.format import tensorfile
+from hybridpar.checkpoint.format.tensorfile import TensorFile, write_tensors
 from hybridpar.errors import CheckpointError
 
 TENSORS = {

@@ -13,9 +13,9 @@ from hybridpar import native, ops
 from hybridpar.cli import doctor
 from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
-from hybridpar.ops import hopper, libraries, measured, registry
 from hybridpar.ops.attention import attention_class
-from hybridpar.ops.registry import Backend, report, select
+from hybridpar.ops.backends import hopper, libraries, measured, registry
+from hybridpar.ops.backends.registry import Backend, report, select
 
 
 def test_every_row_names_code_that_exists():
@@ -498,7 +498,7 @@ def test_without_the_extension_everything_runs_on_torch(monkeypatch):
 def test_the_choice_is_logged_once(caplog):
     registry._selected.cache_clear()
     x = torch.ones(2, 3)
-    with caplog.at_level("INFO", "hybridpar.ops.registry"):
+    with caplog.at_level("INFO", "hybridpar.ops.backends.registry"):
         for _ in range(3):
             ops.gelu(x)
     assert [r.getMessage() for r in caplog.records] == [

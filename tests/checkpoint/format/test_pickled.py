@@ -21,8 +21,8 @@ from checkpoint.exchange import OURS, same_bits, save_ours, tensors_of
 from torch import Tensor
 
 from hybridpar import checkpoint
+from hybridpar.checkpoint.format.pickled import Inert, load_pickled, tensors_in
 from hybridpar.checkpoint.huggingface import export_folder, import_folder
-from hybridpar.checkpoint.pickled import Inert, load_pickled, tensors_in
 from hybridpar.errors import CheckpointError
 
 FORMATS = [True, False]  # since torch 1.6, and before

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hybridpar import native
 from hybridpar.config import triton_is_interpreted
-from hybridpar.ops import registry
+from hybridpar.ops.backends import registry
 
 _log = logging.getLogger(__name__)
 OLDEST_GPU = (8, 0)

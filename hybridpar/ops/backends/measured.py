@@ -53,7 +53,7 @@ Ampere, the first with bfloat16 and with copies from global to shared memory bes
 ONE_GENERATION = ("attention",)
 """Operations whose times hold for one compute capability alone."""
 _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
-TABLE = resources.files("hybridpar.ops") / "measured.json"
+TABLE = resources.files("hybridpar.ops.backends") / "measured.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from hybridpar.checkpoint.manifest import ShardFile
-from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
+from hybridpar.checkpoint.format.manifest import ShardFile
+from hybridpar.checkpoint.format.tensorfile import TensorFile, TensorInfo
 from hybridpar.config import Config, Whole, Within, from_plain, span
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.grid import AxisSizes, sizes_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridpar.data.bad_records import BadRecords
-from hybridpar.data.formats import Format
+from hybridpar.data.files.bad_records import BadRecords
+from hybridpar.data.files.formats import Format
 from hybridpar.errors import DataError, shown
 
 ESCAPED = {chr(0xDC00 + byte): byte for byte in range(0x80, 0x100)}

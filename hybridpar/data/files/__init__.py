@@ -1,0 +1,1 @@
+"""Readers of the files that hold records, of every format."""

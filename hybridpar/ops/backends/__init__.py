@@ -1,0 +1,1 @@
+"""Registry of operator backends, and the libraries that provide them."""

@@ -1,0 +1,1 @@
+"""Starting the ranks of a job, on one host or several."""
