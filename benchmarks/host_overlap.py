@@ -162,7 +162,7 @@ class Side:
             host_shares=everyone,
         )
         return exposed_on_host(
-            ScheduleOptions.of(self.engine.config), self.engine.sizes, costs, len(self.groups)
+            ScheduleOptions.of(self.engine.config), self.engine.shape, costs, len(self.groups)
         )[1]
 
 

@@ -213,7 +213,7 @@ class Side:
         )
         self.engine = Engine(JobPlan(config), self.grid, torch.device("cpu"))
         if not method.slices:
-            self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)
+            self.engine.executor.transport = replace(self.engine.executor.transport, slicing=None)
         if method.pace:
             pace(self.engine, method.pace / method.pieces)
         self.loader = FixedLoader(shape, m, self.grid.dp.rank, self.grid.dp.size)
@@ -296,7 +296,7 @@ class Side:
                 self.engine.schedule.with_options(
                     split=self.method.split, clip=True, gather=False, feedback=False
                 ),
-                self.engine.sizes,
+                self.engine.shape,
                 num_batches=16,
             ),
             costs,

@@ -204,7 +204,7 @@ def measure_drains(
         tolerance=TOLERANCE[dtype],
         seconds=limit,
     )
-    sizes = {name: step.engine.sizes for name, step in steps.items()}
+    sizes = {name: step.engine.shape for name, step in steps.items()}
     predictions: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for i in range(PREDICTIONS):
@@ -403,7 +403,7 @@ def record(ours: OurStep, num_batches: int) -> Measured:
     )
     engine.train(ours.loader, num_batches, lambda result: recorder.after_step(result.step))
     recorder.close()
-    found = measure_parts(trace.gather(recorder, engine.grid), engine.sizes, tied=False)
+    found = measure_parts(trace.gather(recorder, engine.grid), engine.shape, tied=False)
     assert found is not None, "too few batches were recorded"
     return found
 

@@ -144,9 +144,9 @@ class ProcessGrid:
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
     axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a separate communicator,
-    for gradients that flow against the activations); `ends` (the first and last pipeline stage with
+    for gradients that flow against the activations); `embedding_group` (the first and last pipeline stage with
     all their replicas, which share tied embeddings; size 1 in between, and if pp is 1); `site` (the
-    ranks that hold the same parameters at other sites); `home` (all ranks of this rank's site);
+    ranks that hold the same parameters at other sites); `site_group` (all ranks of this rank's site);
     `world` (all ranks).
 
     NCCL runs the operations that a rank issues on one communicator in that order, on one stream. If
@@ -180,10 +180,10 @@ class ProcessGrid:
     dp: Axis
     pp: Axis
     pp_reverse: Axis
-    ends: Axis
+    embedding_group: Axis
     world: Axis
     site: Axis
-    home: Axis
+    site_group: Axis
     _lines: Mapping[str, list[list[int]]]
     _group: Callable[[str, list[int]], Any]
     _again: dict[tuple[str, int], Axis]
@@ -270,11 +270,11 @@ class ProcessGrid:
                 self._axes[name] = Axis(
                     name, at, tuple(line), made, flight=self.flight, via_host=via_host
                 )
-        self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = map(
-            self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+        self.tp, self.dp, self.pp, self.pp_reverse, self.embedding_group, self.world = map(
+            self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "embedding_group", "world")
         )
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
-        self.home = self._axes.get("home", self.world)
+        self.site_group = self._axes.get("site_group", self.world)
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of communication from now on. Ranks that compile need a longer one at
@@ -396,9 +396,9 @@ def lines_of(
     lines["pp_reverse"] = lines["pp"]
     last = sizes["pp"] - 1
     ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
-    lines["ends"] = along("pp", *BATCH, of=ends) if last else []
+    lines["embedding_group"] = along("pp", *BATCH, of=ends) if last else []
     if any(name in APART for name in names):
-        lines["home"] = along(*(name for name in names if name not in APART))
+        lines["site_group"] = along(*(name for name in names if name not in APART))
     return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
 
 

@@ -187,7 +187,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         attempts.append(partial(require_factors, model, config.compression.gradients, groups))
     attempts += [
         lambda: requested_recomputation(pipeline.recompute, model, num_stages),
-        lambda: job.schedule.check_sizes(job.shape),
+        lambda: job.schedule.check_shape(job.shape),
         lambda: Codecs.of(job),
     ]
     if config.optim.name == "own" and config.optim.spec:

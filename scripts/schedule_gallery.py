@@ -76,7 +76,7 @@ def plan_for(schedule: Schedule, sizes: PipelineShape, num_batches: int) -> Any:
 
 
 def costs_for(sizes: PipelineShape) -> Costs:
-    return Costs(1 / sizes.chunks, 2 / sizes.chunks)
+    return Costs(1 / sizes.virtual_stages, 2 / sizes.virtual_stages)
 
 
 def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, float, int, float]:
@@ -100,7 +100,7 @@ def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, 
     )
     return (
         time / work - 1,
-        max(live.activations for live in report.peaks) / sizes.chunks,
+        max(live.activations for live in report.peaks) / sizes.virtual_stages,
         max(live.versions for live in report.peaks),
         sends / m,
     )

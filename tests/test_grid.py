@@ -15,7 +15,7 @@ from hybridpar.config import ParallelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid, Traffic, describe, lines_of, place_of, sizes_of
 
-AXES = ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+AXES = ("tp", "dp", "pp", "pp_reverse", "embedding_group", "world")
 
 
 def test_one_process_needs_no_process_group() -> None:
@@ -108,7 +108,7 @@ def test_rank_order(tp: int, pp: int, dp: int) -> None:
             "dp": tuple((s * dp + i) * tp + t for i in range(dp)),
             "pp": line,
             "pp_reverse": line,
-            "ends": ends if pp > 1 and s in (0, pp - 1) else (rank,),
+            "embedding_group": ends if pp > 1 and s in (0, pp - 1) else (rank,),
             "world": tuple(range(tp * pp * dp)),
         }
 
@@ -116,10 +116,19 @@ def test_rank_order(tp: int, pp: int, dp: int) -> None:
 def test_any_axes_and_lines_joined_of_them() -> None:
     sizes = {"pp": 2, "cp": 2, "dp": 3, "tp": 1}
     lines = lines_of(sizes, [("dp", "cp")])
-    assert list(lines) == ["tp", "dp", "cp", "pp", "pp_reverse", "ends", "dp x cp", "world"]
+    assert list(lines) == [
+        "tp",
+        "dp",
+        "cp",
+        "pp",
+        "pp_reverse",
+        "embedding_group",
+        "dp x cp",
+        "world",
+    ]
     assert lines["cp"] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
     assert lines["dp x cp"] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-    assert lines["ends"] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+    assert lines["embedding_group"] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
     grid = ProcessGrid.imagined(sizes, 10, lambda *_: object())
     assert grid.place == place_of(10, sizes) == {"pp": 1, "cp": 1, "dp": 1, "tp": 0}
     assert grid.axis("cp").ranks == (7, 10)
@@ -135,20 +144,20 @@ def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
     lines = lines_of(sizes)
     one = lines_of(sizes_of(ParallelConfig(pp=2, tp=2, dp=1)))
     assert lines["site"] == [[rank, rank + 4] for rank in range(4)]
-    assert lines["home"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert not {"site", "home"} & set(one)
-    for name in ("pp", "tp", "dp", "ends"):
+    assert lines["site_group"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert not {"site", "site_group"} & set(one)
+    for name in ("pp", "tp", "dp", "embedding_group"):
         of_both = [[rank + first for rank in line] for first in (0, 4) for line in one[name]]
         assert sorted(lines[name]) == sorted(of_both)
     grid = ProcessGrid.imagined(sizes, 5, lambda name, ranks: name)
-    assert (grid.site.rank, grid.home.ranks, grid.replica, grid.num_replicas) == (
+    assert (grid.site.rank, grid.site_group.ranks, grid.replica, grid.num_replicas) == (
         1,
         (4, 5, 6, 7),
         1,
         2,
     )
     alone = ProcessGrid()
-    assert alone.home is alone.world
+    assert alone.site_group is alone.world
     assert alone.site.size == 1
 
 
@@ -173,7 +182,7 @@ def one_thread_and_one_timeout_for_all_groups() -> None:
     grid = ProcessGrid(pp=2)
     dist.all_reduce(torch.ones(1), group=grid.pp.group)
     assert before == socket_threads() == 1
-    for axis in (grid.pp, grid.pp_reverse, grid.ends, grid.world):
+    for axis in (grid.pp, grid.pp_reverse, grid.embedding_group, grid.world):
         assert axis.group is not None
         assert axis.group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
         assert axis.group.group_desc == axis.name

@@ -272,7 +272,7 @@ class Plan:
         from hybridpar.planner.searching.plan_report import describe
         from hybridpar.schedules.draw.svg import draw_svg
 
-        timeline = predict_timeline(best.cost.ordering, best.cost.sizes, best.cost.costs, 2)
+        timeline = predict_timeline(best.cost.schedule_options, best.cost.shape, best.cost.costs, 2)
         write_output(
             "svg",
             self.svg,

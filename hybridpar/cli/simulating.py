@@ -83,8 +83,8 @@ class Simulate:
             time = (
                 f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one "
                 "took "
-                f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
-                f"{run.sizes.num_microbatches} micro-batches)"
+                f"{1e3 * run.measured.step_time:.4g} ms with {run.schedule_options.schedule} and "
+                f"{run.shape.num_microbatches} micro-batches)"
             )
         elif costs:
             time = (

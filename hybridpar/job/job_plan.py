@@ -21,7 +21,7 @@ from hybridpar.schedules.proof.prove import prove, send_window
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule, schedule_of
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class JobPlan:
         """Return the blocks of each stage that a rank of the pipeline holds."""
         return {stage: self.split[stage] for stage in self.shape.stages_of(rank)}
 
-    def segments(self, rank: int) -> Parts:
+    def segments(self, rank: int) -> Segments:
         """Return the segments that the stages of a rank of the pipeline are cut into."""
-        return Parts.of(self.config, self.held(rank))
+        return Segments.of(self.config, self.held(rank))
 
     def num_versions(self, rank: int) -> int:
         """Return the number of weight versions that a rank of the pipeline keeps at once."""

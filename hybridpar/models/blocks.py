@@ -212,7 +212,7 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
-    def remake(self) -> None:
+    def recompute(self) -> None:
         """From now on recompute outputs of norms and of the activation in the backward pass."""
         self.attention_norm.recompute()
         self.mlp_norm.recompute()

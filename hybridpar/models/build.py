@@ -273,34 +273,34 @@ def requested_recomputation(text: str, model: ModelSpec, num_stages: int) -> Rec
     """
     spec = parse_recompute(text, max(0, model.num_blocks - 2), num_stages)
     if spec.what == "selective":
-        _require_remake(model, frozenset(layer + 1 for layer in spec.numbers))
+        _require_recompute(model, frozenset(layer + 1 for layer in spec.numbers))
     return spec
 
 
 def has_selective_recompute(model: ModelSpec) -> bool:
     """Whether all blocks but the first and the last can recompute selectively."""
-    return not _without_remake(model, frozenset(range(1, model.num_blocks - 1)))
+    return not _without_recompute(model, frozenset(range(1, model.num_blocks - 1)))
 
 
-def _require_remake(model: ModelSpec, numbers: frozenset[int]) -> None:
+def _require_recompute(model: ModelSpec, numbers: frozenset[int]) -> None:
     """Require blocks that can recompute selectively. Raises: ConfigError."""
-    if name := _without_remake(model, numbers):
+    if name := _without_recompute(model, numbers):
         raise config_error(
             "pipeline.recompute",
             "selective",
-            "requires blocks with a method remake(), which recomputes their cheap outputs; "
+            "requires blocks with a method recompute(), which recomputes their cheap outputs; "
             f"{name} has none",
             "all",
         )
 
 
 @lru_cache(maxsize=16)
-def _without_remake(model: ModelSpec, numbers: frozenset[int]) -> str:
-    """Return the class of a block without a method `remake`; empty if all have one."""
+def _without_recompute(model: ModelSpec, numbers: frozenset[int]) -> str:
+    """Return the class of a block without a method `recompute`; empty if all have one."""
     alike = numbers.intersection(distinct_blocks(model)) if model.layers_field else numbers
     for number in sorted(alike or numbers):
         (block,) = build_blocks(model, Axis("tp"), [number]).values()
-        if not hasattr(block, "remake"):
+        if not hasattr(block, "recompute"):
             return type(block).__name__
     return ""
 

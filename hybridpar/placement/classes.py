@@ -122,7 +122,7 @@ def class_graph(
         pipeline: Whether the devices form a pipeline; otherwise classes on a common cycle may be on
             several devices.
         merge: Groups of nodes (positions) that must share a class, too.
-        merge_leaves: Whether to merge a class that costs no time and touches only one other class
+        merge_leaves: Whether to merge a class that costs no time and accesses only one other class
             into that class, if this cannot make any placement worse.
     """
     w = workload

@@ -221,11 +221,11 @@ class TracedStage:
         )
         """Parameters whose gradients are allocated and released."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
-        lane = StageTransport.of(job, grid, policy.dtype, device, ends)
-        self.lane = lane.into(0)
-        self.next = lane.into(1)
+        transport = StageTransport.of(job, grid, policy.dtype, device, ends)
+        self.transport = transport.into(0)
+        self.next = transport.into(1)
         into, out = (
-            _no_codec if handed else partial(lane.codecs.on, first=first)
+            _no_codec if handed else partial(transport.codecs.on, first=first)
             for handed, first in zip(buffers.handed, (blocks.start, blocks.stop), strict=True)
         )
         self._codecs = {
@@ -251,8 +251,15 @@ class TracedStage:
     def messages(self) -> dict[str, int]:
         """Return the bytes of received and sent tensors by name, of an activation, and of a
         micro-batch's kept input."""
-        lanes = {"received": self.lane, "returned": self.next, "returning": self.lane}
-        parts = {name: lane.room(self._codecs[name]).nbytes for name, lane in lanes.items()}
+        transports = {
+            "received": self.transport,
+            "returned": self.next,
+            "returning": self.transport,
+        }
+        parts = {
+            name: transport.room(self._codecs[name]).nbytes
+            for name, transport in transports.items()
+        }
         return {"message": self.next.whole().nbytes, "input": self._input_bytes, **parts}
 
     def _received(self) -> Tensor | Packed | None:
@@ -260,8 +267,8 @@ class TracedStage:
             return None
         codec = self._codecs["received"]
         if codec is not None and self.stage.recompute.whole:
-            return Packed(self.lane, self.lane.message(codec), codec)
-        return self.lane.whole().requires_grad_()
+            return Packed(self.transport, self.transport.message(codec), codec)
+        return self.transport.whole().requires_grad_()
 
     def _places_of(self, forth: str, back: str) -> Tensor | None:
         """Return the tensor that an executor keeps of a message with the codec `forth` for the
@@ -270,7 +277,7 @@ class TracedStage:
         gradients = self._codecs[back]
         if codec is None or gradients is None or not gradients.follows:
             return None
-        return codec.places(self.lane.room(codec), self.lane.shape[-1])
+        return codec.places(self.transport.room(codec), self.transport.shape[-1])
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """Run an executor's forward.

@@ -18,8 +18,8 @@ from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.residency.access_map import AccessMap
-from hybridpar.state.residency.segments import Parts
-from hybridpar.state.residency.shared_access import SharedTouches
+from hybridpar.state.residency.segments import Segments
+from hybridpar.state.residency.shared_access import SharedAccesses
 from hybridpar.state.residency.tiered import ItemMemory
 
 
@@ -27,7 +27,7 @@ from hybridpar.state.residency.tiered import ItemMemory
 class GhostState:
     """A rank's state, its segments, and its memory if items of it are moved."""
 
-    parts: Parts
+    segments: Segments
     state: RankState
     memory: ItemMemory | GhostChunks | None
 
@@ -60,18 +60,18 @@ class GhostState:
     @property
     def division(self) -> Division:
         """The division of the rank's plan into segments."""
-        return self.parts.division(self.state)
+        return self.segments.division(self.state)
 
-    def touches(self, sizes: PipelineShape) -> AccessMap | None:
+    def accesses(self, shape: PipelineShape) -> AccessMap | None:
         """Return which items of the state each action accesses, or None if the state has no
         budget."""
         return (
             None
             if not isinstance(self.memory, ItemMemory)
-            else AccessMap(self.memory, self.state, self.parts, sizes, norms=self.division.norms)
+            else AccessMap(self.memory, self.state, self.segments, shape, norms=self.division.norms)
         )
 
-    def shared_items(self, sizes: PipelineShape, budget: int = 0) -> SharedItems | None:
+    def shared_items(self, shape: PipelineShape, budget: int = 0) -> SharedItems | None:
         """Return the items that are sharded over replicas (ZeRO-2 and 3), or None.
 
         With a sufficient budget, the items include their tiers.
@@ -83,11 +83,11 @@ class GhostState:
         )
         if whole is None:
             return None
-        items = SharedTouches(whole, self.state, self.parts, sizes, first).items()
-        touches = self.touches(sizes)
-        if touches is None or touches.least_budget() > budget:
+        items = SharedAccesses(whole, self.state, self.segments, shape, first).items()
+        accesses = self.accesses(shape)
+        if accesses is None or accesses.least_budget() > budget:
             return items
-        return replace(items, tiers=touches.residency(budget), shares=touches.shares)
+        return replace(items, tiers=accesses.residency(budget), shares=accesses.shares)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StateFootprint:
 
 
 def trace_state(
-    job: JobPlan, rank: int, policy: StatePolicy, sizes: PipelineShape, device: torch.device
+    job: JobPlan, rank: int, policy: StatePolicy, shape: PipelineShape, device: torch.device
 ) -> StateFootprint:
     """Build the state of rank `rank`, run an update, and return its footprint, without allocating
     or computing anything.
@@ -125,7 +125,7 @@ def trace_state(
         job: The job.
         rank: The first replica of a pipeline rank. The replica with the most state counts.
         policy: Where the state is kept.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         device: The device, whose type this machine need not have.
     """
     dp = job.config.parallel.dp
@@ -161,7 +161,7 @@ def trace_state(
             norm=norm,
             updates=tuple(updates),
             division=ghost.division,
-            items=ghost.shared_items(sizes, job.config.memory.budget),
+            items=ghost.shared_items(shape, job.config.memory.budget),
             whole=whole,
             hosted=hosted,
         )

@@ -53,7 +53,7 @@ _LAST_OF_TORCH_TENSOR = torch.ops.aten.lift_fresh.default
 Role = tuple[int, str, bool, bool]
 
 
-class Use(NamedTuple):
+class OperatorAccess(NamedTuple):
     """The tensors that an operator reads and writes."""
 
     reads: list[Tensor]
@@ -109,9 +109,9 @@ class Operator:
                 found.append((position, argument.name, reads, writes))
         return tuple(found)
 
-    def use(self, args: Any, kwargs: Mapping[str, Any]) -> Use:
+    def use(self, args: Any, kwargs: Mapping[str, Any]) -> OperatorAccess:
         """Return the tensors that the operator reads and writes with these arguments."""
-        use = Use([], [])
+        use = OperatorAccess([], [])
         for position, name, reads, writes in self.roles:
             value = args[position] if position < len(args) else kwargs.get(name)
             if value is not None:

@@ -32,7 +32,7 @@ from hybridpar.prediction.walk import StageMemory, together, walk
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 
 _MOST_BLOCKS = 2**11
 _MOST_TOKENS = 2**22
@@ -175,9 +175,9 @@ class _Pipeline:
             found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 
-    def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
+    def _footprints(self, segments: Segments, buffers: Buffers) -> dict[int, list[Footprint]]:
         """Return the footprints of the segments of a rank's stages."""
-        stages = parts.of_stage
+        stages = segments.of_stage
         recomputed = self._job.recomputed
 
         def of_part(stage: int, number: int, blocks: range) -> Footprint:
@@ -254,18 +254,18 @@ def batches_to_peak(job: JobPlan) -> int:
     return min(needed, job.config.train.num_steps)
 
 
-def _enough(schedule: Schedule, sizes: PipelineShape) -> PipelineShape:
+def _enough(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
     """Return the shape with only as many micro-batches as can change the peak: further ones repeat
     these."""
-    if not schedule.repeats(sizes):
-        return sizes
+    if not schedule.repeats(shape):
+        return shape
     # micro-batches on stale weights
-    least = sizes.num_ranks - 1 + (schedule.options.early_switch or 0)
+    least = shape.num_ranks - 1 + (schedule.options.early_switch or 0)
     few = replace(
-        sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least))
+        shape, num_microbatches=min(shape.num_microbatches, max(4 * shape.num_ranks + 4, least))
     )
     same = all(
-        schedule.warmup(few, rank) == schedule.warmup(sizes, rank)
-        for rank in range(sizes.num_ranks)
+        schedule.warmup(few, rank) == schedule.warmup(shape, rank)
+        for rank in range(shape.num_ranks)
     )
-    return few if same else sizes
+    return few if same else shape

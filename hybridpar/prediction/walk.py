@@ -76,7 +76,7 @@ class StageMemory:
 def walk(
     actions: Iterable[Action],
     footprints: Mapping[int, Sequence[Footprint]],
-    sizes: PipelineShape,
+    shape: PipelineShape,
     state: StateFootprint | None = None,
     anew: Mapping[int, Sequence[Footprint]] | None = None,
     send_window: int = 0,
@@ -86,17 +86,17 @@ def walk(
     Args:
         actions: The rank's actions.
         footprints: Footprints of the segments of each stage, by stage.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         state: The rank's state; None: the sum of its stages' states.
         anew: Footprints of backwards that allocate gradients, if replicas shard them.
         send_window: Largest number of unfinished sends; 0: `min_send_window`.
     """
     found = _Walk(
         footprints,
-        sizes,
+        shape,
         state or together(fp for parts in footprints.values() for fp in parts),
         anew or footprints,
-        send_window or min_send_window(sizes.num_ranks),
+        send_window or min_send_window(shape.num_ranks),
     )
     for action in actions:
         found.follow(action)
@@ -120,20 +120,20 @@ class _Walk:
     def __init__(
         self,
         footprints: Mapping[int, Sequence[Footprint]],
-        sizes: PipelineShape,
+        shape: PipelineShape,
         state: StateFootprint,
         anew: Mapping[int, Sequence[Footprint]],
         send_window: int,
     ):
         self._footprints = footprints
         self._state = state
-        self._m = sizes.num_microbatches
+        self._m = shape.num_microbatches
         # gradients that an I has allocated
         self._anew = anew
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
-        self._last = sizes.num_stages - 1
-        self.num_places = num_places(sizes.num_ranks, sizes.chunks)
+        self._last = shape.num_stages - 1
+        self.num_places = num_places(shape.num_ranks, shape.virtual_stages)
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # bytes of sends that have not been waited for
@@ -180,7 +180,7 @@ class _Walk:
             self._factors[action.microbatch // self._m] += fp.factors
         elif kind in (Kind.NORM, Kind.UPDATE):
             self._factors.pop(action.microbatch, None)
-        if row.of_stash:
+        if row.is_offload:
             self._kept += self._moved(action) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif kind is Kind.W:
             self._kept -= fp.waiting

@@ -38,7 +38,7 @@ from hybridpar.runtime.recording import Recording
 from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import ACTION_SPECS, OF_STASH, PER_ITEM, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, OFFLOAD_KINDS, PER_ITEM, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.compression.codec import Codec
 from hybridpar.state.weights import WeightStore
@@ -96,7 +96,7 @@ class Tiers(Protocol):
     def are_here(self, action: Action) -> bool:
         """Return whether all items that the action accesses are in the fast tier."""
 
-    def touch(self, action: Action) -> None:
+    def access(self, action: Action) -> None:
         """Wait until all items that the action accesses are in the fast tier, and note which of
         them it changes.
         """
@@ -108,10 +108,10 @@ class Executor:
     Args:
         stages: Segments of each stage of the rank, by number of the stage.
         weights: The rank's weights.
-        lane: Sends and receives between stages.
-        sizes: The shape of the pipeline.
+        transport: Sends and receives between stages.
+        shape: The shape of the pipeline.
         tiers: Moves state; None: all state is always resident.
-        stash: Offloads activations; None: none are offloaded.
+        offloader: Offloads activations; None: none are offloaded.
         graphs: Replays the micro-batches that it can; None: all run kernel by kernel.
     """
 
@@ -119,22 +119,22 @@ class Executor:
         self,
         stages: Mapping[int, Sequence[Stage]],
         weights: WeightStore,
-        lane: StageTransport,
-        sizes: PipelineShape,
+        transport: StageTransport,
+        shape: PipelineShape,
         *,
         tiers: Tiers | None = None,
-        stash: ActivationOffloader | None = None,
+        offloader: ActivationOffloader | None = None,
         graphs: MicroBatchGraphs | None = None,
     ):
         self.stages = stages
         self.weights = weights
-        self.lane = lane
+        self.transport = transport
         self.tiers = tiers
-        self.stash = stash
+        self.offloader = offloader
         self.graphs = graphs
-        self.sizes = sizes
-        self.num_microbatches = sizes.num_microbatches
-        self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
+        self.shape = shape
+        self.num_microbatches = shape.num_microbatches
+        self._transports = {into: transport.into(into) for into in range(len(transport.shapes))}
         self.losses: dict[int, Losses] = {}
         """Sums of each batch's partial losses and metrics so far (last stage only). The reader of
         an entry removes it."""
@@ -172,7 +172,7 @@ class Executor:
             if row.peer_offset
         }
         self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(
-            OF_STASH, self._move_stash
+            OFFLOAD_KINDS, self._move_activations
         )
 
     def run(
@@ -190,9 +190,9 @@ class Executor:
                 recording.begin()
             if self.tiers is not None:
                 if recording is None or self.tiers.are_here(action):
-                    self.tiers.touch(action)
+                    self.tiers.access(action)
                 else:
-                    recording.wait_for_state(partial(self.tiers.touch, action))
+                    recording.wait_for_state(partial(self.tiers.access, action))
             self._table[action.kind](action)
             if recording is not None:
                 recording.end(action)
@@ -207,13 +207,15 @@ class Executor:
             *self._received,
             *self._outputs,
             *self._places,
-            *(self.stash.left if self.stash else ()),
+            *(self.offloader.left if self.offloader else ()),
         ]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _note(self, action: Action) -> None:
         """Write to the flight record what this rank does, or which of its sends it waits for."""
-        self.lane.pp.flight.action(action.kind, action.stage, action.microbatch, action.version)
+        self.transport.pp.flight.action(
+            action.kind, action.stage, action.microbatch, action.version
+        )
 
     def _turn_to(self, action: Action | None) -> None:
         self.current = action
@@ -268,7 +270,9 @@ class Executor:
             leaf.requires_grad_()
         if out is None:
             with (
-                nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf)
+                nullcontext()
+                if self.offloader is None or not grad
+                else self.offloader.noting(action, leaf)
             ):
                 out = here(x, batch, key)
         if isinstance(out, dict):
@@ -279,8 +283,8 @@ class Executor:
         elif stage + 1 in self.stages:
             self._handed[Kind.F, stage + 1, 0, k] = out.detach()
         else:
-            lane, codec = self._link(Kind.SEND_F, stage, k)
-            self._outputs[Kind.SEND_F, stage, k] = sent = lane.cut(out.detach(), codec)
+            transport, codec = self._link(Kind.SEND_F, stage, k)
+            self._outputs[Kind.SEND_F, stage, k] = sent = transport.cut(out.detach(), codec)
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if kept:
             ends_here = leaf is None and here.is_frozen
@@ -302,13 +306,13 @@ class Executor:
         )
         if gradient is None:
             gradient = torch.full(
-                (), factor, dtype=self._loss_dtype, device=self.lane.device
+                (), factor, dtype=self._loss_dtype, device=self.transport.device
             )  # torch.tensor waits
         self.weights.bind(action.version)
-        if self.stash is not None:
-            if not self.stash.is_here(action):
-                self.wait(partial(self.stash.release, action))
-            self.stash.release(action)
+        if self.offloader is not None:
+            if not self.offloader.is_here(action):
+                self.wait(partial(self.offloader.release, action))
+            self.offloader.release(action)
         if flight is None:
             assert self.graphs is not None
             made = self.graphs.backward(stage, k, gradient)
@@ -320,8 +324,8 @@ class Executor:
             elif stage - 1 in self.stages:
                 self._handed[Kind.B, stage - 1, len(self.stages[stage - 1]) - 1, k] = made
             else:
-                lane, codec = self._link(Kind.SEND_B, stage, k)
-                self._outputs[Kind.SEND_B, stage, k] = lane.cut(made, codec)
+                transport, codec = self._link(Kind.SEND_B, stage, k)
+                self._outputs[Kind.SEND_B, stage, k] = transport.cut(made, codec)
         if part == 0:
             for kind in (Kind.RECV_B, Kind.SEND_B):
                 self._places.pop((kind, stage, k), None)
@@ -336,13 +340,15 @@ class Executor:
         assert self.tiers is not None
         self.tiers.move(action)
 
-    def _move_stash(self, action: Action) -> None:
-        assert self.stash is not None
+    def _move_activations(self, action: Action) -> None:
+        assert self.offloader is not None
         if action.kind is Kind.EVICT:
-            self.wait(partial(self.stash.evict, action))
+            self.wait(partial(self.offloader.evict, action))
         else:
             self.watch(
-                (self.stash.offload if action.kind is Kind.OFFLOAD else self.stash.reload)(action)
+                (self.offloader.offload if action.kind is Kind.OFFLOAD else self.offloader.reload)(
+                    action
+                )
             )
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
@@ -352,8 +358,8 @@ class Executor:
         self._loss_dtype = next(iter(losses.values())).dtype
 
     def _post_receive(self, action: Action) -> None:
-        lane, codec = self._link(action.kind, action.stage, action.microbatch)
-        buffer = lane.room(codec)
+        transport, codec = self._link(action.kind, action.stage, action.microbatch)
+        buffer = transport.room(codec)
         work = irecv(buffer, *self._way(action))
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
@@ -363,11 +369,11 @@ class Executor:
         Messages between two ranks on an axis have no tags: both ranks must have them in the same
         order, as NCCL requires.
         """
-        lane = self.lane
+        transport = self.transport
         row = ACTION_SPECS[action.kind]
-        turn = self.sizes.turn(action.stage) if lane.turns else 0
-        forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
-        return self.sizes.rank_of(
+        turn = self.shape.turn(action.stage) if transport.turns else 0
+        forth, reverse = ((transport.pp, transport.reverse), *transport.turns)[turn]
+        return self.shape.rank_of(
             action.stage + row.peer_offset
         ), forth if row.flow > 0 else reverse
 
@@ -375,11 +381,11 @@ class Executor:
         """Return the transport and the codec of a transfer."""
         row = ACTION_SPECS[kind]
         into = stage + (row.peer_offset > 0)
-        codec = self.lane.codec(row.flow, into, training=torch.is_grad_enabled())
+        codec = self.transport.codec(row.flow, into, training=torch.is_grad_enabled())
         places = self._places.get((kind, stage, k))
         if codec is not None and places is not None:
             codec = codec.at(places)
-        return self._lanes.get(into, self.lane), codec
+        return self._transports.get(into, self.transport), codec
 
     def _keep_places(
         self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None
@@ -388,7 +394,7 @@ class Executor:
         gradients = self._link(kind, stage, k)[1]
         if codec is None or gradients is None or not gradients.follows:
             return
-        places = codec.places(message, self.lane.shape[-1])
+        places = codec.places(message, self.transport.shape[-1])
         if places is not None:
             self._places[kind, stage, k] = places
 
@@ -403,17 +409,17 @@ class Executor:
             return None
         work, buffer = entry
         self.wait(work.wait)
-        lane, codec = self._link(kind, stage, k)
+        transport, codec = self._link(kind, stage, k)
         if kind is Kind.RECV_F:
             self._keep_places(Kind.SEND_B, stage, k, buffer, codec)
         if codec is not None and packed:
-            return Packed(lane, lane.gather(buffer), codec)
-        return lane.join(buffer, codec)
+            return Packed(transport, transport.gather(buffer), codec)
+        return transport.join(buffer, codec)
 
     def _send(self, action: Action) -> None:
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
         self._sends.append((action, isend(tensor, *self._way(action))))
-        if len(self._sends) > self.lane.send_window:
+        if len(self._sends) > self.transport.send_window:
             oldest, work = self._sends.popleft()
             self._note(oldest)
             self.wait(work.wait)

@@ -56,7 +56,7 @@ class Stage(nn.Module):
         """Nothing here is trained: without an input that needs a gradient, the output needs none
         either."""
         for number in recompute.selective.intersection(blocks):
-            blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
+            blocks[number].recompute()  # type: ignore[operator]  # recomputed_blocks has seen to it
 
     def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:

@@ -225,19 +225,19 @@ def has_connections(grid: ProcessGrid) -> bool:
     return grid.device_type == "cuda" and not grid.pp.via_host and grid.pp.size > 1
 
 
-def links_of(sizes: PipelineShape, turn: int, flow: int) -> list[tuple[int, int]]:
+def links_of(shape: PipelineShape, turn: int, flow: int) -> list[tuple[int, int]]:
     """Return sender and receiver, as ranks of the pipeline, of all transfers of one turn and flow.
 
     Args:
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         turn: The number of the pass through the ranks; 0, except with stage_layout "v".
         flow: 1 for activations, -1 for gradients.
     """
     links: dict[tuple[int, int], None] = {}
-    for stage in range(sizes.num_stages):
-        receiver = sizes.peer(stage, flow)
-        if receiver is not None and sizes.turn(stage) == turn:
-            links[sizes.rank_of(stage), receiver] = None
+    for stage in range(shape.num_stages):
+        receiver = shape.peer(stage, flow)
+        if receiver is not None and shape.turn(stage) == turn:
+            links[shape.rank_of(stage), receiver] = None
     return list(links)
 
 
@@ -249,19 +249,19 @@ class Packed:
         leaf: Takes the activation's gradient; it uses the memory of one element.
     """
 
-    def __init__(self, lane: StageTransport, message: Tensor, codec: Codec):
-        self._lane = lane
+    def __init__(self, transport: StageTransport, message: Tensor, codec: Codec):
+        self._transport = transport
         self._message = message
         self._codec = codec
         self.leaf = (
-            torch.empty((), dtype=lane.dtype, device=lane.device)
-            .expand(lane.shape)
+            torch.empty((), dtype=transport.dtype, device=transport.device)
+            .expand(transport.shape)
             .requires_grad_()
         )
 
     def __call__(self) -> Tensor:
         """Return the activation; its gradient flows to the leaf."""
-        unpacked: Tensor = _Unpacked.apply(self.leaf, self._lane, self._message, self._codec)
+        unpacked: Tensor = _Unpacked.apply(self.leaf, self._transport, self._message, self._codec)
         return unpacked
 
 
@@ -270,9 +270,9 @@ class _Unpacked(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, leaf: Tensor, lane: StageTransport, message: Tensor, codec: Codec
+        ctx: Any, leaf: Tensor, transport: StageTransport, message: Tensor, codec: Codec
     ) -> Tensor:
-        return lane.decode(message, codec)
+        return transport.decode(message, codec)
 
     @staticmethod
     @once_differentiable

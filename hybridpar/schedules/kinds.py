@@ -59,7 +59,7 @@ class ActionSpec:
         is_async: It starts something and returns; all others take the rank's time.
         per_batch: Its number is a batch.
         per_item: Its number is an item of the rank's state.
-        of_stash: It moves activations that a micro-batch keeps between forward and backward.
+        is_offload: It moves activations that a micro-batch keeps between forward and backward.
         cut: 1 if there is one for each segment, from the first to the last; -1: from the last to
             the first.
         holds: Its change of the number of micro-batches whose activations the rank holds.
@@ -80,7 +80,7 @@ class ActionSpec:
     is_async: bool = False
     per_batch: bool = False
     per_item: bool = False
-    of_stash: bool = False
+    is_offload: bool = False
     cut: int = 0
     holds: int = 0
     reads: bool = False
@@ -168,18 +168,18 @@ ACTION_SPECS: dict[Kind, ActionSpec] = {
     _K.FETCH: ActionSpec("fetch", is_async=True, per_item=True),
     _K.RELEASE: ActionSpec("release", is_async=True, per_item=True),
     _K.DROP: ActionSpec("drop", is_async=True, per_item=True),
-    _K.OFFLOAD: ActionSpec("offload", (_K.F,), is_async=True, of_stash=True),
+    _K.OFFLOAD: ActionSpec("offload", (_K.F,), is_async=True, is_offload=True),
     _K.EVICT: ActionSpec(
-        "evict", (_K.OFFLOAD,), is_async=True, of_stash=True, awaits="the slow tier"
+        "evict", (_K.OFFLOAD,), is_async=True, is_offload=True, awaits="the slow tier"
     ),
-    _K.RELOAD: ActionSpec("reload", (_K.EVICT,), is_async=True, of_stash=True),
+    _K.RELOAD: ActionSpec("reload", (_K.EVICT,), is_async=True, is_offload=True),
 }
 
 PER_BATCH = frozenset(kind for kind, row in ACTION_SPECS.items() if row.per_batch)
 """Kinds whose `microbatch` is a batch number."""
 PER_ITEM = frozenset(kind for kind, row in ACTION_SPECS.items() if row.per_item)
 """Kinds whose `microbatch` is the number of an item of the rank's state."""
-OF_STASH = tuple(kind for kind, row in ACTION_SPECS.items() if row.of_stash)
+OFFLOAD_KINDS = tuple(kind for kind, row in ACTION_SPECS.items() if row.is_offload)
 """Kinds that move activations, in their order."""
 BESIDE = frozenset(kind for kind, row in ACTION_SPECS.items() if row.is_async)
 """Asynchronous kinds: they start something and return."""

@@ -23,7 +23,7 @@ class PipelineShape:
 
     num_ranks: int
     num_microbatches: int
-    chunks: int = 1
+    virtual_stages: int = 1
     stage_layout: str = "loop"
 
     def __post_init__(self) -> None:
@@ -33,14 +33,16 @@ class PipelineShape:
             raise config_error(
                 "pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1"
             )
-        if self.chunks < 1:
-            raise config_error("pipeline.virtual_stages", self.chunks, "must be at least 1", "1")
-        if self.chunks > 1 and self.num_ranks == 1:
+        if self.virtual_stages < 1:
+            raise config_error(
+                "pipeline.virtual_stages", self.virtual_stages, "must be at least 1", "1"
+            )
+        if self.virtual_stages > 1 and self.num_ranks == 1:
             works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
             raise config_error(
                 "parallel.pp",
                 1,
-                f"must be at least 2 with {self.chunks} stages per rank (pipeline.virtual_stages): on "
+                f"must be at least 2 with {self.virtual_stages} stages per rank (pipeline.virtual_stages): on "
                 "a single rank they would only wait for each other",
                 works,
             )
@@ -70,12 +72,12 @@ class PipelineShape:
     @property
     def num_stages(self) -> int:
         """Number of stages over all ranks."""
-        return self.num_ranks * self.chunks
+        return self.num_ranks * self.virtual_stages
 
     @property
     def is_ring(self) -> bool:
         """Whether the last rank sends to the first."""
-        return self.chunks > 1 and not self.is_v
+        return self.virtual_stages > 1 and not self.is_v
 
     @property
     def is_v(self) -> bool:
@@ -91,7 +93,7 @@ class PipelineShape:
     @property
     def rank_name(self) -> str:
         """Word for a rank in messages: stage, if each rank holds one."""
-        return "stage" if self.chunks == 1 else "rank"
+        return "stage" if self.virtual_stages == 1 else "rank"
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage."""
@@ -102,7 +104,7 @@ class PipelineShape:
         p = self.num_ranks
         return [
             turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank)
-            for turn in range(self.chunks)
+            for turn in range(self.virtual_stages)
         ]
 
     def turn(self, stage: int) -> int:

@@ -75,120 +75,120 @@ class Schedule:
         """
         return replace(self, options=replace(self.options, **changes))
 
-    def repeats(self, sizes: PipelineShape) -> bool:
+    def repeats(self, shape: PipelineShape) -> bool:
         """Return whether a longer batch only repeats parts of a shorter one."""
         return not self.order and not (
             self.flush
             and self.activations
-            and (self.activations in vee.ENDLESS or sizes.chunks > 2)
+            and (self.activations in vee.ENDLESS or shape.virtual_stages > 2)
         )
 
-    def outruns_sends(self, sizes: PipelineShape) -> bool:
+    def outruns_sends(self, shape: PipelineShape) -> bool:
         """Return whether a rank may have more unfinished sends than `min_send_window`: with a
         custom order, and with stage_layout "v" and more than two virtual stages, where a rank runs
         each step as soon as it can.
         """
-        return bool(self.order) or (sizes.is_v and sizes.chunks > 2)
+        return bool(self.order) or (shape.is_v and shape.virtual_stages > 2)
 
-    def forwards_before(self, sizes: PipelineShape, action: Action) -> int:
+    def forwards_before(self, shape: PipelineShape, action: Action) -> int:
         """Return how many micro-batches have started, on the first stage of the rank, before an F,
         B, I or W in the steady state, including the action's own. If the pipeline drains, count as
         if it did not.
         """
         if self.activations:
             return vee.forwards_before(
-                sizes, self.activations, (action.kind, action.stage, action.microbatch)
+                shape, self.activations, (action.kind, action.stage, action.microbatch)
             )
-        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
-        return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
+        place = interleaved.place(shape, action.kind, action.stage, action.microbatch)
+        return interleaved.begun(shape, place + self.warmup(shape, shape.rank_of(action.stage)))
 
-    def position(self, sizes: PipelineShape, action: Action) -> int:
+    def position(self, shape: PipelineShape, action: Action) -> int:
         """Return the place of an F, B, I or W in an endless alternation of forwards and backwards:
         backward k ends at 2k + 1.
         """
         if self.activations:
             step = action.kind, action.stage, action.microbatch
-            last = Kind.W, sizes.rank_of(action.stage), 0
-            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(
-                sizes, self.activations, last
+            last = Kind.W, shape.rank_of(action.stage), 0
+            since = vee.slot_of(shape, self.activations, step) - vee.slot_of(
+                shape, self.activations, last
             )
             return since * 2 // vee.PERIOD + 1
-        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
+        place = interleaved.place(shape, action.kind, action.stage, action.microbatch)
         if action.kind is Kind.F:
-            return 2 * (place - self.warmup(sizes, sizes.rank_of(action.stage)))
+            return 2 * (place - self.warmup(shape, shape.rank_of(action.stage)))
         return 2 * place + 1
 
-    def pairs(self, sizes: PipelineShape) -> int:
+    def pairs(self, shape: PipelineShape) -> int:
         """Return the forward-backward pairs of a batch, as `position` and `slack` count them: of
         each stage; with stage_layout "v", of a rank.
         """
-        return sizes.num_microbatches * (1 if self.activations else sizes.chunks)
+        return shape.num_microbatches * (1 if self.activations else shape.virtual_stages)
 
-    def version(self, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int) -> int:
+    def version(self, shape: PipelineShape, stage: int, microbatch: int, first_batch: int) -> int:
         """Return the weight version that `stage` uses for `microbatch`, forward and backward; W(t)
         exists after t updates.
 
         `first_batch` is the first batch after the pipeline was last drained. The version never
         decreases as `microbatch` grows.
         """
-        return self.version_rule(self, sizes, stage, microbatch, first_batch)
+        return self.version_rule(self, shape, stage, microbatch, first_batch)
 
     def versions_of(
-        self, sizes: PipelineShape, batch: int, first_batch: int
+        self, shape: PipelineShape, batch: int, first_batch: int
     ) -> tuple[tuple[int, ...], ...]:
         """Return the versions of all micro-batches of a batch, by stage; the first sync_steps
         batches run as 1f1b."""
-        m = sizes.num_microbatches
+        m = shape.num_microbatches
         first = max(first_batch, self.options.sync_steps)
         if batch < self.options.sync_steps:
-            return ((batch,) * m,) * sizes.num_stages
+            return ((batch,) * m,) * shape.num_stages
         return tuple(
-            tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
-            for stage in range(sizes.num_stages)
+            tuple(self.version(shape, stage, batch * m + k, first) for k in range(m))
+            for stage in range(shape.num_stages)
         )
 
-    def num_stale(self, sizes: PipelineShape) -> int:
+    def num_stale(self, shape: PipelineShape) -> int:
         """Return how many micro-batches of a batch t use older weights than W(t) on stage 0, in the
         steady state.
 
         Only pipedream's later stages have fewer.
         """
-        batch, first = self._steady_batch(sizes)
-        start = batch * sizes.num_microbatches
+        batch, first = self._steady_batch(shape)
+        start = batch * shape.num_microbatches
         return bisect_left(
-            range(sizes.num_microbatches),
+            range(shape.num_microbatches),
             batch,
-            key=lambda k: self.version(sizes, 0, start + k, first),
+            key=lambda k: self.version(shape, 0, start + k, first),
         )
 
-    def mean_delay(self, sizes: PipelineShape, stage: int) -> float:
+    def mean_delay(self, shape: PipelineShape, stage: int) -> float:
         """Return by how many updates a batch's weights are behind on average, in the
         steady state."""
-        batch, first = self._steady_batch(sizes)
-        m = sizes.num_microbatches
-        return sum(batch - self.version(sizes, stage, batch * m + k, first) for k in range(m)) / m
+        batch, first = self._steady_batch(shape)
+        m = shape.num_microbatches
+        return sum(batch - self.version(shape, stage, batch * m + k, first) for k in range(m)) / m
 
-    def _steady_batch(self, sizes: PipelineShape) -> tuple[int, int]:
+    def _steady_batch(self, shape: PipelineShape) -> tuple[int, int]:
         """Return a batch that no longer depends on the start of its range (no weights are p updates
         old), and that start.
         """
-        return self.options.sync_steps + sizes.num_stages + 1, self.options.sync_steps
+        return self.options.sync_steps + shape.num_stages + 1, self.options.sync_steps
 
-    def slack(self, sizes: PipelineShape) -> int:
+    def slack(self, shape: PipelineShape) -> int:
         """Return the forward-backward pairs on rank 0 between the last backward of batch t and the
         first use of W(t+1).
 
         Later ranks have more: they end a batch earlier, and start the next one later.
         """
-        each = self.pairs(sizes) // sizes.num_microbatches
-        return max(self.num_stale(sizes) * each - self.warmup(sizes, 0), 0)
+        each = self.pairs(shape) // shape.num_microbatches
+        return max(self.num_stale(shape) * each - self.warmup(shape, 0), 0)
 
-    def _most_ahead(self, sizes: PipelineShape) -> int:
+    def _most_ahead(self, shape: PipelineShape) -> int:
         """Return how many complete micro-batches the first rank runs ahead."""
-        return -(-self.warmup(sizes, 0) * sizes.num_microbatches // self.pairs(sizes))
+        return -(-self.warmup(shape, 0) * shape.num_microbatches // self.pairs(shape))
 
     def norm_delay(
-        self, sizes: PipelineShape, stage: int, *, gather: bool = False, host: float = 0.0
+        self, shape: PipelineShape, stage: int, *, gather: bool = False, host: float = 0.0
     ) -> int:
         """Return the number of forwards and backwards between the last backward of batch t and
         NORM(t), unless UPDATE(t) comes earlier.
@@ -200,26 +200,26 @@ class Schedule:
         reduction gets the rest.
         """
         if host:
-            return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
-        last = 2 * (1 + sizes.num_stages // 8)
-        return self._lead(sizes, stage) + max(self.slack(sizes), self._end(sizes, gather) - last)
+            return self._lead(shape, stage) + int((1 - host) * 2 * self.slack(shape))
+        last = 2 * (1 + shape.num_stages // 8)
+        return self._lead(shape, stage) + max(self.slack(shape), self._end(shape, gather) - last)
 
-    def host_delay(self, sizes: PipelineShape, stage: int, *, host: float) -> int:
+    def host_delay(self, shape: PipelineShape, stage: int, *, host: float) -> int:
         """Return the delay of HOST(t): one action after NORM(t), when its result has arrived."""
-        return self.norm_delay(sizes, stage, host=host) + 1
+        return self.norm_delay(shape, stage, host=host) + 1
 
-    def update_delay(self, sizes: PipelineShape, stage: int) -> int:
+    def update_delay(self, shape: PipelineShape, stage: int) -> int:
         """Return the delay of UPDATE(t) if it also starts to gather the new weights: after two
         thirds of the slack."""
-        return self._lead(sizes, stage) + self._end(sizes, gather=True)
+        return self._lead(shape, stage) + self._end(shape, gather=True)
 
-    def _end(self, sizes: PipelineShape, gather: bool) -> int:
+    def _end(self, shape: PipelineShape, gather: bool) -> int:
         """Return the forwards and backwards on stage 0 between the last backward of batch t and
         UPDATE(t).
         """
-        return (4 * self.slack(sizes) + 1) // 3 if gather else 2 * self.slack(sizes)
+        return (4 * self.slack(shape) + 1) // 3 if gather else 2 * self.slack(shape)
 
-    def _lead(self, sizes: PipelineShape, stage: int) -> int:
+    def _lead(self, shape: PipelineShape, stage: int) -> int:
         """Return the forwards and backwards that `stage` runs between its last backward of a batch
         and stage 0's last backward.
 
@@ -228,57 +228,61 @@ class Schedule:
         all stages if there is no slack.)
         """
         if self.activations:
-            ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
+            ends = [vee.slot_of(shape, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
             return max(ends[0] - ends[1], 0) * 2 // vee.PERIOD
-        ahead = self.warmup(sizes, 0) - self.warmup(sizes, stage)
+        ahead = self.warmup(shape, 0) - self.warmup(shape, stage)
         return ahead if ahead > stage else (4 * stage + 1) // 3
 
-    def max_live_activations(self, sizes: PipelineShape, stage: int) -> int:
+    def max_live_activations(self, shape: PipelineShape, stage: int) -> int:
         """Return an upper bound of the micro-batches that have run forward and not yet backward, on
         all stages of a rank.
         """
         if self.activations:
-            return vee.most_of_rank(sizes, stage, self.activations, drains=self.flush)
+            return vee.most_of_rank(shape, stage, self.activations, drains=self.flush)
         if self.order:
             return most_held(self.order[stage])
-        in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
-        return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
+        in_flight = self.warmup(shape, stage) + 1 + self.weight_delay(shape, stage)
+        return (
+            min(in_flight, shape.num_microbatches * shape.virtual_stages)
+            if self.flush
+            else in_flight
+        )
 
-    def weight_delay(self, sizes: PipelineShape, rank: int) -> int:
+    def weight_delay(self, shape: PipelineShape, rank: int) -> int:
         """Return how many I may run before the W of an earlier one: as many as let the rank hold no
         more micro-batches than rank 0 does.
         """
-        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.options.zero_bubble else 0
+        return self.warmup(shape, 0) - self.warmup(shape, rank) if self.options.zero_bubble else 0
 
-    def check_sizes(self, sizes: PipelineShape) -> None:
+    def check_shape(self, shape: PipelineShape) -> None:
         """Check that this schedule can run on this shape.
 
         Raises:
             ConfigError: It cannot.
         """
         if "order" in self.accepts:
-            own_order.check_order(self.order, sizes)
-        elif bool(self.activations) != sizes.is_v:
+            own_order.check_order(self.order, shape)
+        elif bool(self.activations) != shape.is_v:
             raise config_error(
                 "pipeline.stage_layout",
-                sizes.stage_layout,
+                shape.stage_layout,
                 "requires schedule 1f1b, 2bw or own",
                 "loop",
             )
-        p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
-        fits = (n for n in count(m) if self._most_ahead(replace(sizes, num_microbatches=n)) <= n)
-        if sizes.is_ring and self.options.early_switch is not None:
+        p, m, warmup = shape.num_stages, shape.num_microbatches, self._most_ahead(shape)
+        fits = (n for n in count(m) if self._most_ahead(replace(shape, num_microbatches=n)) <= n)
+        if shape.is_ring and self.options.early_switch is not None:
             raise config_error(
                 "pipeline.early_switch",
                 self.options.early_switch,
-                f"requires one stage per rank; this configuration has {sizes.chunks} "
+                f"requires one stage per rank; this configuration has {shape.virtual_stages} "
                 "(pipeline.virtual_stages)",
                 "off",
             )
-        if sizes.is_ring and "virtual_stages" not in self.accepts:
+        if shape.is_ring and "virtual_stages" not in self.accepts:
             raise config_error(
                 "pipeline.virtual_stages",
-                sizes.chunks,
+                shape.virtual_stages,
                 f"not supported with schedule {self.name}, which has one stage per rank",
                 "0",
             )
@@ -287,7 +291,7 @@ class Schedule:
                 "pipeline.num_microbatches",
                 m,
                 f"must be at least {warmup} with schedule {self.name} and parallel.pp = "
-                f"{sizes.num_ranks}: with fewer, two weight versions are not enough for the "
+                f"{shape.num_ranks}: with fewer, two weight versions are not enough for the "
                 f"forwards that stage 0 runs ahead",
                 str(next(fits)),
             )
@@ -309,7 +313,7 @@ class Schedule:
             )
 
     def compute_actions(
-        self, sizes: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
+        self, shape: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
     ) -> Iterator[Action]:
         """Yield the compute actions of one rank, lazily, for batches [first_batch, first_batch +
         num_batches).
@@ -319,20 +323,20 @@ class Schedule:
         Raises:
             ConfigError: At once, if this schedule cannot run on this shape.
         """
-        self.check_sizes(sizes)
-        assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
+        self.check_shape(shape)
+        assert 0 <= rank < shape.num_ranks, f"rank {rank} of {shape.num_ranks}"
         assert first_batch >= self.options.sync_steps, (
             f"batch {first_batch} runs as 1f1b, before {self.options.sync_steps} sync_steps"
         )
         return (
-            Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
-            for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches)
+            Action(kind, stage, k, self.version(shape, stage, k, first_batch))
+            for kind, stage, k in self._steps(shape, rank, first_batch, num_batches)
         )
 
     def _steps(
-        self, sizes: PipelineShape, rank: int, first_batch: int, num_batches: int | None
+        self, shape: PipelineShape, rank: int, first_batch: int, num_batches: int | None
     ) -> Iterator[Step]:
-        m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
+        m, warmup = shape.num_microbatches, self.warmup(shape, rank)
         batches = (
             count(first_batch)
             if num_batches is None
@@ -340,14 +344,14 @@ class Schedule:
         )
         if self.activations and not self.flush:
             num = None if num_batches is None else num_batches * m
-            return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
+            return vee.pattern(shape, rank, self.activations, first_batch * m, num)
         if self.order or self.activations:
             steps = (
-                own_order.with_stages(self.order[rank], sizes, rank)
+                own_order.with_stages(self.order[rank], shape, rank)
                 if self.order
-                else vee.batch_order(sizes, rank, self.activations)
+                else vee.batch_order(shape, rank, self.activations)
             )
             return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         if self.flush:
-            return (step for t in batches for step in interleaved.order(sizes, rank, warmup, t, 1))
-        return interleaved.order(sizes, rank, warmup, first_batch, num_batches)
+            return (step for t in batches for step in interleaved.order(shape, rank, warmup, t, 1))
+        return interleaved.order(shape, rank, warmup, first_batch, num_batches)

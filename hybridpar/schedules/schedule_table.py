@@ -67,14 +67,14 @@ from hybridpar.schedules.schedule_options import ScheduleOptions as ScheduleOpti
 
 
 def _synchronous_version(
-    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+    schedule: Schedule, shape: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
     """Return the version if batch t uses W(t)."""
-    return microbatch // sizes.num_microbatches
+    return microbatch // shape.num_microbatches
 
 
 def _double_buffered_version(
-    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+    schedule: Schedule, shape: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
     """Return the version if batch t uses W(t-1), and batches up to sync_steps use W(t): on every
     stage, whenever the pipeline was drained.
@@ -82,35 +82,35 @@ def _double_buffered_version(
     With early_switch L only the first p-1+L micro-batches use W(t-1), which is at least as many as
     are in flight at an update; the others of batch t use W(t).
     """
-    batch, index = divmod(microbatch, sizes.num_microbatches)
+    batch, index = divmod(microbatch, shape.num_microbatches)
     early_switch = schedule.options.early_switch
-    stale = early_switch is None or index < sizes.num_stages - 1 + early_switch
+    stale = early_switch is None or index < shape.num_stages - 1 + early_switch
     return batch - 1 if stale and batch > schedule.options.sync_steps else batch
 
 
 def _latest_version(
-    schedule: Schedule, sizes: PipelineShape, stage: int, microbatch: int, first_batch: int
+    schedule: Schedule, shape: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
     """Return the latest version that a stage has: k - (p-1-r) backwards are done when it starts
     micro-batch k.
     """
-    return max((microbatch - _depth_below(sizes, stage)) // sizes.num_microbatches, first_batch)
+    return max((microbatch - _depth_below(shape, stage)) // shape.num_microbatches, first_batch)
 
 
-def _depth_below(sizes: PipelineShape, stage: int) -> int:
+def _depth_below(shape: PipelineShape, stage: int) -> int:
     """Return p-1-r: the number of stages after this one, which is what 1F1B runs ahead."""
-    return sizes.num_stages - 1 - stage
+    return shape.num_stages - 1 - stage
 
 
-def _stashed_versions(sizes: PipelineShape, stage: int) -> int:
+def _stashed_versions(shape: PipelineShape, stage: int) -> int:
     """Return how many versions are alive: p-r micro-batches are in flight, and m in a row share a
     version.
     """
-    return -(-_depth_below(sizes, stage) // sizes.num_microbatches) + 1
+    return -(-_depth_below(shape, stage) // shape.num_microbatches) + 1
 
 
 def _constant(value: int) -> SizeOf:
-    return lambda sizes, stage: value
+    return lambda shape, stage: value
 
 
 def _synchronous(name: str, source: str, warmup: SizeOf, *accepts: str) -> Schedule:
@@ -132,7 +132,7 @@ SCHEDULES: dict[str, Schedule] = {
         _synchronous(
             "gpipe",
             "GPipe, arXiv 1811.06965, figure 2",
-            lambda sizes, stage: sizes.num_microbatches,
+            lambda shape, stage: shape.num_microbatches,
         ),
         _synchronous(
             "1f1b",
@@ -202,7 +202,7 @@ def make_schedule(options: ScheduleOptions) -> Schedule:
             schedule,
             options=options,
             order=steps,
-            warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank]),
+            warmup=lambda shape, rank: own_order.runs_ahead(steps[rank]),
         )
     factor = WARMUPS[options.warmup]
     schedule = replace(

@@ -63,7 +63,9 @@ def find_divergence(
     """
     mine = ""
     held = list(tensors)
-    lines = {name: grid.axis(name) for name in grid.sizes if name != "pp"} | {"pp": grid.ends}
+    lines = {name: grid.axis(name) for name in grid.sizes if name != "pp"} | {
+        "pp": grid.embedding_group
+    }
     for name, axis in lines.items():
         if (
             found := audit_replicas(replicas_along(name, held), axis, read)

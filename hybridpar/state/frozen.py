@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.shares import FROZEN, Shares
 
 
@@ -45,7 +45,7 @@ class FrozenWeights:
         parameters: StageParameters,
         partition: Partition,
         memory: Memory,
-        uses: Callable[[str], Use],
+        uses: Callable[[str], BufferUsage],
         *,
         splits: bool = False,
     ):
@@ -67,7 +67,7 @@ class FrozenWeights:
             if name in self.leaves:
                 table[key] = self.leaves[name]  # type: ignore[assignment]
 
-    def is_kept(self, use: Use) -> bool:
+    def is_kept(self, use: BufferUsage) -> bool:
         """Return whether chunks of a use are never sharded."""
         return use.stays or not self.shares
 
@@ -103,7 +103,7 @@ class FrozenWeights:
         owned = map(self.memory.read, self.shares[0].owned())
         return self.partition.whole(owned, self.memory.device)
 
-    def gather(self, use: Use) -> Works:
+    def gather(self, use: BufferUsage) -> Works:
         """Start to gather an unsharded chunk, whose memory is allocated. Collectives: as
         Shares.gather.
         """

@@ -14,7 +14,7 @@ from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates
 from hybridpar.state.reduction.outer import OuterStep
-from hybridpar.state.residency.chunks import Buffer, Memory, Use
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory
 from hybridpar.state.residency.shares import Shares
 from hybridpar.state.weights import WeightStore, copy_all
 
@@ -70,7 +70,7 @@ class Holder(Protocol):
     outer: OuterStep | None
     compression: Compression | None
 
-    def is_kept(self, use: Use) -> bool: ...
+    def is_kept(self, use: BufferUsage) -> bool: ...
 
 
 class StateKind(ABC):

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.kind import BufferKind, RoomKind, StateKind, Stored, Under
-from hybridpar.state.residency.chunks import Buffer, Use
+from hybridpar.state.residency.chunks import Buffer, BufferUsage
 from hybridpar.state.weights import copy_all
 
 
@@ -150,7 +150,7 @@ class Gradients(StateKind):
         return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
 
 
-def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Tensor]:
+def _kept(buffers: Iterable[Buffer], is_kept: Callable[[BufferUsage], bool]) -> list[Tensor]:
     """Return the memory of the chunks that are never sharded."""
     return [
         tensor

@@ -37,7 +37,7 @@ from hybridpar.state.reduction.outer import OuterStep, Wait, wait_here
 from hybridpar.state.reduction.partition import Partition, frozen_routes, make_routes
 from hybridpar.state.reduction.reducer import GradientReducer
 from hybridpar.state.reduction.squares import Squares
-from hybridpar.state.residency.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.shares import Shares, room
 from hybridpar.state.residency.uses import uses_of
 from hybridpar.state.weights import WeightStore
@@ -288,7 +288,7 @@ class RankState:
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
-    def is_kept(self, use: Use) -> bool:
+    def is_kept(self, use: BufferUsage) -> bool:
         """Return whether gradients of a use are never sharded, and reduced once a batch."""
         return use.stays or not self._moves_gradients
 

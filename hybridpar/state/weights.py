@@ -35,7 +35,7 @@ from hybridpar.state.fp8 import Fp8Weights
 from hybridpar.state.frozen import FrozenWeights
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import EMPTY, WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.residency.chunks import EMPTY, WHOLE, Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.shares import Shares
 
 Update = Callable[[Weights], None]
@@ -75,7 +75,7 @@ class WeightStore:
         memory: Memory,
         *,
         predict: bool = False,
-        uses: Callable[[str], Use] = lambda name: WHOLE,
+        uses: Callable[[str], BufferUsage] = lambda name: WHOLE,
         splits: bool = False,
         host: Memory | None = None,
         hosted: Collection[str] = (),
@@ -173,7 +173,7 @@ class WeightStore:
         """Return the part of an update that a parameter belongs to."""
         return self._uses(name).group
 
-    def is_kept(self, use: Use) -> bool:
+    def is_kept(self, use: BufferUsage) -> bool:
         """Return whether chunks of a use are never sharded."""
         return use.stays or not self.shares
 

@@ -35,7 +35,7 @@ from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.device_tier import state_memory
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import WholeChunks
 from hybridpar.state.residency.tiered import ItemMemory, TieredMemory, slow_folder
 from hybridpar.train.batches.batch_actions import BatchActions
@@ -67,12 +67,12 @@ class Residency:
     Attributes:
         memory: Holds weights, gradients and optimizer state.
         host_work: Runs the optimizer on the host, if it is there.
-        stash: Holds offloaded activations, if this rank offloads any.
+        offloader: Holds offloaded activations, if this rank offloads any.
     """
 
     memory: ItemMemory | WholeChunks | None = None
     host_work: HostWork | None = None
-    stash: ActivationOffloader | None = None
+    offloader: ActivationOffloader | None = None
 
 
 AS_CONFIGURED = Residency()
@@ -119,16 +119,16 @@ class Engine:
         self.device = device
         self.policy = policy or BatchPolicy(job)
         self._wrap_plan = wrap_plan
-        self.sizes = job.shape
+        self.shape = job.shape
         self.schedule = job.schedule
         self.loss_names = config.model.losses
         states = job.state_policy(
             self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
-        self.parts = job.segments(grid.pp.rank)
+        self.segments = job.segments(grid.pp.rank)
         # Blocks are built on the meta device; `RankState` allocates their parameters in `memory`.
-        blocks = build_held_blocks(config, grid, self.parts, states)
-        stages = build_stages(job, blocks, self.parts)
+        blocks = build_held_blocks(config, grid, self.segments, states)
+        stages = build_stages(job, blocks, self.segments)
         self.stage = Stage(blocks)
         memory = residency.memory
         if memory is None:
@@ -138,39 +138,43 @@ class Engine:
             grid,
             states,
             device,
-            parts=self.parts.ranges,
+            parts=self.segments.ranges,
             memory=memory,
             host_work=residency.host_work,
         )
         warn_of_unquantized_layers(config, grid, self.stage)
-        self._division = self.parts.division(self.state)
-        self.touches = build_touches(memory, self.state, self.parts, self.sizes, self._division)
-        self.tiers = build_tiers(memory, self.touches)
+        self._division = self.segments.division(self.state)
+        self.accesses = build_access_map(
+            memory, self.state, self.segments, self.shape, self._division
+        )
+        self.tiers = build_tiers(memory, self.accesses)
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
         self.replicas = None
         if self.whole is not None:
-            self.replicas = SharedChunks(self.whole, self.state, self.parts, self.sizes, self.tiers)
+            self.replicas = SharedChunks(
+                self.whole, self.state, self.segments, self.shape, self.tiers
+            )
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages,
             self.state.weights,
             StageTransport.of(job, grid, states.dtype, device),
-            self.sizes,
+            self.shape,
             tiers=self.replicas or self.tiers,
-            stash=self._build_stash(residency),
-            graphs=build_graphs(job, stages, self.parts, self.state, device),
+            offloader=self._build_offloader(residency),
+            graphs=build_graphs(job, stages, self.segments, self.state, device),
         )
         self.batch_actions = BatchActions(
-            self.policy, self.state, self.executor, self.parts, self._division, self.tiers
+            self.policy, self.state, self.executor, self.segments, self._division, self.tiers
         )
         self.data_start = DataStart()
 
-    def _build_stash(self, residency: Residency) -> ActivationOffloader | None:
+    def _build_offloader(self, residency: Residency) -> ActivationOffloader | None:
         """Create the activation offloader, or None if this rank offloads no micro-batch."""
         if not self.job.num_away(self.grid.pp.rank):
             return None
-        if residency.stash is not None:
-            return residency.stash
+        if residency.offloader is not None:
+            return residency.offloader
         if in_host_memory(self.device):
             return ActivationOffloader(
                 HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank))
@@ -232,8 +236,8 @@ class Engine:
     def close(self) -> None:
         """Close the offload files, free pinned memory and end the threads that copy."""
         self.state.memory.close()
-        if self.executor.stash is not None:
-            self.executor.stash.tier.close()
+        if self.executor.offloader is not None:
+            self.executor.offloader.tier.close()
 
     def plan(self, num_batches: int) -> Iterator[Action]:
         """Yield this rank's actions for the next batches: the synchronous warm-up, then the rest.
@@ -252,7 +256,7 @@ class Engine:
         if batches:
             yield from lower(
                 schedule,
-                self.sizes,
+                self.shape,
                 self.grid.pp.rank,
                 batches.start,
                 len(batches),
@@ -269,7 +273,7 @@ class Engine:
 
         Skipping batches that have not begun drains the pipeline: the others run to their end.
         """
-        m = self.sizes.num_microbatches
+        m = self.shape.num_microbatches
         results = self.batch_actions.results
         for action in actions:
             batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // m
@@ -319,9 +323,9 @@ class Engine:
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
         actions = self._with_moves(
             forward_actions(
-                self.sizes,
+                self.shape,
                 self.grid.pp.rank,
-                num_batches * self.sizes.num_microbatches,
+                num_batches * self.shape.num_microbatches,
                 version=newest,
                 parts=self._division,
             )
@@ -342,10 +346,10 @@ class Engine:
 
 
 def build_held_blocks(
-    config: Config, grid: ProcessGrid, parts: Parts, states: StatePolicy
+    config: Config, grid: ProcessGrid, segments: Segments, states: StatePolicy
 ) -> dict[int, nn.Module]:
     """Build the blocks of this rank's stages on the meta device, keyed by block number."""
-    numbers = [n for ranges in parts.of_stage.values() for blocks in ranges for n in blocks]
+    numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
     return build_blocks(
         config.model,
         grid.tp,
@@ -358,11 +362,11 @@ def build_held_blocks(
 
 
 def build_stages(
-    job: JobPlan, blocks: Mapping[int, nn.Module], parts: Parts
+    job: JobPlan, blocks: Mapping[int, nn.Module], segments: Segments
 ) -> dict[int, list[Stage]]:
     """Build this rank's stages from its blocks; a divided stage is a list of segments."""
     stages = {}
-    for stage, ranges in parts.of_stage.items():
+    for stage, ranges in segments.of_stage.items():
         stages[stage] = [
             Stage({n: blocks[n] for n in numbers}, job.recomputed[stage], job.config.model)
             for numbers in ranges
@@ -370,39 +374,39 @@ def build_stages(
     return stages
 
 
-def build_touches(
+def build_access_map(
     memory: ItemMemory | WholeChunks | None,
     state: RankState,
-    parts: Parts,
-    sizes: PipelineShape,
+    segments: Segments,
+    shape: PipelineShape,
     division: Division,
 ) -> AccessMap | None:
     """Create the map from actions to the state they access, or None if no state moves."""
     if not isinstance(memory, ItemMemory):
         return None
-    return AccessMap(memory, state, parts, sizes, norms=division.norms)
+    return AccessMap(memory, state, segments, shape, norms=division.norms)
 
 
 def build_tiers(
-    memory: ItemMemory | WholeChunks | None, touches: AccessMap | None
+    memory: ItemMemory | WholeChunks | None, accesses: AccessMap | None
 ) -> RankTiers | None:
     """Create the tiers of the state, or None if all state stays resident."""
-    if touches is None or not isinstance(memory, TieredMemory):
+    if accesses is None or not isinstance(memory, TieredMemory):
         return None
-    return RankTiers(memory, touches)
+    return RankTiers(memory, accesses)
 
 
 def build_graphs(
     job: JobPlan,
     stages: Mapping[int, Sequence[Stage]],
-    parts: Parts,
+    segments: Segments,
     state: RankState,
     device: torch.device,
 ) -> MicroBatchGraphs | None:
     """Create the CUDA graphs of this rank's micro-batches, or None if kernels launch one by one."""
     train = job.config.train
     # Graphs allocate from a private pool, in which train.record_memory cannot follow blocks.
-    if not train.cuda_graphs or device.type != "cuda" or train.record_memory or parts.is_divided:
+    if not train.cuda_graphs or device.type != "cuda" or train.record_memory or segments.is_divided:
         return None
     return graphs.recorder(
         job,

@@ -20,8 +20,8 @@ from hybridpar.schedules.passes.shared_items import SharedTiers, Sums
 from hybridpar.schedules.proof.check import PlanError
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
-from hybridpar.state.residency.segments import Parts
-from hybridpar.state.residency.shared_access import SharedTouches
+from hybridpar.state.residency.segments import Segments
+from hybridpar.state.residency.shared_access import SharedAccesses
 from hybridpar.state.residency.shares import FROZEN, WholeChunks
 from hybridpar.train.tiers import RankTiers
 
@@ -36,7 +36,7 @@ class SharedChunks:
         memory: Buffers of the unsharded chunks.
         state: This rank's state.
         parts: Segments of this rank's stages.
-        sizes: Shape of the pipeline.
+        shape: Shape of the pipeline.
         tiers: Tiers that hold this rank's shards, or None if shards stay resident. A shard stays
             until the reduce-scatter into it is complete.
     """
@@ -45,21 +45,21 @@ class SharedChunks:
         self,
         memory: WholeChunks,
         state: RankState,
-        parts: Parts,
-        sizes: PipelineShape,
+        segments: Segments,
+        shape: PipelineShape,
         tiers: RankTiers | None = None,
     ):
         self._state = state
         self._tiers = tiers
-        self._m = sizes.num_microbatches
+        self._m = shape.num_microbatches
         shares: dict[int, int] = {}
         first = 0
         if tiers is not None:
-            shares = tiers.touches.shares
-            first = len(tiers.touches.items)
-        self._touches = SharedTouches(memory, state, parts, sizes, first)
-        self._chunks = self._touches.chunks
-        self.items = self._touches.items()
+            shares = tiers.accesses.shares
+            first = len(tiers.accesses.items)
+        self._accesses = SharedAccesses(memory, state, segments, shape, first)
+        self._chunks = self._accesses.chunks
+        self.items = self._accesses.items()
         """The chunks as items of a plan."""
         self._arriving: dict[int, Works] = {}
         """All-gathers in progress, by chunk."""
@@ -103,19 +103,19 @@ class SharedChunks:
             self._sum(number)
 
     def are_here(self, action: Action) -> bool:
-        """Return whether `touch` would return without waiting."""
+        """Return whether `access` would return without waiting."""
         arriving = (
-            self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action)
+            self._arriving.get(item, Works()) for item, _ in self._accesses.of_weights(action)
         )
         sums = self._sums.first(self._sums.num_due(action, self._made(action)))
         return all(works.is_done() for works in (*arriving, *sums)) and (
             self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action)
         )
 
-    def touch(self, action: Action) -> None:
+    def access(self, action: Action) -> None:
         """Wait for the weights that the action needs and for reduce-scatters that are due, then
         create the gradients that it accumulates."""
-        for item, mode in self._touches.of_weights(action):
+        for item, mode in self._accesses.of_weights(action):
             if mode is Mode.READ:
                 self._await(item)
         made = self._made(action)
@@ -123,7 +123,7 @@ class SharedChunks:
         if self._tiers is not None and not self._is_cut_off(action):
             if not self._tiers.are_here(action):  # room may depend on a shard that waits to leave
                 self._complete(self._sums.num_into_leaving())
-            self._tiers.touch(action)
+            self._tiers.access(action)
         if made:
             self._sums.note_backward()
         for item in made:
@@ -151,7 +151,7 @@ class SharedChunks:
         """Return the gradient chunks that the action is the first to add to since their reduce."""
         return [
             item
-            for item, mode in self._touches.of_gradients(action)
+            for item, mode in self._accesses.of_gradients(action)
             if mode is Mode.ADD and not self._adds_up(item)
         ]
 

@@ -318,8 +318,8 @@ class Run:
             self.memory.after_step(result.step)
         if not self.anomalies.is_open:  # a rollback discards the batches after an anomaly
             notes = self.anomalies.note(result)
-            if result.news:
-                notes = notes | result.news.notes()
+            if result.site_status:
+                notes = notes | result.site_status.notes()
             self.report.step(result, self.clock.seconds(result.step - 1), notes)
             self.callbacks.on_step(result)
 

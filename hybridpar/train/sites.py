@@ -9,10 +9,10 @@ from __future__ import annotations
 from math import isfinite
 
 from hybridpar.state.reduction.outer import OuterStep
-from hybridpar.train.batches.step_result import SiteNews, StepResult
+from hybridpar.train.batches.step_result import SiteStatus, StepResult
 
 
-class SiteTalk:
+class SiteExchange:
     """Exchange this site's status with the other sites.
 
     The status covers the steps since the site's last message left.
@@ -29,7 +29,7 @@ class SiteTalk:
         self._steps = 0
         self._skipped = 0
 
-    def before(self, result: StepResult, ending: bool) -> None:
+    def before_update(self, result: StepResult, ending: bool) -> None:
         """Add a step to the status and pass it on, before the step's update.
 
         ending: whether this site asks to end training.
@@ -40,7 +40,7 @@ class SiteTalk:
             self._steps = self._steps + 1
         self._outer.tell((float(ending), self._loss, float(self._steps), float(self._skipped)))
 
-    def after(self, version: int) -> SiteNews | None:
+    def after_update(self, version: int) -> SiteStatus | None:
         """Return the status that arrived with the update that made `version`, if any did."""
         if self._outer.timeline.leaving(version) is not None:
             self._begin()
@@ -50,4 +50,4 @@ class SiteTalk:
         ending, losses, steps, skipped = heard.T.tolist()
         means = [loss / number for loss, number in zip(losses, steps, strict=True) if number]
         loss = sum(means) / len(means) if means else None
-        return SiteNews(any(ending), loss, int(sum(skipped)))
+        return SiteStatus(any(ending), loss, int(sum(skipped)))

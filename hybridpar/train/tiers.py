@@ -18,11 +18,11 @@ class RankTiers:
         ConfigError: memory.budget is too small for any plan.
     """
 
-    def __init__(self, memory: TieredMemory, touches: AccessMap):
+    def __init__(self, memory: TieredMemory, accesses: AccessMap):
         self.memory = memory
         self._tiers = memory.tiers
-        self.touches = touches
-        touches.require(memory.budget)
+        self.accesses = accesses
+        accesses.require(memory.budget)
 
     @property
     def peak(self) -> int:
@@ -32,11 +32,11 @@ class RankTiers:
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
         """Add FETCH, RELEASE and DROP to the actions of a drained rank. Raises: ConfigError."""
         self._tiers.settle()  # complete moves that a batch left when it was cut off
-        touches = self.touches
+        accesses = self.accesses
         items = self._tiers.items
-        residency = touches.residency(
+        residency = accesses.residency(
             self.memory.budget,
-            {i: items[i].changed for i in touches.moving if self._tiers.is_here(i)},
+            {i: items[i].changed for i in accesses.moving if self._tiers.is_here(i)},
         )
         fast = FastTier(residency)
         for action in add_residency(actions, residency):
@@ -65,29 +65,29 @@ class RankTiers:
 
     def are_here(self, action: Action) -> bool:
         """Return whether all items that the action accesses are resident."""
-        return all(self._tiers.is_here(touch.item) for touch in self.touches(action))
+        return all(self._tiers.is_here(access.item) for access in self.accesses(action))
 
-    def touch(self, action: Action) -> None:
+    def access(self, action: Action) -> None:
         """Wait for the items that the action accesses, create those that it writes first, and mark
         the changed ones."""
-        for item, mode in self.touches(action):
+        for item, mode in self.accesses(action):
             if mode is Mode.WRITE and self._tiers.is_absent(item):
                 self._tiers.create(item)
             self._tiers.await_item(item, changing=mode is not Mode.READ)
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """Keep the gradients of a segment resident while they are reduced."""
-        for i, item in self.touches.of(
-            f"gradients/{self.touches.state.gradients.buffer_index(batch)}"
+        for i, item in self.accesses.of(
+            f"gradients/{self.accesses.state.gradients.buffer_index(batch)}"
         ):
             if item.use.parts[0] == part:
-                self._tiers.hold(i, self.touches.state.reducer.of(item.use))
+                self._tiers.hold(i, self.accesses.state.reducer.of(item.use))
 
     def hold_weights(self, version: int, group: int) -> None:
         """Keep the weights of an update group resident while they are gathered from replicas."""
-        weights = self.touches.state.weights
+        weights = self.accesses.state.weights
         arriving = weights.arriving_parts(version)
         if not arriving.is_done():
-            for i, item in self.touches.of(f"weights/{weights.slot(version)}"):
+            for i, item in self.accesses.of(f"weights/{weights.slot(version)}"):
                 if item.use.group == group:
                     self._tiers.hold(i, arriving)

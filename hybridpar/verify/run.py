@@ -233,7 +233,7 @@ class _Disturbed(BatchPolicy):
         self._nan_batches = nan_batches
 
     def loss_gradient(self, action: Action) -> float:
-        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
+        batch, index = divmod(action.microbatch, self.shape.num_microbatches)
         return (
             math.nan if index == 0 and batch in self._nan_batches else super().loss_gradient(action)
         )
@@ -344,8 +344,8 @@ def compare(
     """Train the oracle on the same batches and compare everything with the grid's results."""
     parallel = config.parallel
     job = JobPlan(config)
-    sizes = job.shape
-    m = sizes.num_microbatches
+    shape = job.shape
+    m = shape.num_microbatches
     schedule = job.schedule
     stage_of = {block: stage for stage, blocks in enumerate(job.split) for block in blocks}
 
@@ -354,11 +354,11 @@ def compare(
             return t
         drained = disturbance.resume_at if t >= disturbance.resume_at else 0
         return schedule.version(
-            sizes, stage_of[block], t * m + j, max(drained, schedule.options.sync_steps)
+            shape, stage_of[block], t * m + j, max(drained, schedule.options.sync_steps)
         )
 
     def delay(t: int) -> float:
-        return schedule.mean_delay(sizes, 0) if t >= schedule.options.sync_steps else 0.0
+        return schedule.mean_delay(shape, 0) if t >= schedule.options.sync_steps else 0.0
 
     oracles = SiteOracles(
         config, lambda: Oracle(job, version, m, delay=delay, poisoned=disturbance.nan_batches)

@@ -45,11 +45,11 @@ class StagedPolicy(BatchPolicy):
         """Return the weight version of each stage and micro-batch, if the pipeline drained at
         the marks of the original run."""
         drained = max(self._start, *(batch // n * n for n in self._marks), 0)
-        return self.schedule.versions_of(self.sizes, batch, drained)
+        return self.schedule.versions_of(self.shape, batch, drained)
 
     def versions_by_stage(self, action: Action) -> list[int]:
         """Return the weight version on each stage of an action's micro-batch."""
-        batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
+        batch, index = divmod(action.microbatch, self.shape.num_microbatches)
         return [versions[index] for versions in self.versions_of(batch)]
 
     def versions_in(self, action: Action) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ DERIVATIONS = (
     "send_window",
     "PipelineShape.of",
     "StatePolicy.of",
-    "Parts.of",
+    "Segments.of",
 )
 
 

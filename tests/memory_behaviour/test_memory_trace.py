@@ -147,8 +147,8 @@ def record(config: Config, steps: int) -> list[Span]:
     with recorder.active():
         engine.train(recorder.loader(loader), steps, lambda result: None)
     recorder.close()
-    if engine.executor.stash is not None:
-        engine.executor.stash.tier.close()
+    if engine.executor.offloader is not None:
+        engine.executor.offloader.tier.close()
     return spans
 
 

@@ -257,7 +257,7 @@ def life(
             lambda policy, batch, result: None if batch % 4 == 1 else factor(policy, batch, result),
         )
         loader = SyntheticLoader(
-            config.model, 4, engine.sizes.num_microbatches, engine.grid.dp.rank, engine.grid.dp.size
+            config.model, 4, engine.shape.num_microbatches, engine.grid.dp.rank, engine.grid.dp.size
         )
 
         def train(number: int) -> None:

@@ -329,7 +329,7 @@ def train_grid(
             engine.executor.graphs = MicroBatchGraphs(
                 stages,
                 engine.state.gradients,
-                engine.sizes.num_microbatches,
+                engine.shape.num_microbatches,
                 CPU,
                 (),
                 num_places(grid.pp.size, len(stages)),
@@ -347,7 +347,7 @@ def train_grid(
             )
         losses: list[float] = []
         engine.train(
-            SyntheticLoader(config.model, 2, engine.sizes.num_microbatches),
+            SyntheticLoader(config.model, 2, engine.shape.num_microbatches),
             5,
             lambda step: losses.append(step.loss),
         )

@@ -82,9 +82,9 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
     return (
         buffers,
         peaks["versions"],
-        engine.schedule.max_live_versions(engine.sizes, rank),
+        engine.schedule.max_live_versions(engine.shape, rank),
         peaks["activations"],
-        engine.schedule.max_live_activations(engine.sizes, rank),
+        engine.schedule.max_live_activations(engine.shape, rank),
     )
 
 

@@ -25,7 +25,7 @@ from nccl_order import (
 from hybridpar.config import Config, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, lines_of
-from hybridpar.runtime import stage_transport as lane
+from hybridpar.runtime import stage_transport
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.validate import resolve
 
@@ -82,17 +82,20 @@ def links(config: Config) -> set[Link]:
     """Return the links that `StageTransport.of` connects."""
     sizes = PipelineShape.of(config)
     found = set()
-    for turn in range(sizes.chunks if sizes.is_v else 1):
+    for turn in range(sizes.virtual_stages if sizes.is_v else 1):
         for name, flow in (("pp", 1), ("pp_reverse", -1)):
             axis = f"{name} {turn}" if turn else name
-            found |= {(axis, source, target) for source, target in lane.links_of(sizes, turn, flow)}
+            found |= {
+                (axis, source, target)
+                for source, target in stage_transport.links_of(sizes, turn, flow)
+            }
     return found
 
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks connect at the first transfer between them, as on GPUs."""
-    monkeypatch.setattr(lane, "has_connections", lambda grid: grid.pp.size > 1)
+    monkeypatch.setattr(stage_transport, "has_connections", lambda grid: grid.pp.size > 1)
 
 
 @pytest.mark.thorough(keep=8)

@@ -103,21 +103,21 @@ def test_memory_is_freed_after_its_copy_and_read_into_after_its_last_use(
     memory that kernels before it still write to; the copy comes after them."""
     machine = Machine(BANDWIDTH)
     with host_tier(machine, monkeypatch) as tier:
-        stash = ActivationOffloader(tier)
+        offloader = ActivationOffloader(tier)
         kept = torch.zeros(PAGE)
-        with stash.noting(move(Kind.F), None):
+        with offloader.noting(move(Kind.F), None):
             pass
-        monkeypatch.setattr(stash._kept[0, 0].notes, "alone", lambda: [kept])
+        monkeypatch.setattr(offloader._kept[0, 0].notes, "alone", lambda: [kept])
         machine.compute.compute(2.0, lambda: kept.fill_(3.0))  # the forward's kernel
-        stash.offload(move(Kind.OFFLOAD))
-        stash.evict(move(Kind.EVICT))
+        offloader.offload(move(Kind.OFFLOAD))
+        offloader.evict(move(Kind.EVICT))
         assert kept.untyped_storage().nbytes() == 0
         # RELOAD takes memory that a kernel queued before still writes to
-        stash.listeners.append(
+        offloader.listeners.append(
             lambda content: machine.compute.compute(2.0, lambda: content.fill_(99))
         )
-        stash.reload(move(Kind.RELOAD))
-        stash.release(move(Kind.B))
+        offloader.reload(move(Kind.RELOAD))
+        offloader.release(move(Kind.B))
         machine.compute.synchronize()
         assert torch.equal(kept, torch.full((PAGE,), 3.0))
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybridpar.schedules.action import PER_BATCH, Action, Kind
 from hybridpar.schedules.passes.lowering import make_plan
-from hybridpar.schedules.passes.residency import Mode, Residency, Touch, add_residency
+from hybridpar.schedules.passes.residency import Access, Mode, Residency, add_residency
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, find_schedule
 
@@ -21,7 +21,7 @@ def text_of(actions):
 def training_state(
     schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False, shared=False
 ):
-    """(touches, bytes of each item, items without content at the start) of a rank; parts: of each
+    """(accesses, bytes of each item, items without content at the start) of a rank; parts: of each
     stage. shared: by replicas, who keep shares elsewhere."""
     schedule = find_schedule(schedule)
     stages = sizes.stages_of(rank)
@@ -38,7 +38,7 @@ def training_state(
     states = {(s, j): next(numbers) for s in stages for j in range(parts)}
     num_bytes = [weight] * len(weights) + [gradient] * len(gradients) + [optimizer] * len(states)
 
-    def touches(action):
+    def accesses(action):
         kind = action.kind
         stage = action.stage
         k = action.microbatch
@@ -46,13 +46,13 @@ def training_state(
         part = action.part
         if shared and kind is Kind.REDUCE:
             return [
-                Touch(item, RENEW)
+                Access(item, RENEW)
                 for (buffer, _, _), item in gradients.items()
                 if buffer == k % num_gradients
             ]
         if shared and kind is Kind.UPDATE:
             return [
-                Touch(weights[version % num_versions, stages[part // parts], part % parts], RENEW)
+                Access(weights[version % num_versions, stages[part // parts], part % parts], RENEW)
             ]
         if shared and kind is Kind.NORM:
             return []
@@ -60,25 +60,25 @@ def training_state(
             stage = stages[part // parts]
             part = part % parts
             return [
-                Touch(weights[version % num_versions, stage, part], WRITE),
-                Touch(gradients[k % num_gradients, stage, part], READ),
-                Touch(states[stage, part], UPDATE),
+                Access(weights[version % num_versions, stage, part], WRITE),
+                Access(gradients[k % num_gradients, stage, part], READ),
+                Access(states[stage, part], UPDATE),
             ]
         if kind is Kind.NORM and norms:
-            return [Touch(gradients[k % num_gradients, stages[part // parts], part % parts], READ)]
+            return [Access(gradients[k % num_gradients, stages[part // parts], part % parts], READ)]
         found = []
         if kind in (Kind.F, Kind.B, Kind.I):
-            found.append(Touch(weights[version % num_versions, stage, part], READ))
+            found.append(Access(weights[version % num_versions, stage, part], READ))
         if kind in (Kind.B, Kind.W):
             buffer = gradients[k // m % num_gradients, stage, part]
-            found.append(Touch(buffer, ADD if shared else WRITE if k % m == 0 else UPDATE))
+            found.append(Access(buffer, ADD if shared else WRITE if k % m == 0 else UPDATE))
         return found
 
-    return touches, num_bytes, frozenset(gradients.values())
+    return accesses, num_bytes, frozenset(gradients.values())
 
 
 def string_of(accesses):
-    """Actions and what they touch, from the touches of each."""
+    """Actions and what they touch, from the accesses of each."""
     actions = [Action(Kind.F, 0, number) for number in range(len(accesses))]
     return (
         actions,
@@ -87,9 +87,9 @@ def string_of(accesses):
 
 
 def with_residency(accesses, num_bytes, budget, **options):
-    """The list of moves and actions for a row of touches, and its residency."""
-    actions, touches = string_of(accesses)
-    residency = Residency(touches, num_bytes, budget)
+    """The list of moves and actions for a row of accesses, and its residency."""
+    actions, accesses = string_of(accesses)
+    residency = Residency(accesses, num_bytes, budget)
     return list(add_residency(actions, residency, **options)), residency
 
 
@@ -126,10 +126,10 @@ def plans(draw, spare=SPARE):
     residency = {}
     plan = {}
     for rank, actions in whole.items():
-        touches, num_bytes, void = training_state(
+        accesses, num_bytes, void = training_state(
             find_schedule(name), sizes, rank, parts, norms=norms, shared=shared
         )
-        least = max(sum(num_bytes[touch.item] for touch in touches(action)) for action in actions)
-        residency[rank] = Residency(touches, num_bytes, least + room, void=void)
+        least = max(sum(num_bytes[touch.item] for touch in accesses(action)) for action in actions)
+        residency[rank] = Residency(accesses, num_bytes, least + room, void=void)
         plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))
     return name, sizes, plan, residency

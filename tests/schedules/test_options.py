@@ -116,13 +116,13 @@ def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
 )
 def test_sizes(p, m, options, field, works):
     with pytest.raises(ConfigError) as error:
-        make_schedule(ScheduleOptions("2bw", **options)).check_sizes(PipelineShape(p, m))
+        make_schedule(ScheduleOptions("2bw", **options)).check_shape(PipelineShape(p, m))
     (problem,) = error.value.problems
     assert (problem.field, problem.suggestion) == (field, str(works))
     if field == "pipeline.num_microbatches":
-        make_schedule(ScheduleOptions("2bw", **options)).check_sizes(PipelineShape(p, works))
+        make_schedule(ScheduleOptions("2bw", **options)).check_shape(PipelineShape(p, works))
     else:
-        make_schedule(ScheduleOptions("2bw", **options | {"early_switch": works})).check_sizes(
+        make_schedule(ScheduleOptions("2bw", **options | {"early_switch": works})).check_shape(
             PipelineShape(p, m)
         )
 

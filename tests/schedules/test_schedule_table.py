@@ -157,7 +157,7 @@ def test_2bw_needs_a_full_pipeline():
         "3",
     )
     for name in SCHEDULES.keys() - {"2bw"}:
-        SCHEDULES[name].check_sizes(PipelineShape(4, 2))
+        SCHEDULES[name].check_shape(PipelineShape(4, 2))
 
 
 @pytest.mark.parametrize(

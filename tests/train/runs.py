@@ -186,6 +186,6 @@ def poison_gradients(monkeypatch: pytest.MonkeyPatch, batches: set[int]) -> None
 
     def poisoned(self: BatchPolicy, action: Action) -> float:
         factor = healthy(self, action)
-        return math.nan if action.microbatch // self.sizes.num_microbatches in batches else factor
+        return math.nan if action.microbatch // self.shape.num_microbatches in batches else factor
 
     monkeypatch.setattr(BatchPolicy, "loss_gradient", poisoned)

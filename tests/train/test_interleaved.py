@@ -162,7 +162,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     )
     folder = tmp_path / "runs" / "run"
     costs = read_costs(folder / "costs.json")
-    assert (costs.sizes, costs.ordering.schedule) == (PipelineShape(2, 3, 2), "interleaved")
+    assert (costs.shape, costs.schedule_options.schedule) == (PipelineShape(2, 3, 2), "interleaved")
     assert [
         len(of_stages)
         for of_stages in (costs.measured.costs.forward, costs.measured.costs.backward)

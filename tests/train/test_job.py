@@ -65,7 +65,7 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(
         == 1
     )
     costs = read_costs(run / "costs.json")
-    assert (costs.sizes.num_ranks, costs.ordering.schedule) == (2, "2bw")
+    assert (costs.shape.num_ranks, costs.schedule_options.schedule) == (2, "2bw")
     assert costs.measured.num_batches >= 3
     assert sorted(p.name for p in (run / "checkpoints" / f"step_{end:08d}").iterdir()) == [
         "manifest.json",

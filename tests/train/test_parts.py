@@ -251,7 +251,7 @@ class Executing:
     def __init__(self, num_microbatches: int = 4):
         self.recording: Recording | None = None
         self.num_microbatches = num_microbatches
-        self.lane = SimpleNamespace(device=torch.device("cpu"))
+        self.transport = SimpleNamespace(device=torch.device("cpu"))
         self.stages = dict[int, Any]()
 
     def record(self, recording: Recording | None) -> None:

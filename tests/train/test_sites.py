@@ -58,7 +58,7 @@ def losses_and_weights(
     engine, loader = start(config)
     steps: list[StepResult] = []
     engine.train(loader, num_batches, steps.append)
-    news = [step.news.loss for step in steps if step.news is not None]
+    news = [step.site_status.loss for step in steps if step.site_status is not None]
     return news or [step.loss for step in steps], dict(engine.state.weights.full_weights())
 
 
@@ -197,7 +197,7 @@ def stop_one(config: Config) -> tuple[int, list[int], list[int]]:
 
     def on_step(result: StepResult) -> None:
         seen.append(result.step)
-        told.extend([result.step] if result.news is not None else [])
+        told.extend([result.step] if result.site_status is not None else [])
         engine.request_stop(engine.grid.rank == 1 and result.step == 2)
 
     engine.train(loader, 30, on_step)

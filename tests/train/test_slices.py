@@ -60,11 +60,11 @@ def train(config: Config) -> list[tuple[Any, dict[str, Traffic], list[int]]]:
     found = []
     for sliced in (True, False):
         engine = Engine(JobPlan(config), grid, torch.device("cpu"))
-        lane = engine.executor.lane
+        lane = engine.executor.transport
         sent = []
         if not sliced:
             whole = replace(lane, slicing=None)
-            engine.executor.lane = Whole(
+            engine.executor.transport = Whole(
                 **{f.name: getattr(whole, f.name) for f in fields(whole)}, sent=sent
             )
         loader = SyntheticLoader(
@@ -213,9 +213,9 @@ def _recorded(config: Config) -> dict[Kind, list[tuple[float, float]]]:
     """Own time and waits of each action by kind."""
     grid = ProcessGrid(pp=2)
     engine = Engine(JobPlan(config), grid, torch.device("cpu"))
-    lane = engine.executor.lane
+    lane = engine.executor.transport
     clock = Counted()
-    engine.executor.lane = Slow(
+    engine.executor.transport = Slow(
         **{f.name: getattr(lane, f.name) for f in fields(lane)}, clock=clock
     )
     recording = engine.executor.recording = Recording(clock)

@@ -62,9 +62,9 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
             JobPlan(replace(config, memory=MemoryConfig(parts=config.model.num_blocks))), grid, CPU
         )
     probe = Engine(JobPlan(replace(config, memory=MemoryConfig(PLENTY, str(folder)))), grid, CPU)
-    assert probe.touches is not None
-    least = probe.touches.least_budget()
-    most = probe.touches.most_bytes
+    assert probe.accesses is not None
+    least = probe.accesses.least_budget()
+    most = probe.accesses.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
     whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None

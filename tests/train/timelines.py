@@ -31,10 +31,10 @@ def recorded(
 
     parts: of each stage.
     """
-    ordering = ScheduleOptions(
+    schedule_options = ScheduleOptions(
         schedule, gather=bool(costs.gather), split=split, host=float(bool(costs.host))
     )
-    timeline = simulate(make_plan(ordering, sizes, 0, num_batches, parts=parts), costs)
+    timeline = simulate(make_plan(schedule_options, sizes, 0, num_batches, parts=parts), costs)
     return [
         RankEvents(
             stage,

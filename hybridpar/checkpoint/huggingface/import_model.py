@@ -76,7 +76,7 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     files = WeightFiles(source)
     family = family_of(plain, files.shapes)
     model, unknown = model_of(plain, family)
-    check_sizes(model, files, CONFIG)
+    check_shape(model, files, CONFIG)
     if model.kind == "bert":
         model = replace(model, sentence_head=_sentence_head(plain, files))
     known = (
@@ -136,7 +136,7 @@ def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
     return notes
 
 
-def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
+def check_shape(model: ModelConfig, files: Weights, settings: str) -> None:
     """Check sizes before anything is built. Raises: ConfigError if the settings name sizes that
     no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)

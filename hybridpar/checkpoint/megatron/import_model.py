@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridpar.checkpoint.huggingface.import_model import Imported, check_sizes, make_checkpoint
+from hybridpar.checkpoint.huggingface.import_model import Imported, check_shape, make_checkpoint
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER
 from hybridpar.checkpoint.megatron.arguments import model_of_arguments, true_vocabulary
 from hybridpar.checkpoint.megatron.family import GPT
@@ -33,5 +33,5 @@ def import_megatron(
     size, note = true_vocabulary(files.args, files.rows, vocab_size)
     files.cut_vocabulary(size)
     model = model_of_arguments(files.args, size, is_core=files.is_core)
-    check_sizes(model, files, GPT.settings)
+    check_shape(model, files, GPT.settings)
     return make_checkpoint(files, model, GPT, Path(output), [note] if note else [])

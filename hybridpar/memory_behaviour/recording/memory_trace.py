@@ -65,7 +65,7 @@ class EngineRecorder:
             if engine.device.type == "cuda" and torch.cuda.is_available()
             else HOST_CLOCK
         )
-        self._recorder = Recorder(write, engine.sizes.num_microbatches, clock)
+        self._recorder = Recorder(write, engine.shape.num_microbatches, clock)
         self._executor = engine.executor
         self._executor.listeners.append(self._recorder.begin)
         state = engine.state
@@ -82,8 +82,8 @@ class EngineRecorder:
         told: list[tuple[list[Any], Callable[[Any], None]]] = []
         if engine.whole is not None:
             told.append((engine.whole.listeners, self._chunk_came_or_went))
-        if self._executor.stash is not None:
-            told.append((self._executor.stash.listeners, self._kept_came_or_went))
+        if self._executor.offloader is not None:
+            told.append((self._executor.offloader.listeners, self._kept_came_or_went))
         for listeners, listener in told:
             listeners.append(listener)
         self._told = told
@@ -345,7 +345,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         states = job.state_policy(1, 1)
         whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
-        residency = Residency(memory, stash=ActivationOffloader(_Nowhere(), GHOSTS))
+        residency = Residency(memory, offloader=ActivationOffloader(_Nowhere(), GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridpar.autograd import QuietMode
 from hybridpar.memory_behaviour.events import MemoryEvent, What
 from hybridpar.prediction.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
-from hybridpar.prediction.operators import Operator, Use, adds_nothing, in_place_form
+from hybridpar.prediction.operators import Operator, OperatorAccess, adds_nothing, in_place_form
 
 Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]
 """A function that returns events, given a function from a clock's stamp to seconds."""
@@ -87,7 +87,7 @@ class ModeObserver(QuietMode):
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         if not self._is_paused:
-            self._access(op, Use(list(reads), list(writes)), [])
+            self._access(op, OperatorAccess(list(reads), list(writes)), [])
 
     def resized(self, name: str, tensor: Tensor) -> None:
         self._note_freed()
@@ -139,7 +139,13 @@ class ModeObserver(QuietMode):
         return operator
 
     def _access(
-        self, op: str, use: Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False
+        self,
+        op: str,
+        use: OperatorAccess,
+        made: list[Tensor],
+        scratch: int = 0,
+        *,
+        fresh: bool = False,
     ) -> None:
         self._note_freed()
         now = self._now()

@@ -57,7 +57,7 @@ def largest_budget(
         return 0
     cpu = JobPlan(replace(nothing, train=replace(config.train, device="cpu")))
     ghosts = GhostRank.pipeline(cpu)
-    fits = all(ghost.touches(cpu.shape).least_budget() <= budget for ghost in ghosts)
+    fits = all(ghost.accesses(cpu.shape).least_budget() <= budget for ghost in ghosts)
     return budget if fits else 0
 
 
@@ -144,9 +144,9 @@ class MemoryCheck:
         ranks = range(cost.pp)
         whole = self._whole(cost)
         versions = max(map(cost.job.num_versions, ranks))
-        in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
+        in_flight = max(schedule.max_live_activations(cost.shape, rank) for rank in ranks)
         one = max(whole.kept, whole.waiting) + whole.message
-        activations = in_flight * one + 2 * cost.sizes.chunks * whole.message
+        activations = in_flight * one + 2 * cost.shape.virtual_stages * whole.message
         state = (
             versions * whole.weights
             + schedule.num_gradient_buffers * whole.gradients
@@ -191,9 +191,9 @@ class MemoryCheck:
                     return None
                 found = best_split(
                     *block_costs(cost),
-                    cost.sizes.num_stages,
+                    cost.shape.num_stages,
                     self._peaks(cost, whole),
-                    room / cost.sizes.chunks,
+                    room / cost.shape.virtual_stages,
                     cost.slowness,
                 )
                 if found is None:
@@ -242,9 +242,9 @@ class MemoryCheck:
         return (
             best_split(
                 *block_costs(cost),
-                cost.sizes.num_stages,
+                cost.shape.num_stages,
                 self._peaks(cost, False, state_alone=True),
-                room / cost.sizes.chunks,
+                room / cost.shape.virtual_stages,
             )
             is not None
         )
@@ -258,7 +258,7 @@ class MemoryCheck:
         they cannot be there, because the model's ends must be on the first and the last stage.
         """
         count = cost.config.model.num_blocks
-        p = cost.sizes.num_stages
+        p = cost.shape.num_stages
         rows, columns = np.indices((count + 1, count + 1))
         known: dict[object, Matrix] = {}
         placed_once: dict[object, Matrix] = {}
@@ -266,7 +266,7 @@ class MemoryCheck:
         def peaks(stage: int, again: bool) -> Matrix:
             first = stage == 0
             last = stage == p - 1
-            limit = cost.limits[cost.sizes.rank_of(stage)]
+            limit = cost.limits[cost.shape.rank_of(stage)]
             key = (first, last, again, buffers := _buffers(cost, stage))
             if (alike := (*key, in_flight := _in_flight(cost, stage), limit)) in placed_once:
                 return placed_once[alike]
@@ -297,7 +297,7 @@ class MemoryCheck:
                 recomputation.
         """
         count = cost.config.model.num_blocks
-        p = cost.sizes.num_stages
+        p = cost.shape.num_stages
         found = np.zeros((4, count + 1))
         found[0] = np.inf
         line: list[tuple[int, Footprint]] = []
@@ -340,7 +340,7 @@ class MemoryCheck:
         found[0] = np.inf
         for start, stop in combinations(range(count + 1), 2):
             if (start == 0) != (stage == 0) or (stop == count) != (
-                stage == cost.sizes.num_stages - 1
+                stage == cost.shape.num_stages - 1
             ):
                 continue
             again = (
@@ -402,15 +402,15 @@ class MemoryCheck:
 def _buffers(cost: StepCost, stage: int) -> Buffers:
     schedule = cost.schedule
     return Buffers(
-        cost.job.num_versions(cost.sizes.rank_of(stage)),
+        cost.job.num_versions(cost.shape.rank_of(stage)),
         schedule.num_gradient_buffers,
     )
 
 
 def _in_flight(cost: StepCost, stage: int) -> int:
     """Return the number of micro-batches that a stage holds."""
-    held = cost.schedule.max_live_activations(cost.sizes, cost.sizes.rank_of(stage))
-    return -(-held // cost.sizes.chunks)
+    held = cost.schedule.max_live_activations(cost.shape, cost.shape.rank_of(stage))
+    return -(-held // cost.shape.virtual_stages)
 
 
 def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, float, float, float]:
@@ -423,7 +423,7 @@ def _terms(cost: StepCost, fp: Footprint, *, is_first: bool) -> tuple[float, flo
     """
     state = _in_memory(cost, fp.weights + fp.master + fp.gradients + fp.optimizer)
     return (
-        state + fp.message + fp.received + cost.sizes.num_microbatches * fp.factors,
+        state + fp.message + fp.received + cost.shape.num_microbatches * fp.factors,
         np.maximum(fp.kept, fp.waiting) + (0 if is_first else fp.input),
         np.maximum(fp.backward, fp.first_backward) + fp.whole_weights + fp.whole_gradients,
         np.maximum(np.maximum(fp.forward + fp.message + fp.whole_weights, fp.norm), fp.update),

@@ -33,9 +33,9 @@ def with_activations_away(candidate: Candidate) -> Iterator[Candidate]:
     """Yield the candidate without recomputation and with offloaded micro-batches: as many as cost
     no time, and as many as possible."""
     cost = candidate.cost
-    if not any(most_away(cost.schedule, cost.sizes, rank) for rank in range(cost.pp)):
+    if not any(most_away(cost.schedule, cost.shape, rank) for rank in range(cost.pp)):
         return
-    every = cost.sizes.num_microbatches * cost.sizes.chunks
+    every = cost.shape.num_microbatches * cost.shape.virtual_stages
     config = replace(
         candidate.config,
         memory=replace(candidate.config.memory, offload_activations=every),
@@ -44,9 +44,9 @@ def with_activations_away(candidate: Candidate) -> Iterator[Candidate]:
     if problems(config, cost.machine.num_devices):
         return
     most = balanced(config, cost.machine)
-    free = free_to_leave(most.cost.costs, most.cost.sizes, most.cost.ordering)
+    free = free_to_leave(most.cost.costs, most.cost.shape, most.cost.schedule_options)
     for away in dict.fromkeys(
-        (free, tuple(most_away(cost.schedule, cost.sizes, rank) for rank in range(cost.pp)))
+        (free, tuple(most_away(cost.schedule, cost.shape, rank) for rank in range(cost.pp)))
     ):
         if any(away):
             made = replace(

@@ -84,7 +84,7 @@ class StageCosts:
         These move block by block, except compressed gradients."""
         self.updates_here = not config.memory.host_optimizer
         """Whether the update takes time of the ranks, instead of the host optimizer."""
-        self.sizes = self.job.shape
+        self.shape = self.job.shape
         profile = machine.profile
         self.is_cpu = profile.hardware.cores > 0
         self.launches_ahead = (
@@ -152,10 +152,10 @@ class StageCosts:
     def slowness(self) -> list[float]:
         """Time of each stage's layers relative to the first rank."""
         if not self.machine.others:
-            return [1.0] * self.sizes.num_stages
+            return [1.0] * self.shape.num_stages
         times = [
-            self._layers_time(self.kinds_on[self.sizes.rank_of(stage)])
-            for stage in range(self.sizes.num_stages)
+            self._layers_time(self.kinds_on[self.shape.rank_of(stage)])
+            for stage in range(self.shape.num_stages)
         ]
         return [time / times[0] for time in times]
 
@@ -245,7 +245,7 @@ class StageCosts:
         for stage, (blocks, one) in enumerate(
             zip(self.job.split, self.job.recomputed, strict=True)
         ):
-            rank = self.sizes.rank_of(stage)
+            rank = self.shape.rank_of(stage)
             ends = (blocks.start, blocks.stop)
             key = (
                 self._kind_of[blocks.start : blocks.stop],
@@ -284,7 +284,7 @@ class StageCosts:
         twice_norm = embedding.norm if twice else 0.0
         twice_update = embedding.update if twice else 0.0
         twice_parameters = tied if twice else 0
-        other_end = ends and not both and not self.sizes.is_v
+        other_end = ends and not both and not self.shape.is_v
         return StageCost(
             blocks,
             sum(f for f, _ in times) + profile.per_microbatch + gather_input + coding,
@@ -308,7 +308,7 @@ class StageCosts:
     def ranks(self) -> list[StageCost]:
         """Cost of every rank of the pipeline, for all its stages."""
         return [
-            self._together([self.stages[stage] for stage in self.sizes.stages_of(r)])
+            self._together([self.stages[stage] for stage in self.shape.stages_of(r)])
             for r in range(self.pp)
         ]
 

@@ -77,7 +77,7 @@ class StepCost(StageCosts):
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
         size = self.dp * self.tp
-        sources = np.arange(self.sizes.num_links * size).reshape(-1, size)
+        sources = np.arange(self.shape.num_links * size).reshape(-1, size)
         targets = (sources + size) % (self.pp * size)
         crossed: list[list[tuple[AnyLink, float]]] = [
             []
@@ -130,7 +130,7 @@ class StepCost(StageCosts):
     def _sent_bytes(self, flow: int, r: int) -> int:
         """Return the bytes that a tp rank sends of a message between pipeline ranks r and r + 1."""
         return -(
-            -self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.sizes.num_stages].blocks[0])
+            -self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.shape.num_stages].blocks[0])
             // self.tp
         )
 
@@ -194,14 +194,15 @@ class StepCost(StageCosts):
     # -- stages and traffic together
 
     @cached_property
-    def ordering(self) -> ScheduleOptions:
+    def schedule_options(self) -> ScheduleOptions:
         """Options of the schedule, with early_switch = "auto" resolved."""
-        ordering = self.job.options
+        schedule_options = self.job.options
         if self.config.pipeline.early_switch == "auto":
             return replace(
-                ordering, early_switch=smallest_early_switch(self.costs, self.sizes, ordering)
+                schedule_options,
+                early_switch=smallest_early_switch(self.costs, self.shape, schedule_options),
             )
-        return ordering
+        return schedule_options
 
     @cached_property
     def costs(self) -> Costs:
@@ -273,7 +274,7 @@ class StepCost(StageCosts):
             transfer=transfer,
             transfer_back=transfer_back,
             latency=latency,
-            tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
+            tied=self.config.model.tie_embeddings and p > 1 and not self.shape.is_v,
             blocking_norm=self.is_cpu,
             serial_links=not self.is_cpu,
             cores=cores,
@@ -300,7 +301,7 @@ class StepCost(StageCosts):
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None
         costs = [
-            [self.block(n, self.sizes.rank_of(s)) for n in stage.blocks]
+            [self.block(n, self.shape.rank_of(s)) for n in stage.blocks]
             for s, stage in enumerate(self.stages)
         ]
         return [
@@ -334,22 +335,22 @@ class StepCost(StageCosts):
 
     def simulated(self, costs: Costs) -> float:
         """Return the simulated step time with these costs."""
-        ordering = self.ordering
+        schedule_options = self.schedule_options
         moves = self.moves
-        sizes = self.sizes
+        shape = self.shape
         if moves is None:
-            return predict_step_time(ordering, sizes, costs)
-        few = max(2 * self.pp, make_schedule(ordering).warmup(sizes, 0)) + _FEWEST_MOVED
-        few += (sizes.num_microbatches - few) % self.pp if sizes.is_ring else 0
+            return predict_step_time(schedule_options, shape, costs)
+        few = max(2 * self.pp, make_schedule(schedule_options).warmup(shape, 0)) + _FEWEST_MOVED
+        few += (shape.num_microbatches - few) % self.pp if shape.is_ring else 0
 
         def takes(m: int) -> float:
-            return moves.step_time(ordering, replace(sizes, num_microbatches=m), costs)
+            return moves.step_time(schedule_options, replace(shape, num_microbatches=m), costs)
 
-        whole = sizes.num_microbatches <= 2 * few
+        whole = shape.num_microbatches <= 2 * few
         return extended(
             takes,
-            sizes,
-            sizes.num_microbatches if whole else few,
+            shape,
+            shape.num_microbatches if whole else few,
             max(r.compute for r in self.ranks),
         )
 

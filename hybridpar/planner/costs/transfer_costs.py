@@ -176,21 +176,24 @@ class Moves:
             beside *= (1 - 1 / number) / (1 - 1 / measured)
         return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
 
-    def step_time(self, ordering: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
+    def step_time(
+        self, schedule_options: ScheduleOptions, shape: PipelineShape, costs: Costs
+    ) -> float:
         """Return the simulated time of a batch in the steady state."""
         number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1)
         ranks = self.ghosts
-        if (ordering, sizes) not in self._plans:
-            self._plans[ordering, sizes] = {
-                r: tuple(ghost.moved(ordering, sizes, number)) for r, ghost in enumerate(ranks)
+        if (schedule_options, shape) not in self._plans:
+            self._plans[schedule_options, shape] = {
+                r: tuple(ghost.moved(schedule_options, shape, number))
+                for r, ghost in enumerate(ranks)
             }
-        found = ((r, ghost.residency(sizes)) for r, ghost in enumerate(ranks))
+        found = ((r, ghost.residency(shape)) for r, ghost in enumerate(ranks))
         timeline = simulate(
-            self._plans[ordering, sizes],
+            self._plans[schedule_options, shape],
             costs,
             {r: items for r, items in found if items is not None},
         )
-        starts = timeline.batch_starts(sizes.num_microbatches)
+        starts = timeline.batch_starts(shape.num_microbatches)
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
 
 

@@ -52,7 +52,7 @@ def spread(cost: StepCost, seed: int = 0, draws: int = DRAWS) -> Spread | None:
 def slowed(cost: StepCost, factors: list[float]) -> Costs:
     """Return the costs with the work of each pipeline rank multiplied by its factor."""
     costs = cost.costs
-    sizes = cost.sizes
+    sizes = cost.shape
 
     def of_stages(times: float | Sequence[float]) -> list[float]:
         return [

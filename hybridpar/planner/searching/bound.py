@@ -19,15 +19,19 @@ _MEASURED = 0.99
 def least_time(cost: StepCost) -> float:
     """Return a lower bound on the step time: the work of the costliest rank, or the time of the
     slowest link, plus what cannot overlap with it."""
-    m = cost.sizes.num_microbatches
-    chunks = cost.sizes.chunks
-    schedule = make_schedule(cost.ordering) if cost.config.pipeline.early_switch != "auto" else None
+    m = cost.shape.num_microbatches
+    chunks = cost.shape.virtual_stages
+    schedule = (
+        make_schedule(cost.schedule_options)
+        if cost.config.pipeline.early_switch != "auto"
+        else None
+    )
     flush = schedule is not None and schedule.flush
     # a micro-batch crosses a link once for each virtual stage of the rank before it, except the
     # model's last; on a V once
     link = max(
         (
-            m * (1 if cost.sizes.is_v else chunks - (r == cost.pp - 1)) * taken
+            m * (1 if cost.shape.is_v else chunks - (r == cost.pp - 1)) * taken
             for links in (cost.links, cost.links_back)
             for r, (taken, _, _) in enumerate(links)
         ),
@@ -54,43 +58,46 @@ def _drained(cost: StepCost, schedule: Schedule) -> float:
     this rank computes its remaining W, and rank 0 has one more W and a REDUCE. (An unsplit backward
     counts as I.) Without a NORM, and if state moves, REDUCE and the gather are not counted.
     """
-    sizes = cost.sizes
+    shape = cost.shape
     stages = cost.stages
     ranks = cost.ranks
     there, back = _ways(cost, schedule)
     inputs = _inputs(cost)
-    meets = cost.ordering.clip and cost.moves is None
+    meets = cost.schedule_options.clip and cost.moves is None
     costs = cost.costs if meets else Costs()
     reduce, gather = (list(expand(each, cost.pp)) for each in (costs.reduce, costs.gather))
     if costs.tied:
         reduce[0] = reduce[-1] = min(reduce[0], reduce[-1])
     least = 0.0
     for r, rank in enumerate(ranks):
-        own = sizes.stages_of(r)
+        own = shape.stages_of(r)
         ready = rank.update + gather[r]
         first = ranks[0].update + gather[0] if meets else rank.update
         # end of rank 0, after the work of this rank
         begin = max(ready, first + there[r])
         end = -inf
         if not schedule.activations:
-            ahead = min(schedule.warmup(sizes, r), sizes.num_microbatches * sizes.chunks - 1) + 1
+            ahead = (
+                min(schedule.warmup(shape, r), shape.num_microbatches * shape.virtual_stages - 1)
+                + 1
+            )
             first_back = there[-1] + back[own[-1] + 1]
             begin = max(begin, first + first_back - ahead * max(stages[s].forward for s in own))
-            left = (schedule.weight_delay(sizes, r) + 1) * max(
+            left = (schedule.weight_delay(shape, r) + 1) * max(
                 stages[s].backward - inputs[s] for s in own
             )
             end = back[0] - back[r] + stages[0].backward - inputs[0] - left
         elif meets:
-            held = vee.room(sizes, schedule.activations)
+            held = vee.room(shape, schedule.activations)
             again = own[1]
             begin = max(
-                begin, first + there[again] - min(held, sizes.num_microbatches) * stages[r].forward
+                begin, first + there[again] - min(held, shape.num_microbatches) * stages[r].forward
             )
             left = held * max(
                 stages[r].backward, *(stages[s].backward - inputs[s] for s in own[1:])
             )
             end = back[0] - back[again + 1] - inputs[again] + stages[0].backward - inputs[0] - left
-        work = begin + sizes.num_microbatches * rank.compute
+        work = begin + shape.num_microbatches * rank.compute
         least = max(
             least,
             work
@@ -119,7 +126,7 @@ def _ways(cost: StepCost, schedule: Schedule) -> tuple[list[float], list[float]]
     links = [
         (sum(there), sum(back)) for there, back in zip(cost.links, cost.links_back, strict=True)
     ]
-    over = [cost.sizes.link(s, 1) for s in range(len(cost.stages) - 1)]
+    over = [cost.shape.link(s, 1) for s in range(len(cost.stages) - 1)]
     hops = [(0.0, 0.0) if link is None else links[link] for link in over]
     there = [
         0.0,
@@ -155,5 +162,5 @@ def _round_trips(cost: StepCost, schedule: Schedule) -> float:
     ]
     for r, link in zip(reversed(range(cost.pp)), links, strict=True):
         way += cost.stages[r].compute + 2 * link
-        most = max(most, way / (schedule.warmup(cost.sizes, r) + 1))
-    return _MEASURED * cost.sizes.num_microbatches * most
+        most = max(most, way / (schedule.warmup(cost.shape, r) + 1))
+    return _MEASURED * cost.shape.num_microbatches * most

@@ -306,7 +306,7 @@ def _can_run(config: Config, pipeline: PipelineConfig, pp: int) -> bool:
     """Return whether the schedule runs on `pp` ranks."""
     job = JobPlan(replace(config, pipeline=pipeline, parallel=replace(config.parallel, pp=pp)))
     try:
-        job.schedule.check_sizes(job.shape)
+        job.schedule.check_shape(job.shape)
     except ConfigError:
         return False
     return True
@@ -328,7 +328,7 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.sizes.num_stages, _held(cost), slowness=cost.slowness)
+        found = best_split(*costs, cost.shape.num_stages, _held(cost), slowness=cost.slowness)
         assert found is not None, "there are as many blocks as stages"
         split = (
             found.sizes
@@ -352,7 +352,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     Adam's state, and activations of micro-batches in flight.
     """
     config = cost.config
-    sizes = cost.sizes
+    sizes = cost.shape
     schedule = cost.schedule
     mixed = config.train.dtype in ("bf16", "fp16")
     moments = 2 * (config.optim.name in ("adamw", "lamb"))
@@ -376,7 +376,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
             if filled
             else schedule.max_live_activations(sizes, rank)
         )
-        return state * parameters + held / sizes.chunks * kept
+        return state * parameters + held / sizes.virtual_stages * kept
 
     return lambda stage, again: of_rank(sizes.rank_of(stage))
 
@@ -385,7 +385,7 @@ def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:
     """Return the seconds of each block: forward, backward, and a micro-batch's share of norm and
     update."""
     blocks = range(cost.config.model.num_blocks)
-    m = cost.sizes.num_microbatches
+    m = cost.shape.num_microbatches
     times = [cost.block_time(n) for n in blocks]
     updates = [(cost.block(n).norm + cost.block(n).update / cost.zero_share) / m for n in blocks]
     return [f for f, _ in times], [b for _, b in times], updates

@@ -18,7 +18,7 @@ def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> 
     else:
         totals = [stage.needed for stage in candidate.memory]
         text = (
-            f"{candidate.cost.sizes.rank_name} {totals.index(max(totals))} needs "
+            f"{candidate.cost.shape.rank_name} {totals.index(max(totals))} needs "
             f"{max(totals) / 1e9:.1f} of "
             f"{limit / 1e9:.1f} GB, and recomputation is not enough"
         )

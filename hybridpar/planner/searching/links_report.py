@@ -138,7 +138,7 @@ def link_lines(cost: StepCost) -> list[str]:
 def _hidden(cost: StepCost) -> Iterator[str]:
     """Yield the shortest warm-up of 2bw that makes the step 10 % faster, if there is one."""
     now = cost.config.pipeline
-    split = now.split if cost.sizes.chunks == 1 else ()
+    split = now.split if cost.shape.virtual_stages == 1 else ()
     for warmup in ("latency", "bandwidth"):
         pipeline = replace(
             now,
@@ -151,7 +151,7 @@ def _hidden(cost: StepCost) -> Iterator[str]:
         )
         then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)
         try:
-            make_schedule(then.ordering).check_sizes(then.sizes)
+            make_schedule(then.schedule_options).check_shape(then.shape)
             seconds = then.step_time
         except ConfigError:  # too few micro-batches for that many in flight
             return
@@ -177,7 +177,7 @@ def link_needs(cost: StepCost) -> list[LinkNeed]:
 
 def _stage_link(cost: StepCost) -> LinkNeed:
     busy = _period(cost)
-    chunks = cost.sizes.chunks
+    chunks = cost.shape.virtual_stages
     ways = [max(there[0], back[0]) for there, back in zip(cost.links, cost.links_back, strict=True)]
     worst = max(range(len(ways)), key=ways.__getitem__)
     taken = max(ways[worst], 1e-12) * chunks
@@ -188,11 +188,11 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     )  # the output projection may be alone on its stage
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
     deepest = len(inner) // (-(-len(inner) // cost.pp) + more) if more else 0
-    into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]
+    into = cost.stages[(worst + 1) % cost.shape.num_stages].blocks[0]
     wire = max(cost.codecs.wire_bytes(flow, into) for flow in (1, -1))
     item = cost.item * wire / cost.message_bytes
     num_bytes = wire * chunks
-    name = f"{cost.sizes.rank_name}s {worst} - {(worst + 1) % cost.pp}"
+    name = f"{cost.shape.rank_name}s {worst} - {(worst + 1) % cost.pp}"
     return LinkNeed(
         name, num_bytes / busy, num_bytes / taken, item, layers, more, deepest if deepest > 1 else 0
     )
@@ -201,10 +201,10 @@ def _stage_link(cost: StepCost) -> LinkNeed:
 def _reduction(cost: StepCost) -> LinkNeed:
     seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
     stage = cost.ranks[rank]
-    batch = cost.sizes.num_microbatches * _period(cost)
+    batch = cost.shape.num_microbatches * _period(cost)
     item = gradient_share(cost.config) * GRADIENT_BYTES[cost.config.train.dtype]
     num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
-    name = f"replicas of {cost.sizes.rank_name} {rank}" if cost.dp > 1 else _TIED
+    name = f"replicas of {cost.shape.rank_name} {rank}" if cost.dp > 1 else _TIED
     return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), item)
 
 

@@ -33,7 +33,7 @@ _COST_OF_STALENESS = (
 
 
 @dataclass(frozen=True)
-class Parts:
+class PredictedParts:
     """Breakdown of a step into seconds that add up to the step.
 
     Args:
@@ -89,11 +89,11 @@ class Parts:
 
 
 @lru_cache(maxsize=64)
-def parts_of(cost: StepCost) -> Parts:
+def parts_of(cost: StepCost) -> PredictedParts:
     """Return the breakdown of a step, simulated with and without traffic between ranks."""
     step = cost.step_time
     costs = cost.costs
-    m = cost.sizes.num_microbatches
+    m = cost.shape.num_microbatches
     busy = [rank.compute + rank.update / m for rank in cost.ranks]
     slowest = busy.index(max(busy))
     rank = cost.ranks[slowest]
@@ -116,14 +116,14 @@ def parts_of(cost: StepCost) -> Parts:
     transfers = saved(TRANSFERS, **free) if cost.pp > 1 else 0.0
     moves = exposed_moves(cost)
     gathers = sum(
-        sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.sizes.stages_of(slowest)
+        sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.shape.stages_of(slowest)
     )
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
     optimizer = rank.norm + rank.update
     launches = m * rank.idle
     compute = m * rank.compute - tensor - launches
     rest = step - compute - launches - tensor - optimizer - reduction - transfers - moves
-    return Parts(
+    return PredictedParts(
         compute,
         launches,
         tensor,
@@ -132,7 +132,7 @@ def parts_of(cost: StepCost) -> Parts:
         transfers,
         moves,
         max(0.0, rest),
-        f"{cost.sizes.rank_name} {slowest}",
+        f"{cost.shape.rank_name} {slowest}",
     )
 
 
@@ -256,7 +256,7 @@ def table(result: Result) -> Table:
         shown.add_row(
             str(place),
             *map(str, candidate.grid),
-            f"{cost.sizes.num_microbatches} x {config.train.micro_batch_size}",
+            f"{cost.shape.num_microbatches} x {config.train.micro_batch_size}",
             ", ".join(_how(config, _short(pipeline.recompute))),
             _short("+".join(map(str, pipeline.split))),
             f"{1e3 * cost.step_time:.4g}",

@@ -260,7 +260,7 @@ class _Search:
                 or config.optim.name not in HOSTED
                 or cost.machine.device.type != "cpu"
                 or not cost.machine.profile.state.updated
-                or not cost.schedule.slack(cost.sizes)
+                or not cost.schedule.slack(cost.shape)
                 or problems(made, cost.machine.num_devices)
             ):
                 continue

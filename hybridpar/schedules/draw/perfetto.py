@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OF_STASH, PER_ITEM, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OFFLOAD_KINDS, PER_ITEM, Kind
 from hybridpar.schedules.simulate.timeline import Timeline
 
 Entry = dict[str, Any]
-_APART = {*PER_ITEM, *OF_STASH, Kind.HOST}
+_APART = {*PER_ITEM, *OFFLOAD_KINDS, Kind.HOST}
 """Kinds that have separate tracks below the actions' track."""
 
 
@@ -109,7 +109,7 @@ def wait_name(action: Action) -> str:
 
 def _args(action: Action) -> dict[str, int]:
     name = "number"
-    if action.kind in COMPUTE.union(OF_STASH):
+    if action.kind in COMPUTE.union(OFFLOAD_KINDS):
         name = "micro-batch"
     elif action.kind in PER_ITEM:
         name = "item"
@@ -169,7 +169,7 @@ def _arrows(
         if action.kind in COMPUTE
     }
     number = 0
-    sizes = timeline.sizes
+    shape = timeline.shape
     for rank, (pid, _) in ranks.items():
         for action, sent, _, _ in timeline.actions(rank):
             row = ACTION_SPECS[action.kind]
@@ -183,5 +183,5 @@ def _arrows(
             number += 1
             same: Entry = {"id": f"{pid}.{number}", "name": "transfer", "cat": "transfer", "tid": 0}
             yield same | {"ph": "s", "pid": pid, "ts": sent * scale}
-            taker = ranks[sizes.rank_of(action.stage + row.peer_offset)][0]
+            taker = ranks[shape.rank_of(action.stage + row.peer_offset)][0]
             yield same | {"ph": "f", "pid": taker, "ts": taken * scale, "bp": "e"}

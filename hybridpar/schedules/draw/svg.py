@@ -9,7 +9,14 @@ from html import escape
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
 from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, page, rect
-from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OF_STASH, PER_BATCH, PER_ITEM, Kind
+from hybridpar.schedules.kinds import (
+    ACTION_SPECS,
+    COMPUTE,
+    OFFLOAD_KINDS,
+    PER_BATCH,
+    PER_ITEM,
+    Kind,
+)
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.timeline import Timeline
 
@@ -49,7 +56,7 @@ FORWARDS = "forwards of one micro-batch on the costliest rank"
 class _Scale:
     """Converts time and rank to pixels."""
 
-    sizes: PipelineShape
+    shape: PipelineShape
     per_unit: float
     pitch: int  # from one row to the next
     # CSS class of the numbers in boxes of a kind; kinds without an entry have boxes too narrow
@@ -60,7 +67,7 @@ class _Scale:
 
     def y(self, stage: int) -> float:
         """Return the row of the rank that holds the stage."""
-        return _TOP + self.sizes.rank_of(stage) * self.pitch
+        return _TOP + self.shape.rank_of(stage) * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
@@ -85,9 +92,9 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         ]
         if fitting:
             labels[kind] = fitting[0]
-    more = {*PER_ITEM, *OF_STASH, Kind.HOST}
+    more = {*PER_ITEM, *OFFLOAD_KINDS, Kind.HOST}
     moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
-    return _Scale(timeline.sizes, per_unit, 58 if moves else 50, labels)
+    return _Scale(timeline.shape, per_unit, 58 if moves else 50, labels)
 
 
 def draw_svg(
@@ -184,7 +191,7 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
     yield rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
-        label = number_of(action, scale.sizes.num_ranks)
+        label = number_of(action, scale.shape.num_ranks)
         yield f'<text class="{css}" x="{x + (width - gap) / 2:.1f}" y="{y + 19.5:.1f}">{label}</text>'
 
 

@@ -50,17 +50,17 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def format_order(steps: Iterable[tuple[Kind, int, int]], sizes: PipelineShape, rank: int) -> str:
+def format_order(steps: Iterable[tuple[Kind, int, int]], shape: PipelineShape, rank: int) -> str:
     """Return the line of a rank that computes these kinds, stages and micro-batches."""
-    chunks = {stage: chunk for chunk, stage in enumerate(sizes.stages_of(rank))}
+    chunks = {stage: chunk for chunk, stage in enumerate(shape.stages_of(rank))}
     return " ".join(_word((kind, chunks[stage], k)) for kind, stage, k in steps)
 
 
 def with_stages(
-    steps: Sequence[Step], sizes: PipelineShape, rank: int
+    steps: Sequence[Step], shape: PipelineShape, rank: int
 ) -> list[tuple[Kind, int, int]]:
     """Return the steps with the numbers that the rank's stages have in the pipeline."""
-    stages = sizes.stages_of(rank)
+    stages = shape.stages_of(rank)
     return [(kind, stages[chunk], k) for kind, chunk, k in steps]
 
 
@@ -69,31 +69,31 @@ def _word(step: Step) -> str:
     return f"{kind.value}{k}{chr(ord('a') + chunk) if chunk else ''}"
 
 
-def check_order(order: Sequence[Sequence[Step]], sizes: PipelineShape) -> None:
+def check_order(order: Sequence[Sequence[Step]], shape: PipelineShape) -> None:
     """Check an order against the shape of the pipeline.
 
     Raises:
         ConfigError: The order does not match the shape, or a rank's order cannot run.
     """
-    if len(order) != sizes.num_ranks:
+    if len(order) != shape.num_ranks:
         raise config_error(
             _FIELD,
             len(order),
-            f"must have {sizes.num_ranks} entries, one for each rank of parallel.pp",
-            _simple_order(sizes),
+            f"must have {shape.num_ranks} entries, one for each rank of parallel.pp",
+            _simple_order(shape),
         )
     for rank, steps in enumerate(order):
-        if rule := _problem(steps, sizes.num_microbatches, sizes.chunks):
-            raise _wrong(rank, steps, rule, _simple_order(sizes))
+        if rule := _problem(steps, shape.num_microbatches, shape.virtual_stages):
+            raise _wrong(rank, steps, rule, _simple_order(shape))
 
 
-def _simple_order(sizes: PipelineShape) -> str:
+def _simple_order(shape: PipelineShape) -> str:
     """Return an order that works, as TOML: all forwards, then all backwards. If it would be long,
     return another schedule.
     """
-    m = sizes.num_microbatches
-    p = sizes.num_ranks
-    chunks = sizes.chunks
+    m = shape.num_microbatches
+    p = shape.num_ranks
+    chunks = shape.virtual_stages
     if m * p * chunks > _MOST_SUGGESTED:
         return "pipeline.schedule = 1f1b"
     forwards = [_word((Kind.F, chunk, k)) for chunk in range(chunks) for k in range(m)]

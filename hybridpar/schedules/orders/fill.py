@@ -52,7 +52,7 @@ class Room:
 
 def fill(
     orders: Sequence[Sequence[Step]],
-    sizes: PipelineShape,
+    shape: PipelineShape,
     costs: Costs,
     room: Room,
     *,
@@ -64,7 +64,7 @@ def fill(
     Args:
         orders: F, and B or I, of each rank for micro-batches 0 to m - 1. With W right after each I
             they must fit into `room`.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         costs: Durations of steps and transfers.
         room: The memory.
         swaps: F's and I's may change places; on each link, transfers stay in the order of
@@ -83,7 +83,7 @@ def fill(
     for look, wait in product(_LOOKS if swaps else (0,), _WAITS):
         if large and found is not None:
             break
-        ranks = _Ranks(forwards, sizes, costs, room)
+        ranks = _Ranks(forwards, shape, costs, room)
         end = ranks.run(wait, look, inf if found is None else found[0])
         if end is not None and (found is None or end < _SHORTER * found[0]):
             found = end, ranks.done
@@ -91,7 +91,7 @@ def fill(
     return tuple(map(tuple, found[1]))
 
 
-def in_any_order(sizes: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
+def in_any_order(shape: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
     """Return the steps of all ranks for a batch that drains, without an initial order: whatever can
     run runs, and otherwise W's.
 
@@ -100,7 +100,7 @@ def in_any_order(sizes: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[
     """
     found = []
     for late in (False, True):
-        ranks = _Free(sizes, costs, room, late)
+        ranks = _Free(shape, costs, room, late)
         end = ranks.run(0.0, 0)
         if end is not None:
             found.append((end, ranks.done))
@@ -112,25 +112,25 @@ class _Ranks:
     """Simulates all ranks. Events are times at which a rank may be able to run a step."""
 
     def __init__(
-        self, orders: Sequence[Sequence[Step]], sizes: PipelineShape, costs: Costs, room: Room
+        self, orders: Sequence[Sequence[Step]], shape: PipelineShape, costs: Costs, room: Room
     ):
-        p = sizes.num_ranks
-        stages = range(sizes.num_stages)
-        self.sizes = sizes
+        p = shape.num_ranks
+        stages = range(shape.num_stages)
+        self.shape = shape
         self.room = room
-        self.home = [sizes.rank_of(stage) for stage in stages]
+        self.home = [shape.rank_of(stage) for stage in stages]
         steady = replace(costs, variation={})
         self.times = {
             kind: [times[0] for times in steady.durations(kind, self.home)]
             for kind in (Kind.F, Kind.I, Kind.W)
         }
-        self.way = {flow: _ways(costs, sizes, flow) for flow in (1, -1)}
+        self.way = {flow: _ways(costs, shape, flow) for flow in (1, -1)}
         self.later = [
-            sum(room.kept[other] for other in sizes.stages_of(self.home[stage]) if other > stage)
+            sum(room.kept[other] for other in shape.stages_of(self.home[stage]) if other > stage)
             for stage in stages
         ]
         self.left = [list(order) for order in orders]
-        self.there = {(Kind.F, 0, k): 0.0 for k in range(sizes.num_microbatches)}
+        self.there = {(Kind.F, 0, k): 0.0 for k in range(shape.num_microbatches)}
         """When the inputs of steps arrive, as far as known."""
         self.waiting: list[list[Step]] = [[] for _ in range(p)]  # W's, in the order of their I's
         self.done: list[list[Step]] = [[] for _ in range(p)]
@@ -218,7 +218,7 @@ class _Ranks:
             self.waiting[rank].append((Kind.W, stage, k))
             following = stage - 1
             flow = -1
-        if kind is Kind.F and following == self.sizes.num_stages:
+        if kind is Kind.F and following == self.shape.num_stages:
             self.there[Kind.I, stage, k] = end
         elif following >= 0:
             arrival = end + self.way[flow][stage]
@@ -231,18 +231,18 @@ class _Free(_Ranks):
     the more urgent queues first.
     """
 
-    def __init__(self, sizes: PipelineShape, costs: Costs, room: Room, late: bool):
-        super().__init__([[]] * sizes.num_ranks, sizes, costs, room)
+    def __init__(self, shape: PipelineShape, costs: Costs, room: Room, late: bool):
+        super().__init__([[]] * shape.num_ranks, shape, costs, room)
         self.rows: list[list[deque[Step]]] = []
-        for rank in range(sizes.num_ranks):
-            stages = sizes.stages_of(rank)
+        for rank in range(shape.num_ranks):
+            stages = shape.stages_of(rank)
             backwards, forwards = (
                 [(kind, stage) for stage in of]
                 for kind, of in ((Kind.I, stages), (Kind.F, list(reversed(stages))))
             )
             urgent = [*forwards[:-1], *backwards, forwards[-1]] if late else [*backwards, *forwards]
             self.rows.append(
-                [deque((*row, k) for k in range(sizes.num_microbatches)) for row in urgent]
+                [deque((*row, k) for k in range(shape.num_microbatches)) for row in urgent]
             )
         self.left = [[step for row in rows for step in row] for rows in self.rows]
 
@@ -264,11 +264,11 @@ class _Free(_Ranks):
                 self.left[rank].pop()
 
 
-def _ways(costs: Costs, sizes: PipelineShape, flow: int) -> list[float]:
+def _ways(costs: Costs, shape: PipelineShape, flow: int) -> list[float]:
     """Return the transfer time of what each stage sends in this direction."""
     transfer = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
     parts = [
-        expand(cost, sizes.num_links) for cost in (costs.transfer_work, transfer, costs.latency)
+        expand(cost, shape.num_links) for cost in (costs.transfer_work, transfer, costs.latency)
     ]
-    links = [sizes.link(stage, flow) for stage in range(sizes.num_stages)]
+    links = [shape.link(stage, flow) for stage in range(shape.num_stages)]
     return [0.0 if link is None else sum(part[link] for part in parts) for link in links]

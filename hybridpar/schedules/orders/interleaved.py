@@ -36,7 +36,7 @@ from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import INPUTS, Kind, Step
 from hybridpar.schedules.pipeline_shape import PipelineShape
 
-SizeOf = Callable[[PipelineShape, int], int]  # (sizes, rank) -> a number
+SizeOf = Callable[[PipelineShape, int], int]  # (shape, rank) -> a number
 
 
 def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
@@ -58,36 +58,36 @@ def runs_ahead(factor: int) -> SizeOf:
     Source: with one virtual stage and k = 2, eager 1F1B, arXiv 2211.05322.
     """
 
-    def ahead(sizes: PipelineShape, rank: int) -> int:
-        m = sizes.num_microbatches
-        p = sizes.num_ranks
+    def ahead(shape: PipelineShape, rank: int) -> int:
+        m = shape.num_microbatches
+        p = shape.num_ranks
         largest = -(-m // max(m // p, 1))  # of the rounds
-        return factor * (p - 1 - rank) + (sizes.chunks - 1) * largest
+        return factor * (p - 1 - rank) + (shape.virtual_stages - 1) * largest
 
     return ahead
 
 
 def forward_order(
-    sizes: PipelineShape, rank: int, num_microbatches: int
+    shape: PipelineShape, rank: int, num_microbatches: int
 ) -> Iterator[tuple[int, int]]:
     """Yield stage and micro-batch of a rank's forwards, in order."""
-    if sizes.chunks == 1:
+    if shape.virtual_stages == 1:
         yield from ((rank, k) for k in range(num_microbatches))
         return
-    stages = sizes.stages_of(rank)
-    for together in rounds(num_microbatches, sizes.num_ranks):
+    stages = shape.stages_of(rank)
+    for together in rounds(num_microbatches, shape.num_ranks):
         yield from ((stage, k) for stage in stages for k in together)
 
 
 def order(
-    sizes: PipelineShape, rank: int, early: int, first_batch: int, num_batches: int | None
+    shape: PipelineShape, rank: int, early: int, first_batch: int, num_batches: int | None
 ) -> Iterator[Step]:
     """Yield a rank's steps: `early` forwards ahead, then a forward and a backward alternately, then
     the remaining backwards. num_batches: None: endless.
     """
-    stages = sizes.stages_of(rank)
+    stages = shape.stages_of(rank)
     mirror = stages[0] + stages[-1]
-    forwards, backwards = (_endless(sizes, rank, first_batch, num_batches) for _ in range(2))
+    forwards, backwards = (_endless(shape, rank, first_batch, num_batches) for _ in range(2))
     for stage, k in islice(forwards, early):
         yield Kind.F, stage, k
     for stage, k in forwards:
@@ -99,45 +99,48 @@ def order(
 
 
 def _endless(
-    sizes: PipelineShape, rank: int, first: int, num: int | None
+    shape: PipelineShape, rank: int, first: int, num: int | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the forwards of batches [first, first + num), or without end."""
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     for batch in count(first) if num is None else range(first, first + num):
-        yield from ((stage, batch * m + k) for stage, k in forward_order(sizes, rank, m))
+        yield from ((stage, batch * m + k) for stage, k in forward_order(shape, rank, m))
 
 
 @lru_cache(maxsize=8)
-def _places(sizes: PipelineShape) -> tuple[dict[tuple[int, int], int], list[int]]:
+def _places(shape: PipelineShape) -> tuple[dict[tuple[int, int], int], list[int]]:
     """Return, for a batch's forwards, the place of each virtual stage and micro-batch, and the
     latest micro-batch started up to each place.
     """
     steps = [
-        (stage // sizes.num_ranks, k)
-        for stage, k in forward_order(sizes, 0, sizes.num_microbatches)
+        (stage // shape.num_ranks, k)
+        for stage, k in forward_order(shape, 0, shape.num_microbatches)
     ]
     return {step: place for place, step in enumerate(steps)}, list(
         accumulate((k for _, k in steps), max)
     )
 
 
-def place(sizes: PipelineShape, kind: Kind, stage: int, microbatch: int) -> int:
+def place(shape: PipelineShape, kind: Kind, stage: int, microbatch: int) -> int:
     """Return how many forwards, or backwards, of a rank come before one of its steps."""
-    if sizes.chunks == 1:
+    if shape.virtual_stages == 1:
         return microbatch
-    batch, k = divmod(microbatch, sizes.num_microbatches)
-    chunk = stage // sizes.num_ranks
-    places, _ = _places(sizes)
-    return batch * len(places) + places[chunk if kind is Kind.F else sizes.chunks - 1 - chunk, k]
+    batch, k = divmod(microbatch, shape.num_microbatches)
+    chunk = stage // shape.num_ranks
+    places, _ = _places(shape)
+    return (
+        batch * len(places)
+        + places[chunk if kind is Kind.F else shape.virtual_stages - 1 - chunk, k]
+    )
 
 
-def begun(sizes: PipelineShape, place: int) -> int:
+def begun(shape: PipelineShape, place: int) -> int:
     """Return the latest micro-batch that a rank has started with its forward of that place."""
-    if sizes.chunks == 1:
+    if shape.virtual_stages == 1:
         return place
-    _, latest = _places(sizes)
+    _, latest = _places(shape)
     batch, rest = divmod(place, len(latest))
-    return batch * sizes.num_microbatches + latest[rest]
+    return batch * shape.num_microbatches + latest[rest]
 
 
 class Receives:
@@ -155,20 +158,20 @@ class Receives:
     deadlocked for any p up to 40; for `endless` schedules, up to 12.)
     """
 
-    def __init__(self, sizes: PipelineShape, *, lean: bool = False, endless: bool = False):
-        self.sizes = sizes
-        p = sizes.num_ranks
-        stages = range(sizes.num_stages)
+    def __init__(self, shape: PipelineShape, *, lean: bool = False, endless: bool = False):
+        self.shape = shape
+        p = shape.num_ranks
+        stages = range(shape.num_stages)
         back = 2 * p // 3 if endless else p // 2
         self._round = (7 * p // 12, back) if lean else (p - 1, p - 1)  # forwards, backwards
         # Stages whose input has gone round the ring, backwards and forwards, and stages that
         # receive any input.
         self._closing = [
-            set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
+            set() if shape.is_v else {stage for stage in stages if shape.rank_of(stage) == rank}
             for rank in (p - 1, 0)
         ]
         self._fed = [
-            {stage for stage in stages if sizes.peer(stage, side) is not None} for side in (1, -1)
+            {stage for stage in stages if shape.peer(stage, side) is not None} for side in (1, -1)
         ]
         self._count = dict.fromkeys(INPUTS, 0)
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
@@ -186,8 +189,8 @@ class Receives:
         here = (stage, action.microbatch)
         if stage not in self._closing[forward]:
             return [here] if stage in self._fed[forward] else []
-        following = stage + (self.sizes.num_ranks if forward else -self.sizes.num_ranks)
-        if 0 <= following < self.sizes.num_stages:
+        following = stage + (self.shape.num_ranks if forward else -self.shape.num_ranks)
+        if 0 <= following < self.shape.num_stages:
             due.append((number + self._round[not forward], following, action.microbatch))
         found = []
         while due and (due[0][0] <= number or due[0][1:] == here):

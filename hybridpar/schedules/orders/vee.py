@@ -93,34 +93,34 @@ def slots(activations: str, num_ranks: int, rank: int) -> Mapping[tuple[Kind, in
     )
 
 
-def slot_of(sizes: PipelineShape, activations: str, step: Step) -> int:
+def slot_of(shape: PipelineShape, activations: str, step: Step) -> int:
     """Return the slot of a step in a pattern that never ends."""
     kind, stage, k = step
-    chunk = stage // sizes.num_ranks
-    return slots(activations, sizes.num_ranks, sizes.rank_of(stage))[kind, chunk] + PERIOD * k
+    chunk = stage // shape.num_ranks
+    return slots(activations, shape.num_ranks, shape.rank_of(stage))[kind, chunk] + PERIOD * k
 
 
-def forwards_before(sizes: PipelineShape, activations: str, step: Step) -> int:
+def forwards_before(shape: PipelineShape, activations: str, step: Step) -> int:
     """Return how many forwards through its first virtual stage a rank has started before one of its
     steps.
     """
-    first = slot_of(sizes, activations, (Kind.F, sizes.rank_of(step[1]), 0))
-    return -((first - slot_of(sizes, activations, step)) // PERIOD)
+    first = slot_of(shape, activations, (Kind.F, shape.rank_of(step[1]), 0))
+    return -((first - slot_of(shape, activations, step)) // PERIOD)
 
 
-def warmup(sizes: PipelineShape, rank: int, *, activations: str) -> int:
+def warmup(shape: PipelineShape, rank: int, *, activations: str) -> int:
     """Return how many micro-batches a rank starts before it has finished the first."""
-    return forwards_before(sizes, activations, (Kind.W, rank, 0))
+    return forwards_before(shape, activations, (Kind.W, rank, 0))
 
 
 def pattern(
-    sizes: PipelineShape, rank: int, activations: str, first: int, num: int | None
+    shape: PipelineShape, rank: int, activations: str, first: int, num: int | None
 ) -> Iterator[Step]:
     """Yield the steps of a rank for micro-batches [first, first + num), or without end, in the
     order of slots.
     """
-    stages = sizes.stages_of(rank)
-    of_slots = slots(activations, sizes.num_ranks, rank)
+    stages = shape.stages_of(rank)
+    of_slots = slots(activations, shape.num_ranks, rank)
     in_turn = sorted(
         (slot % PERIOD, slot // PERIOD, kind, stages[chunk])
         for (kind, chunk), slot in of_slots.items()
@@ -136,52 +136,52 @@ def pattern(
 
 
 @lru_cache(maxsize=256)
-def batch_order(sizes: PipelineShape, rank: int, activations: str) -> tuple[Step, ...]:
+def batch_order(shape: PipelineShape, rank: int, activations: str) -> tuple[Step, ...]:
     """Return the steps of a rank for a batch that drains, whose micro-batches count from 0."""
     if activations == "full":
-        m = sizes.num_microbatches
-        p = sizes.num_ranks
-        as_comes = sizes.chunks > 2 or m <= p <= _FEW // m
-        return _as_comes(sizes)[rank] if as_comes else tuple(_Full(sizes, rank).steps())
-    return _filled(sizes, activations)[rank]
+        m = shape.num_microbatches
+        p = shape.num_ranks
+        as_comes = shape.virtual_stages > 2 or m <= p <= _FEW // m
+        return _as_comes(shape)[rank] if as_comes else tuple(_Full(shape, rank).steps())
+    return _filled(shape, activations)[rank]
 
 
 @lru_cache(maxsize=8)
-def _as_comes(sizes: PipelineShape) -> tuple[tuple[Step, ...], ...]:
+def _as_comes(shape: PipelineShape) -> tuple[tuple[Step, ...], ...]:
     """Return an order in which each step runs as soon as it can, in the memory of 1f1b's first
     rank, as if F, I and W took equally long.
     """
     return in_any_order(
-        sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (sizes.num_stages,) * sizes.num_ranks)
+        shape, Costs(1, 2), Room((1,) * shape.num_stages, (shape.num_stages,) * shape.num_ranks)
     )
 
 
 @lru_cache(maxsize=8)
-def _filled(sizes: PipelineShape, activations: str) -> tuple[tuple[Step, ...], ...]:
+def _filled(shape: PipelineShape, activations: str) -> tuple[tuple[Step, ...], ...]:
     """Return the pattern of all ranks for a batch that drains, in the memory of the fullest rank:
     steps run early if they can, and Ws fill the gaps, as if F, I and W took equally long.
     """
-    p = sizes.num_ranks
+    p = shape.num_ranks
     patterns = [
-        tuple(pattern(sizes, rank, activations, 0, sizes.num_microbatches)) for rank in range(p)
+        tuple(pattern(shape, rank, activations, 0, shape.num_microbatches)) for rank in range(p)
     ]
     return fill(
         patterns,
-        sizes,
+        shape,
         Costs(1, 2),
-        Room((1,) * sizes.num_stages, (max(map(most_held, patterns)),) * p),
+        Room((1,) * shape.num_stages, (max(map(most_held, patterns)),) * p),
     )
 
 
 @lru_cache(maxsize=256)
-def room(sizes: PipelineShape, activations: str) -> int:
+def room(shape: PipelineShape, activations: str) -> int:
     """Return the largest number of micro-batches that any rank holds, counted on each virtual
     stage.
     """
     if activations == "full":
-        return sizes.num_stages
+        return shape.num_stages
     return max(
-        most_of_rank(sizes, rank, activations, drains=False) for rank in range(sizes.num_ranks)
+        most_of_rank(shape, rank, activations, drains=False) for rank in range(shape.num_ranks)
     )
 
 
@@ -190,11 +190,11 @@ class _Full:
     alternately; Ws fill the end.
     """
 
-    def __init__(self, sizes: PipelineShape, rank: int):
-        self._m = sizes.num_microbatches
-        self._p = sizes.num_ranks
+    def __init__(self, shape: PipelineShape, rank: int):
+        self._m = shape.num_microbatches
+        self._p = shape.num_ranks
         self._r = rank
-        self._stages = sizes.stages_of(rank)
+        self._stages = shape.stages_of(rank)
         self._until = max(self._m, 2 * self._p - 1)  # a short batch skips what it lacks
         self._done = {
             (kind, stage): 0 for kind in (Kind.F, Kind.I, Kind.W) for stage in self._stages
@@ -244,19 +244,19 @@ class _Full:
 
 
 @lru_cache(maxsize=1 << 14)
-def most_of_rank(sizes: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
+def most_of_rank(shape: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
     """Return the largest number of micro-batches that a rank holds, counted on each virtual
     stage.
     """
     steps = (
-        batch_order(sizes, rank, activations)
+        batch_order(shape, rank, activations)
         if drains
         else pattern(
-            sizes,
+            shape,
             rank,
             activations,
             0,
-            PERIOD + sum(slots(activations, sizes.num_ranks, rank).values()) // PERIOD,
+            PERIOD + sum(slots(activations, shape.num_ranks, rank).values()) // PERIOD,
         )
     )
     return most_held(steps)

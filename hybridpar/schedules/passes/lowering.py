@@ -82,7 +82,7 @@ def delay_weight_gradients(
 def add_updates(
     actions: Iterable[Action],
     schedule: Schedule,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     first_batch: int = 0,
 ) -> Iterator[Action]:
     """Add REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
@@ -108,12 +108,12 @@ def add_updates(
     options = schedule.options
     host = options.host
     assert options.clip or not host, "the host waits for the norm"
-    m = sizes.num_microbatches
-    of_batch = 2 * schedule.pairs(sizes)
+    m = shape.num_microbatches
+    of_batch = 2 * schedule.pairs(shape)
     # constant for a stage, but requested with every action
-    update_delay = cache(partial(schedule.update_delay, sizes))
-    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=options.gather, host=host))
-    host_delay = cache(partial(schedule.host_delay, sizes, host=host))
+    update_delay = cache(partial(schedule.update_delay, shape))
+    norm_delay = cache(partial(schedule.norm_delay, shape, gather=options.gather, host=host))
+    host_delay = cache(partial(schedule.host_delay, shape, host=host))
     reduced = normed = hosted = updated = first_batch  # the first batch without this action
     # the rank's first stage
     stage = 0
@@ -123,7 +123,7 @@ def add_updates(
     alike = schedule.flush and not host  # a batch changes only at its last backwards
     for action in actions:
         if first:
-            stage = sizes.rank_of(action.stage)
+            stage = shape.rank_of(action.stage)
             first = False
         is_last = action.kind in adding and (action.microbatch + 1) % m == 0
         if alike and action.version <= updated and normed == reduced and not is_last:
@@ -131,12 +131,12 @@ def add_updates(
             continue
         needed = action.version
         if not schedule.flush:
-            needed = _needed_version(action, schedule, sizes, first_batch)
+            needed = _needed_version(action, schedule, shape, first_batch)
         settled = action.microbatch // m if options.feedback and is_last else first_batch
         if not host:
             needed = max(needed, settled)
         # if the pipeline drains, all updates come as early as possible
-        position = 0 if schedule.flush else schedule.position(sizes, action)
+        position = 0 if schedule.flush else schedule.position(shape, action)
         early = options.gather and not schedule.flush and updated < reduced
         if early and position - of_batch * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
@@ -188,7 +188,7 @@ def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iter
 
 
 def _needed_version(
-    action: Action, schedule: Schedule, sizes: PipelineShape, first_batch: int
+    action: Action, schedule: Schedule, shape: PipelineShape, first_batch: int
 ) -> int:
     """Return the version that must exist when an action of a schedule that never flushes starts.
 
@@ -198,14 +198,14 @@ def _needed_version(
     """
     if action.kind is Kind.F:
         return action.version
-    next_forward = schedule.forwards_before(sizes, action)
-    emptied = action.microbatch // sizes.num_microbatches + 1 - schedule.num_gradient_buffers
-    return max(schedule.version(sizes, action.stage, next_forward, first_batch), emptied)
+    next_forward = schedule.forwards_before(shape, action)
+    emptied = action.microbatch // shape.num_microbatches + 1 - schedule.num_gradient_buffers
+    return max(schedule.version(shape, action.stage, next_forward, first_batch), emptied)
 
 
 def add_communication(
     actions: Iterable[Action],
-    sizes: PipelineShape,
+    shape: PipelineShape,
     *,
     ahead: int = 1,
     lean: bool = False,
@@ -223,12 +223,12 @@ def add_communication(
     `lean`, `endless`: see Receives.
     """
     window: deque[Action] = deque()
-    receives = Receives(sizes, lean=lean, endless=endless)
-    is_ring = sizes.is_ring
+    receives = Receives(shape, lean=lean, endless=endless)
+    is_ring = shape.is_ring
     sent: dict[tuple[Kind, int], Kind | None] = {}
     for kind in INPUTS:
-        for stage in range(sizes.num_stages):
-            has_peer = sizes.peer(stage, ACTION_SPECS[kind].flow) is not None
+        for stage in range(shape.num_stages):
+            has_peer = shape.peer(stage, ACTION_SPECS[kind].flow) is not None
             sent[kind, stage] = ACTION_SPECS[kind].send if has_peer else None
     # computations in the window, by kind and in total
     computing = dict.fromkeys(INPUTS, 0)
@@ -263,7 +263,7 @@ def add_communication(
         yield from leave()
 
 
-def merge_backward(actions: Iterable[Action], sizes: PipelineShape) -> Iterator[Action]:
+def merge_backward(actions: Iterable[Action], shape: PipelineShape) -> Iterator[Action]:
     """Merge each I of one rank's actions with the W that follows it into one B, if no other rank
     waits for the result of I.
 
@@ -272,7 +272,7 @@ def merge_backward(actions: Iterable[Action], sizes: PipelineShape) -> Iterator[
     distant sender would learn of them late.
     """
     held: list[Action] = []  # an I, and the receives since
-    unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
+    unsent = {stage for stage in range(shape.num_stages) if shape.peer(stage, -1) is None}
     for action in actions:
         if not held and action.kind is not Kind.I:
             yield action
@@ -298,7 +298,7 @@ def merge_backward(actions: Iterable[Action], sizes: PipelineShape) -> Iterator[
 
 def lower(
     schedule: str | ScheduleOptions | Schedule,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     rank: int,
     first_batch: int = 0,
     num_batches: int | None = None,
@@ -315,39 +315,41 @@ def lower(
             division.
     """
     schedule = find_schedule(schedule)
-    division = _division(parts, sizes, rank)
-    compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
+    division = _division(parts, shape, rank)
+    compute = schedule.compute_actions(shape, rank, first_batch, num_batches)
     split = schedule.options.split or schedule.options.zero_bubble
     if split:
         compute = split_backward(compute)
-    if delay := schedule.weight_delay(sizes, rank):
-        compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
-    actions = add_updates(compute, schedule, sizes, first_batch)
-    apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
+    if delay := schedule.weight_delay(shape, rank):
+        compute = delay_weight_gradients(
+            compute, delay, shape.num_microbatches * shape.virtual_stages
+        )
+    actions = add_updates(compute, schedule, shape, first_batch)
+    apart = schedule.warmup(shape, 0) - schedule.warmup(shape, shape.num_ranks - 1)
     actions = add_communication(
         actions,
-        sizes,
+        shape,
         ahead=schedule.receive_ahead,
-        lean=bool(schedule.order) or apart < sizes.num_ranks,
+        lean=bool(schedule.order) or apart < shape.num_ranks,
         endless=not schedule.flush,
     )
     if split:
-        actions = merge_backward(actions, sizes)
-    if away := num_away(schedule, sizes, rank):
-        actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
+        actions = merge_backward(actions, shape)
+    if away := num_away(schedule, shape, rank):
+        actions = add_offload(actions, away, schedule.max_live_activations(shape, rank))
     if schedule.options.host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)
 
 
-def _division(parts: int | Division, sizes: PipelineShape, rank: int) -> Division:
+def _division(parts: int | Division, shape: PipelineShape, rank: int) -> Division:
     division = Division(parts) if isinstance(parts, int) else parts
-    return division if division == WHOLE else division.on(sizes, rank)
+    return division if division == WHOLE else division.on(shape, rank)
 
 
 def make_plan(
     schedule: str | ScheduleOptions | Schedule,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     first_batch: int = 0,
     num_batches: int = 1,
     parts: int | Division = 1,
@@ -356,13 +358,13 @@ def make_plan(
     own list from `lower`.
     """
     return {
-        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, parts))
-        for rank in range(sizes.num_ranks)
+        rank: tuple(lower(schedule, shape, rank, first_batch, num_batches, parts))
+        for rank in range(shape.num_ranks)
     }
 
 
 def forward_actions(
-    sizes: PipelineShape,
+    shape: PipelineShape,
     rank: int,
     num_microbatches: int,
     *,
@@ -375,8 +377,8 @@ def forward_actions(
     Raises:
         ConfigError: At once, if they cannot be divided like this.
     """
-    division = _division(parts, sizes, rank)
-    order = forward_order(sizes, rank, num_microbatches)
+    division = _division(parts, shape, rank)
+    order = forward_order(shape, rank, num_microbatches)
     forwards = (Action(Kind.F, stage, k, version) for stage, k in order)
-    actions = add_communication(forwards, sizes)
+    actions = add_communication(forwards, shape)
     return actions if division == WHOLE else divide(actions, division)

@@ -31,20 +31,20 @@ _GAP = 3
 and be read back."""
 
 
-def most_away(schedule: Schedule, sizes: PipelineShape, rank: int) -> int:
+def most_away(schedule: Schedule, shape: PipelineShape, rank: int) -> int:
     """Return how many micro-batches of a rank can be offloaded at once, counted on each of its
     stages.
     """
-    return max(schedule.max_live_activations(sizes, rank) - _LEAST, 0)
+    return max(schedule.max_live_activations(shape, rank) - _LEAST, 0)
 
 
-def num_away(schedule: Schedule, sizes: PipelineShape, rank: int) -> int:
+def num_away(schedule: Schedule, shape: PipelineShape, rank: int) -> int:
     """Return how many micro-batches of a rank are offloaded at once: as many as the schedule's
     options ask for, limited to what is possible.
     """
     offload = schedule.options.offload
     asked = offload if isinstance(offload, int) else offload[rank]
-    return min(asked, most_away(schedule, sizes, rank))
+    return min(asked, most_away(schedule, shape, rank))
 
 
 def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:

@@ -45,7 +45,7 @@ _MADE = (Mode.WRITE, Mode.ADD)
 """Accesses that do not need the item to be fetched before."""
 
 
-class Touch(NamedTuple):
+class Access(NamedTuple):
     """An item that an action accesses, and how."""
 
     item: int
@@ -57,7 +57,7 @@ class Residency:
     """The items of a rank's state, and the memory for them.
 
     Attributes:
-        touches: Returns the accesses of an action; no item occurs twice.
+        accesses: Returns the accesses of an action; no item occurs twice.
         num_bytes: Bytes of each item.
         budget: Bytes of the fast tier.
         pinned: Items that are always in it.
@@ -69,7 +69,7 @@ class Residency:
         others: Numbers of items of another fast tier, whose moves access items as other actions do.
     """
 
-    touches: Callable[[Action], Sequence[Touch]]
+    accesses: Callable[[Action], Sequence[Access]]
     num_bytes: Sequence[int]
     budget: int
     pinned: Collection[int] = frozenset()
@@ -113,7 +113,7 @@ class _Step:
 
     number: int
     action: Action | None  # None: the start
-    touches: Sequence[Touch] = ()  # accesses to items that are not pinned
+    accesses: Sequence[Access] = ()  # accesses to items that are not pinned
     used: int = 0  # bytes in the fast tier while it runs
     leaving: list[Action] = field(default_factory=list)
     coming: list[Action] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _Pass:
         # needed: the most bytes that any one action needs
         self._bytes = residency.start_bytes
         self._needed = 0
-        self._number = self._num_updates = self._num_touching = 0
+        self._number = self._num_updates = self._num_accessing = 0
         self._last_use: dict[int, int] = {}
         self._left: dict[int, int] = {}  # step after which an item was evicted
         # steps that access each item
@@ -160,9 +160,11 @@ class _Pass:
             step = self._read.popleft()
             self._decide(step)
             decided.append(step)
-            self._num_touching += bool(step.touches)
-            while len(decided) > 1 and self._num_touching - bool(decided[0].touches) > self._ahead:
-                self._num_touching -= bool(decided[0].touches)
+            self._num_accessing += bool(step.accesses)
+            while (
+                len(decided) > 1 and self._num_accessing - bool(decided[0].accesses) > self._ahead
+            ):
+                self._num_accessing -= bool(decided[0].accesses)
                 yield from decided.popleft().all()
             self._num_updates -= step.ends_batch
             self._fill()
@@ -176,19 +178,19 @@ class _Pass:
         while (
             self._num_updates < self._batches and (action := next(self._source, None)) is not None
         ):
-            touches = [
-                touch for touch in self._residency.touches(action) if touch.item not in pinned
+            accesses = [
+                access for access in self._residency.accesses(action) if access.item not in pinned
             ]
-            step = _Step(self._number, action, touches)
-            assert len({item for item, _ in touches}) == len(touches), (
-                f"{action} touches an item twice: {touches}"
+            step = _Step(self._number, action, accesses)
+            assert len({item for item, _ in accesses}) == len(accesses), (
+                f"{action} accesses an item twice: {accesses}"
             )
-            for item, mode in touches:
+            for item, mode in accesses:
                 self._upcoming[item].append((step.number, mode))
             self._needed = max(
                 self._needed,
                 self._pinned_bytes
-                + sum(num_bytes[item] for item, mode in touches if mode is not Mode.RENEW),
+                + sum(num_bytes[item] for item, mode in accesses if mode is not Mode.RENEW),
             )
             self._number += 1
             self._num_updates += step.ends_batch
@@ -209,20 +211,20 @@ class _Pass:
         """
         num_bytes = self._residency.num_bytes
         resident = self._resident
-        touched = {item for item, _ in step.touches}
-        renewed = [item for item, mode in step.touches if mode is Mode.RENEW]
+        accessed = {item for item, _ in step.accesses}
+        renewed = [item for item, mode in step.accesses if mode is Mode.RENEW]
         for item in renewed:
             if item in resident:
                 self._give_up(item)
             self._left[item] = step.number - 1  # may come back right behind this step
         lacking = [
-            touch
-            for touch in step.touches
-            if touch.item not in resident and touch.mode is not Mode.RENEW
+            access
+            for access in step.accesses
+            if access.item not in resident and access.mode is not Mode.RENEW
         ]
         room = max(self._residency.budget - self._residency.spare, self._needed)
         excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - room
-        for item in self._victims(touched, excess) if excess > 0 else ():
+        for item in self._victims(accessed, excess) if excess > 0 else ():
             self._give_up(item)
         for item, mode in lacking:
             self._bytes += num_bytes[item]
@@ -230,17 +232,17 @@ class _Pass:
             if mode not in _MADE:
                 self._fetch(item)
         step.used = self._bytes
-        for item, mode in step.touches:
+        for item, mode in step.accesses:
             self._upcoming[item].popleft()
             if mode is not Mode.RENEW:
                 self._last_use[item] = step.number
                 resident[item] |= mode is not Mode.READ
 
-    def _victims(self, touched: Collection[int], excess: int) -> list[int]:
+    def _victims(self, accessed: Collection[int], excess: int) -> list[int]:
         """Return the items to evict for `excess` bytes."""
         num_bytes = self._residency.num_bytes
         victims = []
-        for item in sorted(self._resident.keys() - touched, key=self._worth):
+        for item in sorted(self._resident.keys() - accessed, key=self._worth):
             if excess <= 0:
                 break
             victims.append(item)
@@ -257,8 +259,8 @@ class _Pass:
         return mode is not Mode.WRITE, -when, self._resident[item], item
 
     def _next(self, item: int) -> tuple[float, Mode | None]:
-        touches = self._upcoming[item]
-        return touches[0] if touches else (inf, None)
+        accesses = self._upcoming[item]
+        return accesses[0] if accesses else (inf, None)
 
     def _give_up(self, item: int) -> None:
         """Evict an item right after its last use, or at the next point that is not yet yielded."""
@@ -286,7 +288,7 @@ class _Pass:
         steps = reversed(self._decided)
         behind = next(steps)
         for before in steps:
-            passed += bool(behind.touches)
+            passed += bool(behind.accesses)
             if (
                 passed > self._ahead
                 or before.number <= left
@@ -318,20 +320,20 @@ class FastTier:
         """
         return [
             item
-            for item, mode in self._residency.touches(action)
+            for item, mode in self._residency.accesses(action)
             if item not in self._changed and mode is not Mode.RENEW
         ]
 
     def follow(self, action: Action) -> str:
         """Advance past the action; return the fault that it shows, empty if there is none."""
         moves = self._residency.moves(action)
-        fault = self._move(action.kind, action.microbatch) if moves else self._touch(action)
+        fault = self._move(action.kind, action.microbatch) if moves else self._access(action)
         if fault is None and self.num_bytes > self._residency.budget:
             fault = f"{self.num_bytes} bytes are in the fast tier, of {self._residency.budget}"
         return "" if fault is None else f"{action}: {fault}"
 
-    def _touch(self, action: Action) -> str | None:
-        for item, mode in self._residency.touches(action):
+    def _access(self, action: Action) -> str | None:
+        for item, mode in self._residency.accesses(action):
             if mode is Mode.RENEW:
                 if item in self._changed:
                     return f"item {item} is still in the fast tier, where it would be out of date"

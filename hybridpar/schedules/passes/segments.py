@@ -56,22 +56,22 @@ class Division:
     part_major: bool = False
     late: bool = False
 
-    def on(self, sizes: PipelineShape, rank: int) -> Division:
+    def on(self, shape: PipelineShape, rank: int) -> Division:
         """Return the division with the number and the order of UPDATEs of that rank.
 
         Raises:
             ConfigError: `part_major` in a pipeline, where other ranks wait for each micro-batch.
         """
-        if self.part_major and sizes.num_ranks > 1:
+        if self.part_major and shape.num_ranks > 1:
             raise config_error(
                 "parallel.pp",
-                sizes.num_ranks,
+                shape.num_ranks,
                 "must be 1 if all micro-batches pass one segment before the next: other ranks "
                 "would wait for the last micro-batch",
                 "1",
             )
         if self.update_parts is None:
-            updates = sum(_number(self.num_parts, stage) for stage in sizes.stages_of(rank))
+            updates = sum(_number(self.num_parts, stage) for stage in shape.stages_of(rank))
         else:
             updates = _number(self.update_parts, rank)
         return replace(self, update_parts=updates, late=self.late and rank == 0)

@@ -187,7 +187,7 @@ class SharedTiers:
 
     def added(self, action: Action) -> list[int]:
         """Return the gradients that an action adds to."""
-        return [item for item, mode in self._items.gradients.touches(action) if mode is Mode.ADD]
+        return [item for item, mode in self._items.gradients.accesses(action) if mode is Mode.ADD]
 
     def num_bytes(self) -> int:
         """Return the bytes of the chunks that are unsharded now."""
@@ -242,7 +242,7 @@ class ReplicaEngines:
             return 0.0
         arrivals = [
             self._arrivals.get(item, 0.0)
-            for item, mode in self._items.weights.touches(action)
+            for item, mode in self._items.weights.accesses(action)
             if mode is Mode.READ
         ]
         return max([0.0, *arrivals, *self._tiers.sums.first(self._tiers.num_due(action))])

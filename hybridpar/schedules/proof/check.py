@@ -32,7 +32,7 @@ from hybridpar.schedules.kinds import (
     ACTION_SPECS,
     COMPUTE,
     INPUTS,
-    OF_STASH,
+    OFFLOAD_KINDS,
     PER_BATCH,
     PER_ITEM,
     Kind,
@@ -63,7 +63,7 @@ class CheckReport:
     """
 
     schedule: str
-    sizes: PipelineShape
+    shape: PipelineShape
     first_batch: int
     num_batches: int
     num_actions: int
@@ -72,9 +72,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         worst = reduce(Live.peak, self.peaks, Live())
-        held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
+        held = f" on {self.shape.num_ranks} ranks" if self.shape.virtual_stages > 1 else ""
         return (
-            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} "
+            f"{self.schedule}, {self.shape.num_stages} stages{held}, {self.shape.num_microbatches} "
             "micro-batches, "
             f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: "
             f"{self.num_actions} actions are "
@@ -86,7 +86,7 @@ class CheckReport:
 
 def check(
     plan: Plan,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     schedule: str | Schedule,
     first_batch: int | None = None,
     num_batches: int | None = None,
@@ -105,15 +105,15 @@ def check(
     run on this shape.
     """
     schedule = find_schedule(schedule)
-    schedule.check_sizes(sizes)
-    p = sizes.num_ranks
+    schedule.check_shape(shape)
+    p = shape.num_ranks
     if sorted(plan) != list(range(p)):
         raise PlanError(f"the plan has ranks {sorted(plan)}, but parallel.pp = {p}", plan, [])
-    batches = _range_of_batches(plan, sizes, first_batch, num_batches)
+    batches = _range_of_batches(plan, shape, first_batch, num_batches)
     kinds = _kinds_in(plan[0])
     for rank in range(p):
         parts = PartCounts(plan[rank])
-        expected = _expected(schedule, sizes, rank, batches, kinds, plan[rank])
+        expected = _expected(schedule, shape, rank, batches, kinds, plan[rank])
         _check_complete(
             plan,
             rank,
@@ -123,19 +123,19 @@ def check(
                 for part in order(action.kind, parts.count(action.kind, action.stage))
             ),
         )
-        _check_order(plan, rank, sizes, parts)
+        _check_order(plan, rank, shape, parts)
         _check_items(plan, rank, (residency or {}).get(rank))
         _check_offload(plan, rank)
     for rank in range(p):
         for kind, row in ACTION_SPECS.items():
             if row.matching_recv:
                 for receiver, turn in dict.fromkeys(
-                    (sizes.peer(stage, row.peer_offset), sizes.turn(stage))
-                    for stage in sizes.stages_of(rank)
+                    (shape.peer(stage, row.peer_offset), shape.turn(stage))
+                    for stage in shape.stages_of(rank)
                 ):
                     if receiver is not None:
-                        _check_link(plan, sizes, kind, (rank, receiver), turn)
-    peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
+                        _check_link(plan, shape, kind, (rank, receiver), turn)
+    peaks = tuple(_check_memory(plan, rank, schedule, shape, batches.stop) for rank in range(p))
     try:
         send_window = fitting_send_window(
             plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links)
@@ -148,16 +148,16 @@ def check(
         raise PlanError(f"deadlock: {reasons}", plan, cells) from None
     num_actions = sum(map(len, plan.values()))
     return CheckReport(
-        schedule.name, sizes, batches.start, len(batches), num_actions, peaks, send_window
+        schedule.name, shape, batches.start, len(batches), num_actions, peaks, send_window
     )
 
 
-_MOVES = PER_ITEM.union(OF_STASH)
+_MOVES = PER_ITEM.union(OFFLOAD_KINDS)
 """Kinds that may occur any number of times in a plan."""
 
 
 def _range_of_batches(
-    plan: Plan, sizes: PipelineShape, first_batch: int | None, num_batches: int | None
+    plan: Plan, shape: PipelineShape, first_batch: int | None, num_batches: int | None
 ) -> range:
     microbatches = [
         action.microbatch
@@ -166,9 +166,9 @@ def _range_of_batches(
         if action.kind is Kind.F
     ]
     if first_batch is None:
-        first_batch = min(microbatches, default=0) // sizes.num_microbatches
+        first_batch = min(microbatches, default=0) // shape.num_microbatches
     if num_batches is None:
-        num_batches = max(microbatches, default=-1) // sizes.num_microbatches + 1 - first_batch
+        num_batches = max(microbatches, default=-1) // shape.num_microbatches + 1 - first_batch
     return range(first_batch, first_batch + num_batches)
 
 
@@ -179,7 +179,7 @@ def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
 
 def _expected(
     schedule: Schedule,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     rank: int,
     batches: range,
     kinds: frozenset[Kind],
@@ -188,20 +188,20 @@ def _expected(
     """Yield all actions of `rank`, undivided, in no particular order: each backward as B, or as I
     and W if `actions` have the I.
     """
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
-    for stage in sizes.stages_of(rank):
+    for stage in shape.stages_of(rank):
         own = [
             (kind, kind in COMPUTE)
             for kind in Kind
             if kind in kinds - PER_BATCH
             and (
                 not ACTION_SPECS[kind].peer_offset
-                or sizes.peer(stage, ACTION_SPECS[kind].peer_offset) is not None
+                or shape.peer(stage, ACTION_SPECS[kind].peer_offset) is not None
             )
         ]
         for k in range(batches.start * m, batches.stop * m):
-            version = schedule.version(sizes, stage, k, batches.start)
+            version = schedule.version(shape, stage, k, batches.start)
             other = {Kind.B} if (stage, k) in split else {Kind.I, Kind.W}
             for kind, computes in own:
                 if kind not in other:
@@ -246,13 +246,13 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
         raise PlanError(f"{action} is missing", plan, [(rank, related_step(plan[rank], action))])
 
 
-def _check_order(plan: Plan, rank: int, sizes: PipelineShape, parts: PartCounts) -> None:
+def _check_order(plan: Plan, rank: int, shape: PipelineShape, parts: PartCounts) -> None:
     """Check that the actions that an action needs on its own rank come before it, if the plan has
     them.
     """
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
-        for key in _needs(action, sizes, parts):
+        for key in _needs(action, shape, parts):
             if steps.get(key, -1) > step:
                 raise PlanError(
                     f"{action} comes before {plan[rank][steps[key]]}, which it needs",
@@ -261,18 +261,18 @@ def _check_order(plan: Plan, rank: int, sizes: PipelineShape, parts: PartCounts)
                 )
 
 
-def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[_Key]:
+def _needs(action: Action, shape: PipelineShape, parts: PartCounts) -> Iterator[_Key]:
     """Yield the actions that come before this one on its rank: the update of its weights; for a
     segment, the previous segment; for the first segment, the inputs of all.
     """
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     k = action.microbatch
     stage = action.stage
     row = ACTION_SPECS[action.kind]
     if row.per_item:
         return
     for kind in () if row.per_batch else PER_BATCH.intersection(row.needs):
-        stages = sizes.stages_of(sizes.rank_of(stage))
+        stages = shape.stages_of(shape.rank_of(stage))
         yield kind, stages[0], action.version - 1, parts.needed(kind, action, stages)
     if action.part != parts.first(action.kind, stage):
         yield action.kind, stage, k, action.part - row.cut
@@ -282,12 +282,12 @@ def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[
             yield kind, stage, k, parts.last(kind, stage)
             if (
                 kind is row.receive
-                and (beside := _beside(stage, ACTION_SPECS[kind].peer_offset, sizes)) is not None
+                and (beside := _beside(stage, ACTION_SPECS[kind].peer_offset, shape)) is not None
             ):
                 for other in (kind for kind in INPUTS if ACTION_SPECS[kind].receive is row.receive):
                     yield other, beside, k, parts.last(other, beside)
         elif row.per_batch:
-            for own in sizes.stages_of(sizes.rank_of(stage)):
+            for own in shape.stages_of(shape.rank_of(stage)):
                 for microbatch in range(k * m, (k + 1) * m):
                     yield kind, own, microbatch, parts.last(kind, own)
     if row.per_batch:
@@ -296,9 +296,9 @@ def _needs(action: Action, sizes: PipelineShape, parts: PartCounts) -> Iterator[
         yield row.after, stage, k - 1, parts.last(row.after, stage)
 
 
-def _beside(stage: int, side: int, sizes: PipelineShape) -> int | None:
+def _beside(stage: int, side: int, shape: PipelineShape) -> int | None:
     """Return the stage's neighbour on that side, if it is on the same rank; None otherwise."""
-    there = 0 <= stage + side < sizes.num_stages and sizes.peer(stage, side) is None
+    there = 0 <= stage + side < shape.num_stages and shape.peer(stage, side) is None
     return stage + side if there else None
 
 
@@ -330,20 +330,20 @@ def _check_offload(plan: Plan, rank: int) -> None:
     """
     stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
     for step, action in enumerate(plan[rank]):
-        if action.kind not in COMPUTE.union(OF_STASH):
+        if action.kind not in COMPUTE.union(OFFLOAD_KINDS):
             continue
         key = Kind.F, action.stage, action.microbatch, 0
         if action.kind is Kind.F:
             stages[key] = 0
             continue
         at = stages.get(key, -1)
-        if action.kind in OF_STASH:
-            if at != OF_STASH.index(action.kind):
+        if action.kind in OFFLOAD_KINDS:
+            if at != OFFLOAD_KINDS.index(action.kind):
                 raise PlanError(
                     f"{action}: the data that it moves is not resident", plan, [(rank, step)]
                 )
             stages[key] = at + 1
-        elif at not in (0, len(OF_STASH)):
+        elif at not in (0, len(OFFLOAD_KINDS)):
             raise PlanError(
                 f"{action}: the data that it needs is offloaded (in the slow tier)",
                 plan,
@@ -352,7 +352,7 @@ def _check_offload(plan: Plan, rank: int) -> None:
 
 
 def _check_link(
-    plan: Plan, sizes: PipelineShape, kind: Kind, ranks: tuple[int, int], turn: int
+    plan: Plan, shape: PipelineShape, kind: Kind, ranks: tuple[int, int], turn: int
 ) -> None:
     """Check that the i-th send of one rank to another, of a turn, matches the i-th receive there,
     in micro-batch and stage.
@@ -363,15 +363,15 @@ def _check_link(
         step
         for step, action in enumerate(plan[sender])
         if action.kind is kind
-        and sizes.turn(action.stage) == turn
-        and sizes.peer(action.stage, row.peer_offset) == receiver
+        and shape.turn(action.stage) == turn
+        and shape.peer(action.stage, row.peer_offset) == receiver
     ]
     received = [
         step
         for step, action in enumerate(plan[receiver])
         if action.kind is row.matching_recv
-        and sizes.turn(action.stage) == turn
-        and sizes.peer(action.stage, -row.peer_offset) == sender
+        and shape.turn(action.stage) == turn
+        and shape.peer(action.stage, -row.peer_offset) == sender
     ]
     for i, j in zip(sent, received, strict=True):
         one = plan[sender][i]
@@ -385,20 +385,20 @@ def _check_link(
 
 
 def _check_memory(
-    plan: Plan, rank: int, schedule: Schedule, sizes: PipelineShape, next_batch: int
+    plan: Plan, rank: int, schedule: Schedule, shape: PipelineShape, next_batch: int
 ) -> Live:
     """Return the peaks of one rank after checking them against the bounds. The versions that the
     next batch needs count to the end.
     """
-    first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
+    first_needed = schedule.version(shape, rank, next_batch * shape.num_microbatches, next_batch)
     keep = range(first_needed, next_batch + 1)
     bound = Live(
-        schedule.max_live_activations(sizes, rank),
-        schedule.max_live_versions(sizes, rank),
+        schedule.max_live_activations(shape, rank),
+        schedule.max_live_versions(shape, rank),
         schedule.num_gradient_buffers,
     )
     peak = Live()
-    for step, live in enumerate(live_counts(plan[rank], sizes.num_microbatches, keep)):
+    for step, live in enumerate(live_counts(plan[rank], shape.num_microbatches, keep)):
         peak = peak.peak(live)
         if peak.peak(bound) != bound:
             raise PlanError(

@@ -29,18 +29,18 @@ _STEADY = 8
 """The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
 
 
-def prove(schedule: Schedule, sizes: PipelineShape) -> list[CheckReport]:
+def prove(schedule: Schedule, shape: PipelineShape) -> list[CheckReport]:
     """Prove the plan of a run of any number of steps: the plan of its first, synchronous steps, if
     there are some, and the plan of the schedule.
 
-    Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
+    Raises: PlanError; ConfigError if the schedule cannot run on this shape.
     """
     first = schedule.options.sync_steps
     parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
-    return [_prove(*enough(part, sizes), start) for part, start in parts]
+    return [_prove(*enough(part, shape), start) for part, start in parts]
 
 
-def send_window(schedule: Schedule, sizes: PipelineShape) -> int:
+def send_window(schedule: Schedule, shape: PipelineShape) -> int:
     """Return the number of sends of a rank that may be unfinished in a run.
 
     The executor waits for its oldest send when it has more, and the memory prediction counts as
@@ -48,23 +48,23 @@ def send_window(schedule: Schedule, sizes: PipelineShape) -> int:
 
     Raises: PlanError if the plan cannot run with any number.
     """
-    if not schedule.outruns_sends(sizes):
-        return min_send_window(sizes.num_ranks)
-    return _widest(schedule.options, sizes)
+    if not schedule.outruns_sends(shape):
+        return min_send_window(shape.num_ranks)
+    return _widest(schedule.options, shape)
 
 
 @lru_cache(maxsize=64)
-def _widest(options: ScheduleOptions, sizes: PipelineShape) -> int:
-    return max(report.send_window for report in prove(make_schedule(options), sizes))
+def _widest(options: ScheduleOptions, shape: PipelineShape) -> int:
+    return max(report.send_window for report in prove(make_schedule(options), shape))
 
 
-def _prove(schedule: Schedule, sizes: PipelineShape, start: int) -> CheckReport:
-    num_batches = _num_batches(schedule, sizes)
+def _prove(schedule: Schedule, shape: PipelineShape, start: int) -> CheckReport:
+    num_batches = _num_batches(schedule, shape)
     parts = _PARTS if schedule.options.host else 1
-    plan = make_plan(schedule, sizes, start, num_batches, parts)
-    report = check(plan, sizes, schedule, start, num_batches)
-    allowed = min_send_window(sizes.num_ranks)
-    if report.send_window > allowed and not schedule.outruns_sends(sizes):
+    plan = make_plan(schedule, shape, start, num_batches, parts)
+    report = check(plan, shape, schedule, start, num_batches)
+    allowed = min_send_window(shape.num_ranks)
+    if report.send_window > allowed and not schedule.outruns_sends(shape):
         raise PlanError(
             f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and "
             "schedule "
@@ -75,14 +75,14 @@ def _prove(schedule: Schedule, sizes: PipelineShape, start: int) -> CheckReport:
     return report
 
 
-def _num_batches(schedule: Schedule, sizes: PipelineShape) -> int:
+def _num_batches(schedule: Schedule, shape: PipelineShape) -> int:
     """Return the batches after which a plan repeats itself: 2 if it drains; otherwise until the
     first batch has left the pipeline, with the weights and gradients that it started with.
     """
-    return 2 if schedule.flush else 3 + -(-sizes.num_stages // sizes.num_microbatches)
+    return 2 if schedule.flush else 3 + -(-shape.num_stages // shape.num_microbatches)
 
 
-def enough(schedule: Schedule, sizes: PipelineShape) -> tuple[Schedule, PipelineShape]:
+def enough(schedule: Schedule, shape: PipelineShape) -> tuple[Schedule, PipelineShape]:
     """Return the schedule and shape themselves, or smaller ones that stand for them.
 
     A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else
@@ -91,17 +91,20 @@ def enough(schedule: Schedule, sizes: PipelineShape) -> tuple[Schedule, Pipeline
     in the stretch together. The list of a rank depends on its distance to the last one, and only
     the warm-up grows with it; of three virtual stages the middle one stands for any in between.
     """
-    p = sizes.num_ranks
-    m = sizes.num_microbatches
-    if not schedule.repeats(sizes) or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
-        return schedule, sizes
-    if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
-        return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))
-    few = PipelineShape(min(p, _RANKS), m, min(sizes.chunks, _CHUNKS))
+    p = shape.num_ranks
+    m = shape.num_microbatches
+    if (
+        not schedule.repeats(shape)
+        or p * shape.virtual_stages * m * _num_batches(schedule, shape) <= _MOST
+    ):
+        return schedule, shape
+    if shape.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
+        return schedule, replace(shape, num_microbatches=min(m, 2 * p + _STEADY))
+    few = PipelineShape(min(p, _RANKS), m, min(shape.virtual_stages, _CHUNKS))
     ranks = few.num_ranks
     steady = few.num_ranks + _STEADY
     ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0
-    needed = schedule.warmup(sizes, 0) if schedule.needs_full_pipeline else 0
+    needed = schedule.warmup(shape, 0) if schedule.needs_full_pipeline else 0
     early_switch = schedule.options.early_switch
     if early_switch is not None:  # two stretches: on the older weights, and on the newer
         older = early_switch - (needed - (p - 1))
@@ -111,10 +114,10 @@ def enough(schedule: Schedule, sizes: PipelineShape) -> tuple[Schedule, Pipeline
             few, num_microbatches=switch + ranks - 1 + min(newer, steady)
         )
     if (m < p and not needed) or (
-        few.chunks > 1 and m < 2 * p
+        few.virtual_stages > 1 and m < 2 * p
     ):  # the pipeline is never full, or has one round
         return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
-    if few.chunks > 1:  # two rounds, a larger and a smaller one if there are both
+    if few.virtual_stages > 1:  # two rounds, a larger and a smaller one if there are both
         rounds, rest = divmod(m, p)
         larger = min(-(-rest // rounds), ranks)
         return schedule, replace(

@@ -74,7 +74,7 @@ class CopyEngines:
         """Return the time at which all items that the action accesses are resident."""
         if self._residency.moves(action):
             return 0.0
-        arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
+        arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.accesses(action))
         return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:

@@ -36,7 +36,7 @@ class Costs:
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into
     its fast tier, and the one that writes changed items back (copy_engines.py); or the collectives
     that gather weights from replicas and sum gradients over them. An action waits for the items
-    that it touches. shared: the same for collectives (fetch, release and their calls), if a rank
+    that it accesses. shared: the same for collectives (fetch, release and their calls), if a rank
     has both.
 
     offload, reload: how long a micro-batch's tensors of one stage occupy the engine to the slow

@@ -36,7 +36,7 @@ _WORTH_OF_TWO = 1.02
 
 
 def predict_timeline(
-    options: ScheduleOptions, sizes: PipelineShape, costs: Costs, num_batches: int = 0
+    options: ScheduleOptions, shape: PipelineShape, costs: Costs, num_batches: int = 0
 ) -> Timeline:
     """Simulate so many batches (0: enough for a steady state in which all variations occur).
     Raises: ConfigError.
@@ -45,15 +45,15 @@ def predict_timeline(
     # which micro-batches leave differs from batch to batch
     if not num_batches and not varying and not options.offload and make_schedule(options).flush:
         receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-        timeline = simulate(_plan(options, sizes, 2 + receives), costs)
-        if timeline.drained(sizes.num_microbatches):
+        timeline = simulate(_plan(options, shape, 2 + receives), costs)
+        if timeline.drained(shape.num_microbatches):
             return timeline
-    enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
-    enough += -(-2 * varying // sizes.num_microbatches)
-    return simulate(_plan(options, sizes, num_batches or enough), costs)
+    enough = _STEADY_BATCHES + 4 * -(-shape.num_ranks // shape.num_microbatches)
+    enough += -(-2 * varying // shape.num_microbatches)
+    return simulate(_plan(options, shape, num_batches or enough), costs)
 
 
-def predict_step_time(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> float:
+def predict_step_time(options: ScheduleOptions, shape: PipelineShape, costs: Costs) -> float:
     """Return the steady-state time of a batch, from as few micro-batches and batches as show it.
 
     If the pipeline never drains, each further micro-batch takes as long as the previous one. If a
@@ -61,32 +61,32 @@ def predict_step_time(options: ScheduleOptions, sizes: PipelineShape, costs: Cos
 
     Raises: ConfigError.
     """
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     schedule = make_schedule(options)
     if not schedule.flush:
-        few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
+        few = max(2 * shape.num_ranks, schedule.warmup(shape, 0)) + 2 * _FEWEST
         least = max(
             map(
                 sum,
                 zip(
-                    *(expand(each, sizes.num_stages) for each in (costs.forward, costs.backward)),
+                    *(expand(each, shape.num_stages) for each in (costs.forward, costs.backward)),
                     strict=True,
                 ),
             )
         )
         whole = m <= 2 * few or options.early_switch is not None
         return extended(
-            partial(_endless, options, sizes, costs), sizes, few if not whole else m, least
+            partial(_endless, options, shape, costs), shape, few if not whole else m, least
         )
-    for few in fewer(schedule, sizes) if not costs.variation and not options.offload else ():
-        small = replace(sizes, num_microbatches=few)
+    for few in fewer(schedule, shape) if not costs.variation and not options.offload else ():
+        small = replace(shape, num_microbatches=few)
         timeline, takes = _batch(options, small, costs)
         if (each := time_of_more(timeline, schedule, small)) is not None:
             return takes + (m - few) * each
-    return _batch(options, sizes, costs)[1]
+    return _batch(options, shape, costs)[1]
 
 
-def _batch(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> tuple[Timeline, float]:
+def _batch(options: ScheduleOptions, shape: PipelineShape, costs: Costs) -> tuple[Timeline, float]:
     """Return a timeline of a schedule that drains, and the time of a batch in it.
 
     With a NORM all ranks start their updates at once, and nothing else is under way then, so one
@@ -95,8 +95,8 @@ def _batch(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> tupl
     than a forward.
     """
     calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-    far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
-        expand(costs.forward, sizes.num_stages)
+    far = max(expand(costs.latency, shape.num_links), default=0.0) > min(
+        expand(costs.forward, shape.num_stages)
     )
     others = (
         costs.cores
@@ -107,67 +107,67 @@ def _batch(options: ScheduleOptions, sizes: PipelineShape, costs: Costs) -> tupl
         or options.host
     )
     if not options.clip or calls or far or others:
-        timeline = predict_timeline(options, sizes, costs)
-        return timeline, timeline.step_time(sizes.num_microbatches)
-    update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
+        timeline = predict_timeline(options, shape, costs)
+        return timeline, timeline.step_time(shape.num_microbatches)
+    update, gather = (expand(each, shape.num_ranks) for each in (costs.update, costs.gather))
     timeline = simulate(
-        _plan(options, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
+        _plan(options, shape, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
     )
     return timeline, timeline.starts[0][-1]
 
 
-def _endless(options: ScheduleOptions, sizes: PipelineShape, costs: Costs, m: int) -> float:
-    sizes = replace(sizes, num_microbatches=m)
+def _endless(options: ScheduleOptions, shape: PipelineShape, costs: Costs, m: int) -> float:
+    shape = replace(shape, num_microbatches=m)
     return repeats(
-        predict_timeline(options, sizes, costs, _BATCHES_TO_SETTLE), m
-    ) or predict_timeline(options, sizes, costs).step_time(m)
+        predict_timeline(options, shape, costs, _BATCHES_TO_SETTLE), m
+    ) or predict_timeline(options, shape, costs).step_time(m)
 
 
-def extended(takes: Callable[[int], float], sizes: PipelineShape, few: int, least: float) -> float:
+def extended(takes: Callable[[int], float], shape: PipelineShape, few: int, least: float) -> float:
     """Return the time of a batch, extrapolated from `few` micro-batches and some more. All are
     simulated if each additional one takes less than `least`, the time of the costliest rank.
     """
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     if few >= m:
         return takes(m)
-    more = sizes.num_ranks + _FEWEST
+    more = shape.num_ranks + _FEWEST
     more += (
-        -more % sizes.num_ranks if sizes.is_ring else 0
+        -more % shape.num_ranks if shape.is_ring else 0
     )  # rounds of interleaved micro-batches are then alike
     first = takes(few)
     each = (takes(few + more) - first) / more
     return first + (m - few) * each if each >= _STEADY * least else takes(m)
 
 
-def _plan(options: ScheduleOptions, sizes: PipelineShape, num_batches: int) -> Plan:
+def _plan(options: ScheduleOptions, shape: PipelineShape, num_batches: int) -> Plan:
     """Return the plan, kept: a planner asks for it again with other costs, and making it takes as
     long as simulating it."""
     if options.gather and make_schedule(options).flush:
         # each batch ends before it matters when an update comes
         options = replace(options, gather=False)
-    return _kept_plan(options.steady, sizes, num_batches)
+    return _kept_plan(options.steady, shape, num_batches)
 
 
 @lru_cache(maxsize=_KEPT)
-def _kept_plan(options: ScheduleOptions, sizes: PipelineShape, num_batches: int) -> Plan:
-    return make_plan(options, sizes, 0, num_batches)
+def _kept_plan(options: ScheduleOptions, shape: PipelineShape, num_batches: int) -> Plan:
+    return make_plan(options, shape, 0, num_batches)
 
 
 def exposed_on_host(
-    options: ScheduleOptions, sizes: PipelineShape, costs: Costs, parts: int | Division
+    options: ScheduleOptions, shape: PipelineShape, costs: Costs, parts: int | Division
 ) -> tuple[float, float]:
     """Return the steady-state time of a step with a host optimizer, and how much longer that is
     than with a host that takes no time. Raises: ConfigError.
     """
-    plan = make_plan(options.steady, sizes, 0, _STEADY_BATCHES, parts)
+    plan = make_plan(options.steady, shape, 0, _STEADY_BATCHES, parts)
     times = [
-        simulate(plan, one).step_time(sizes.num_microbatches)
+        simulate(plan, one).step_time(shape.num_microbatches)
         for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))
     ]
     return times[0], times[0] - times[1]
 
 
-def smallest_early_switch(costs: Costs, sizes: PipelineShape, options: ScheduleOptions) -> int:
+def smallest_early_switch(costs: Costs, shape: PipelineShape, options: ScheduleOptions) -> int:
     """Return the smallest L of 2bw's early switch that costs no time: its simulated step takes at
     most 1 % longer than with the paper's rule.
 
@@ -175,22 +175,22 @@ def smallest_early_switch(costs: Costs, sizes: PipelineShape, options: ScheduleO
     this shape.
     """
     rule = replace(options, early_switch=None)
-    m = sizes.num_microbatches
-    paper = predict_timeline(rule, sizes, costs).step_time(m)
+    m = shape.num_microbatches
+    paper = predict_timeline(rule, shape, costs).step_time(m)
     for switch in range(m):
         early = replace(rule, early_switch=switch)
         try:
-            make_schedule(early).check_sizes(sizes)
+            make_schedule(early).check_shape(shape)
         except ConfigError:
             continue
-        if predict_timeline(early, sizes, costs).step_time(m) <= _WORTH * paper:
+        if predict_timeline(early, shape, costs).step_time(m) <= _WORTH * paper:
             return switch
     raise AssertionError("the paper's rule is one of them")
 
 
 def free_to_leave(
     costs: Costs,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     options: ScheduleOptions,
     *,
     resident: Costs | None = None,
@@ -205,7 +205,7 @@ def free_to_leave(
 
     Args:
         costs: Include the times of offloading and reloading a micro-batch.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         options: Options of the schedule.
         resident: Costs of ranks that offload nothing, if these were measured in a separate trial,
             such as with CUDA graphs. Two trials never take the same time, so the step may then take
@@ -217,12 +217,12 @@ def free_to_leave(
     schedule = make_schedule(options)
 
     def takes(away: Sequence[int]) -> float:
-        return time_with_away(costs, sizes, options, away, resident=resident)
+        return time_with_away(costs, shape, options, away, resident=resident)
 
-    most = [most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks)]
+    most = [most_away(schedule, shape, rank) for rank in range(shape.num_ranks)]
     if at_most is not None:
         most = list(map(min, most, at_most))
-    chosen = [0] * sizes.num_ranks
+    chosen = [0] * shape.num_ranks
     limit = (_WORTH if resident is None else _WORTH_OF_TWO) * takes(chosen)
     if takes(most) <= limit:
         return tuple(most)
@@ -252,7 +252,7 @@ def _largest(holds: Callable[[int], bool], bound: int) -> int:
 
 def time_with_away(
     costs: Costs,
-    sizes: PipelineShape,
+    shape: PipelineShape,
     options: ScheduleOptions,
     away: Sequence[int],
     *,
@@ -263,7 +263,7 @@ def time_with_away(
     resident: as in `free_to_leave`. Raises: ConfigError.
     """
     if resident is not None:
-        homes = [sizes.rank_of(stage) for stage in range(sizes.num_stages)]
+        homes = [shape.rank_of(stage) for stage in range(shape.num_stages)]
         costs = costs.with_ranks_of(resident, [number == 0 for number in away], homes)
-    timeline = predict_timeline(replace(options, offload=tuple(away)), sizes, costs)
-    return timeline.step_time(sizes.num_microbatches)
+    timeline = predict_timeline(replace(options, offload=tuple(away)), shape, costs)
+    return timeline.step_time(shape.num_microbatches)

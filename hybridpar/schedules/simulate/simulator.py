@@ -27,7 +27,7 @@ The rules are the executor's, so a plan that ends here cannot deadlock there:
 
     FETCH, RELEASE, DROP return at once; items move beside the rank's work (copy_engines.py). An
     action waits for the items
-              that it touches. For chunks that replicas share, these are collectives
+              that it accesses. For chunks that replicas share, these are collectives
 
 Where an action is cut into parts, the first part to run waits (of an F, every part waits for the
 gather), the last one starts what follows, and all take equal times.
@@ -184,12 +184,12 @@ class _Machine:
         p = len(plan)
         self.costs = costs
         self.ranks = [Rank(r, plan[r]) for r in range(p)]
-        self.sizes = PipelineShape.found(
+        self.shape = PipelineShape.found(
             {a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p
         )
-        self.homes = [self.sizes.rank_of(stage) for stage in range(self.sizes.num_stages)]
+        self.homes = [self.shape.rank_of(stage) for stage in range(self.shape.num_stages)]
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
-        self.transfers = Transfers(self.ranks, self.sizes, self.homes, costs, self._arrived)
+        self.transfers = Transfers(self.ranks, self.shape, self.homes, costs, self._arrived)
         self.cores = self.transfers.cores
         self.exchanges = Exchanges(self.ranks, self._wake) if costs.blocking else None
         self.collectives = Collectives(self.ranks, costs, ready, self.exchanges, self._wake)
@@ -231,7 +231,7 @@ class _Machine:
             found.append(self.hosts.weights_made)
         if self.offloads and (kind is Kind.EVICT or Kind.RELOAD in row.needs):
             found.append(self.activations.ready)
-        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+        if self.items and (kind in PER_ITEM or self._accesses_items(kind)):
             found.append(self.items.ready)
         return tuple(found)
 
@@ -259,7 +259,7 @@ class _Machine:
             found.append(self._once_for_last_part(kind, self.collectives.gather))
         if self.offloads and kind in (Kind.OFFLOAD, Kind.RELOAD):
             found.append(self.activations.move)
-        if self.items and (kind in PER_ITEM or self._touches_items(kind)):
+        if self.items and (kind in PER_ITEM or self._accesses_items(kind)):
             found.append(self.items.follow)
         return tuple(found)
 
@@ -276,7 +276,7 @@ class _Machine:
             for stage, times in enumerate(durations)
         ]
 
-    def _touches_items(self, kind: Kind) -> bool:
+    def _accesses_items(self, kind: Kind) -> bool:
         """Return whether actions of a kind, which is no move, access items of the rank's state."""
         return kind is Kind.NORM or kind not in BESIDE
 

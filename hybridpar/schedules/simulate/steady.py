@@ -29,40 +29,40 @@ _BACK = 4
 _TO_SETTLE = 8
 
 
-def fewer(schedule: Schedule, sizes: PipelineShape) -> Iterator[int]:
+def fewer(schedule: Schedule, shape: PipelineShape) -> Iterator[int]:
     """Yield numbers of micro-batches, fewer than the batch has, whose timeline may prove the time
     of additional ones.
     """
-    p = sizes.num_ranks
-    m = sizes.num_microbatches
-    if schedule.order or schedule.activations or (sizes.is_ring and m % p):
+    p = shape.num_ranks
+    m = shape.num_microbatches
+    if schedule.order or schedule.activations or (shape.is_ring and m % p):
         return
-    multiple = p if sizes.is_ring else 1
+    multiple = p if shape.is_ring else 1
     settling = _TO_SETTLE
     while True:
         slices = (
-            schedule.warmup(sizes, 0)
-            + _window(sizes)
-            + _alike(sizes)
-            + _delay(schedule, sizes)
+            schedule.warmup(shape, 0)
+            + _window(shape)
+            + _alike(shape)
+            + _delay(schedule, shape)
             + settling
         )
-        few = -(-slices // (sizes.chunks * multiple)) * multiple
+        few = -(-slices // (shape.virtual_stages * multiple)) * multiple
         if 2 * few > m:
             return
         yield few
         settling *= 4
 
 
-def time_of_more(timeline: Timeline, schedule: Schedule, sizes: PipelineShape) -> float | None:
+def time_of_more(timeline: Timeline, schedule: Schedule, shape: PipelineShape) -> float | None:
     """Return the time that each additional micro-batch adds to a batch, from a timeline of this
     shape that drains; None if the timeline does not show it.
     """
-    alike = _alike(sizes)
-    number = sizes.num_microbatches * sizes.chunks
-    stop = number - schedule.warmup(sizes, 0)
-    window = range(stop - _window(sizes), stop)
-    if window.start <= alike + _delay(schedule, sizes):
+    alike = _alike(shape)
+    number = shape.num_microbatches * shape.virtual_stages
+    stop = number - schedule.warmup(shape, 0)
+    window = range(stop - _window(shape), stop)
+    if window.start <= alike + _delay(schedule, shape):
         return None
     took = []
     for rank, actions in timeline.plan.items():
@@ -73,13 +73,13 @@ def time_of_more(timeline: Timeline, schedule: Schedule, sizes: PipelineShape) -
                     starts.setdefault(kind, []).append(start)
         for kind, times in starts.items():
             lead = {
-                Kind.F: schedule.warmup(sizes, rank),
-                Kind.W: -schedule.weight_delay(sizes, rank),
+                Kind.F: schedule.warmup(shape, rank),
+                Kind.W: -schedule.weight_delay(shape, rank),
             }.get(kind, 0)
             first = len(times) - number + lead
             took += [times[first + j] - times[first + j - alike] for j in window]
     is_settled = max(took) - min(took) <= SAME * timeline.makespan
-    return max(took) * sizes.chunks / alike if is_settled else None
+    return max(took) * shape.virtual_stages / alike if is_settled else None
 
 
 def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
@@ -108,16 +108,16 @@ def repeats(timeline: Timeline, num_microbatches: int) -> float | None:
     return most if most - least <= SAME * timeline.makespan else None
 
 
-def _delay(schedule: Schedule, sizes: PipelineShape) -> int:
+def _delay(schedule: Schedule, shape: PipelineShape) -> int:
     """Return the most slices by which weight gradients are delayed."""
-    return max(schedule.weight_delay(sizes, rank) for rank in range(sizes.num_ranks))
+    return max(schedule.weight_delay(shape, rank) for rank in range(shape.num_ranks))
 
 
-def _alike(sizes: PipelineShape) -> int:
+def _alike(shape: PipelineShape) -> int:
     """Return the number of slices after which a rank's work repeats."""
-    return sizes.num_stages if sizes.is_ring else 1
+    return shape.num_stages if shape.is_ring else 1
 
 
-def _window(sizes: PipelineShape) -> int:
+def _window(shape: PipelineShape) -> int:
     """Return the number of slices that must repeat with an equal time difference."""
-    return 2 * sizes.num_ranks + _BACK if sizes.is_ring else _BACK
+    return 2 * shape.num_ranks + _BACK if shape.is_ring else _BACK

@@ -49,7 +49,7 @@ class Timeline:
         return zip(self.plan[rank], starts, returns, ends, strict=True)
 
     @property
-    def sizes(self) -> PipelineShape:
+    def shape(self) -> PipelineShape:
         """Shape of the pipeline, found from the plan."""
         return PipelineShape.found(
             {
@@ -64,7 +64,7 @@ class Timeline:
     @property
     def rank_name(self) -> str:
         """Word for a rank in pictures: stage, if each holds one."""
-        return self.sizes.rank_name
+        return self.shape.rank_name
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Yield each action of a rank with the start and end that pictures show; for an update, the

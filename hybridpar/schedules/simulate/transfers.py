@@ -51,7 +51,7 @@ class Transfers:
 
     Args:
         ranks: The simulated ranks.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         homes: Ranks of the stages.
         costs: Durations. Shared cores or links decide how long transfers take.
         arrived: Called with the channel and the time of each arrival.
@@ -60,13 +60,13 @@ class Transfers:
     def __init__(
         self,
         ranks: Sequence[Rank],
-        sizes: PipelineShape,
+        shape: PipelineShape,
         homes: Sequence[int],
         costs: Costs,
         arrived: Callable[[Channel, float], None],
     ):
         self.ranks = ranks
-        self.sizes = sizes
+        self.shape = shape
         self.homes = homes
         self.costs = costs
         self.arrived = arrived
@@ -90,8 +90,8 @@ class Transfers:
         rank hands over to itself.
         """
         costs = self.costs
-        sizes = self.sizes
-        links = self.sizes.num_links
+        shape = self.shape
+        links = self.shape.num_links
         # one for what a rank sends and receives, on a V of each turn
         queues = defaultdict[tuple[int, int], Queue](Queue)
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
@@ -107,11 +107,11 @@ class Transfers:
         ] = {}  # by sender, receiver and turn: what has the same is in order
 
         def channel(stage: int, receiver: int) -> Channel | None:
-            sender = sizes.peer(stage, -flow)
-            link = sizes.link(stage, -flow)
+            sender = shape.peer(stage, -flow)
+            link = shape.link(stage, -flow)
             if sender is None or link is None:
                 return None
-            turn = sizes.turn(stage)
+            turn = shape.turn(stage)
             ends = (
                 (queues[sender, turn], queues[receiver, turn])
                 if costs.serial_links

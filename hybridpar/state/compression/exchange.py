@@ -215,7 +215,7 @@ class Compression:
         steps = _without_grad(method.steps(buffer, bucket, self._batch))
         # uncompressed buckets do not proceed before somebody waits for them
         rounds = method.rounds if self._batch >= self._start else 1
-        return Exchange(steps, rounds, over_stages=method.axis.name == "ends")
+        return Exchange(steps, rounds, over_stages=method.axis.name == "embedding_group")
 
     @property
     def sent(self) -> Sent:

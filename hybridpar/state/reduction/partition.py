@@ -26,7 +26,7 @@ from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.residency.chunks import WHOLE, Buffer, Use
+from hybridpar.state.residency.chunks import WHOLE, Buffer, BufferUsage
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -68,7 +68,7 @@ def make_routes(
         common_rows = has_shared_rows(placement)
         cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
         return Route(
-            grid.ends if tied and grid.pp.size > 1 else grid.axis(*BATCH),
+            grid.embedding_group if tied and grid.pp.size > 1 else grid.axis(*BATCH),
             (placement.shard is None, common_rows),
             sharded=policy.parallel.zero > 0 and not common_rows,
             whole=0 if cuttable else prod(placement.shape),
@@ -104,7 +104,7 @@ class Partition:
         layout: FlatLayout,
         routes: Mapping[str, Route],
         bucket_bytes: int = BUCKET_BYTES,
-        uses: Callable[[str], Use] = lambda name: WHOLE,
+        uses: Callable[[str], BufferUsage] = lambda name: WHOLE,
     ):
         self.layout = layout
         self.uses = uses
@@ -167,12 +167,12 @@ class Partition:
         """Return the ranks that a parameter's gradient is reduced over."""
         return self._routes[name].axis
 
-    def use_of(self, bucket: Bucket) -> Use:
+    def use_of(self, bucket: Bucket) -> BufferUsage:
         """Return the use of all parameters of a bucket."""
         return self.uses(bucket.names[0])
 
     def gather(
-        self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
+        self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool] = lambda use: True
     ) -> Works:
         """Start to all-gather `flat`, or its buckets of some uses, from the ranks that own its
         shards.
@@ -184,7 +184,7 @@ class Partition:
             for bucket, parts, axis in self._shared(wanted)
         )
 
-    def reduce_scatter(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool]) -> Works:
+    def reduce_scatter(self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool]) -> Works:
         """Start to reduce-scatter the buckets of some uses. Each shard is complete on its owner;
         elsewhere its content is undefined.
 
@@ -195,7 +195,9 @@ class Partition:
             for bucket, parts, axis in self._shared(wanted)
         )
 
-    def _shared(self, wanted: Callable[[Use], bool]) -> Iterator[tuple[Bucket, Parts, Axis]]:
+    def _shared(
+        self, wanted: Callable[[BufferUsage], bool]
+    ) -> Iterator[tuple[Bucket, Parts, Axis]]:
         return (
             (bucket, parts, axis)
             for bucket, parts, axis in zip(self.buckets, self.parts, self.axes, strict=True)
@@ -203,7 +205,7 @@ class Partition:
         )
 
     def owned_views(
-        self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True
+        self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool] = lambda use: True
     ) -> Iterator[Tensor]:
         """Return views of this rank's shards of a flat buffer, in order: complete parameters in
         their shape, others as vectors.
@@ -230,7 +232,7 @@ class Partition:
         dtype: torch.dtype,
         *,
         offset_dtype: torch.dtype | None = None,
-        wanted: Callable[[Use], bool] = lambda use: True,
+        wanted: Callable[[BufferUsage], bool] = lambda use: True,
     ) -> FlatLayout:
         """Return the layout of this rank's shards, in order: complete parameters in their shape,
         others as vectors.

@@ -14,7 +14,7 @@ from hybridpar.grid import Axis
 from hybridpar.state.compression import Compression, Exchange
 from hybridpar.state.layout import Bucket
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, Use
+from hybridpar.state.residency.chunks import Buffer, BufferUsage
 
 
 class GradientReducer:
@@ -43,7 +43,7 @@ class GradientReducer:
     def __init__(
         self,
         partition: Partition,
-        reduces: Callable[[Use], bool] = lambda use: True,
+        reduces: Callable[[BufferUsage], bool] = lambda use: True,
         compression: Compression | None = None,
     ):
         self.partition = partition
@@ -138,7 +138,7 @@ class GradientReducer:
         """The reduction that was flushed last."""
         return Works(self._started[-1] if self._started else ())
 
-    def of(self, use: Use) -> Works:
+    def of(self, use: BufferUsage) -> Works:
         """Return the newest reduction's works for parameters of this use. All of its buckets must
         have started.
         """

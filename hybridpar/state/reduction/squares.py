@@ -14,7 +14,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.optim.norm import counted, sums_of_squares
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, Use, block_of
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, block_of
 from hybridpar.state.residency.shares import Shares
 from hybridpar.state.residency.uses import layout_run
 
@@ -89,7 +89,7 @@ class Squares:
         return found[self._order.to(found.device)].sum()
 
 
-def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout, int]:
+def _home(gradients: Buffer | Shares, use: BufferUsage, start: int) -> tuple[FlatLayout, int]:
     """Return the layout of gradients of a use, and the element at which their memory starts. start:
     offset of one of them in the flat buffer.
     """

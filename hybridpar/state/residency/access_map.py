@@ -9,14 +9,14 @@ from functools import cache
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import PER_ITEM, Action, Kind
-from hybridpar.schedules.passes.residency import Mode, Residency, Touch
+from hybridpar.schedules.passes.residency import Access, Mode, Residency
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import FROZEN
 from hybridpar.state.residency.tiered import ItemMemory, StateItem
 
-_Touches = tuple[Touch, ...]
+_Accesses = tuple[Access, ...]
 
 
 class AccessMap:
@@ -39,7 +39,7 @@ class AccessMap:
         memory: The memory that holds the items.
         state: The rank's state.
         parts: The segments of the rank's stages.
-        sizes: The shape of the pipeline.
+        shape: The shape of the pipeline.
         norms: Squared norms of some segments are computed by NORM, not at their backward.
 
     Attributes:
@@ -50,8 +50,8 @@ class AccessMap:
         self,
         memory: ItemMemory,
         state: RankState,
-        parts: Parts,
-        sizes: PipelineShape,
+        segments: Segments,
+        shape: PipelineShape,
         *,
         norms: bool,
     ):
@@ -68,8 +68,8 @@ class AccessMap:
         }
         """Numbers of the shards, by the numbers of their unsharded chunks."""
         self._chunks = range(len(items), len(items) + len(chunks))
-        self._parts = parts
-        self._m = sizes.num_microbatches
+        self._parts = segments
+        self._m = shape.num_microbatches
         self._norms = norms
         self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
         self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
@@ -78,7 +78,7 @@ class AccessMap:
             i for i, item in self.moving.items() if item.kind.startswith("gradients/")
         )
         """Items whose content is void after a batch."""
-        self._compute, self._update = cache(self._compute_touches), cache(self._update_touches)
+        self._compute, self._update = cache(self._compute_accesses), cache(self._update_accesses)
 
     @property
     def num_bytes(self) -> list[int]:
@@ -102,7 +102,7 @@ class AccessMap:
             for buffer in buffers
         ]
         one += [
-            self._norm_touches(buffer, part)
+            self._norm_accesses(buffer, part)
             for part in range(state.num_groups)
             for buffer in buffers
         ]
@@ -120,7 +120,7 @@ class AccessMap:
         return (
             self.whole_bytes
             + sum(self.items[i].num_bytes for i in self.pinned)
-            + max(sum(self.items[touch.item].num_bytes for touch in touches) for touches in one)
+            + max(sum(self.items[access.item].num_bytes for access in accesses) for accesses in one)
         )
 
     def require(self, budget: int) -> None:
@@ -152,7 +152,7 @@ class AccessMap:
             self, num_bytes, budget, self.pinned, resident or {}, self.void, spare, self._chunks
         )
 
-    def __call__(self, action: Action) -> _Touches:
+    def __call__(self, action: Action) -> _Accesses:
         kind = action.kind
         number = action.microbatch
         gradients = self.state.gradients
@@ -167,7 +167,7 @@ class AccessMap:
                 index == 0,
             )
         if kind is Kind.NORM:
-            return self._norm_touches(gradients.buffer_index(number), action.part)
+            return self._norm_accesses(gradients.buffer_index(number), action.part)
         if kind is Kind.UPDATE:
             versions = weights.slot(number), weights.slot(number + 1)
             return self._update(action.part, *versions, gradients.buffer_index(number))
@@ -177,11 +177,11 @@ class AccessMap:
         """Yield the items of a kind of state that may be offloaded."""
         return ((i, item) for i, item in self.moving.items() if item.kind == kind)
 
-    def _compute_touches(
+    def _compute_accesses(
         self, kind: Kind, part: int, slot: int, buffer: int, begins: bool
-    ) -> _Touches:
-        touches = [
-            Touch(i, Mode.READ)
+    ) -> _Accesses:
+        accesses = [
+            Access(i, Mode.READ)
             for of in (f"weights/{slot}", FROZEN)
             for i, item in self.of(of)
             if kind is not Kind.W and part in item.use.parts
@@ -190,10 +190,10 @@ class AccessMap:
             if part in item.use.parts:
                 first = begins and kind is not Kind.W and part == item.use.parts[-1]
                 if first or not self.state.shares:
-                    touches.append(Touch(i, Mode.WRITE if first else Mode.UPDATE))
-        return tuple(touches)
+                    accesses.append(Access(i, Mode.WRITE if first else Mode.UPDATE))
+        return tuple(accesses)
 
-    def _shared(self, kind: Kind, number: int) -> _Touches:
+    def _shared(self, kind: Kind, number: int) -> _Accesses:
         """Return the shard that a FETCH of weights reads, or that a RELEASE of gradients adds
         to.
         """
@@ -201,24 +201,24 @@ class AccessMap:
             kind is Kind.RELEASE
         ):
             return ()
-        return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
+        return (Access(share, Mode.UPDATE if share in self.void else Mode.READ),)
 
-    def _norm_touches(self, buffer: int, part: int) -> _Touches:
+    def _norm_accesses(self, buffer: int, part: int) -> _Accesses:
         """Return the gradients whose squares were not computed at their backward."""
         return tuple(
-            Touch(i, Mode.UPDATE)
+            Access(i, Mode.UPDATE)
             for i, item in self.of(f"gradients/{buffer}")
             if not self.state.is_alone(own := item.use.parts[0])
             and (own == part or not self._norms)
         )
 
-    def _update_touches(self, group: int, old: int, new: int, buffer: int) -> _Touches:
+    def _update_accesses(self, group: int, old: int, new: int, buffer: int) -> _Accesses:
         modes = {f"gradients/{buffer}": Mode.READ, "master": Mode.UPDATE}
         if self.state.weights.master is None:
             modes[f"weights/{old}"] = Mode.READ
         modes[f"weights/{new}"] = Mode.UPDATE if modes.get(f"weights/{new}") else Mode.WRITE
         return tuple(
-            Touch(i, modes.get(item.kind, Mode.UPDATE))
+            Access(i, modes.get(item.kind, Mode.UPDATE))
             for i, item in self.moving.items()
             if item.use.group == group
             and (item.kind in modes or item.kind.startswith("optimizer/"))

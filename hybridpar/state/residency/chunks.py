@@ -25,7 +25,7 @@ from hybridpar.state.layout import FlatLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class BufferUsage:
     """How a chunk is used.
 
     Attributes:
@@ -42,7 +42,7 @@ class Use:
     hosted: bool = False
 
 
-WHOLE = Use()
+WHOLE = BufferUsage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Chunk:
 
     start: int
     stop: int
-    use: Use = WHOLE
+    use: BufferUsage = WHOLE
 
 
-EMPTY = Chunk(0, 0, Use(stays=True))
+EMPTY = Chunk(0, 0, BufferUsage(stays=True))
 """Chunk of a buffer that has no memory and therefore nothing to offload."""
 
 
@@ -74,7 +74,7 @@ class Memory:
         """Return the flat tensor of a chunk, filled with zeros. kind: kind of state."""
         return zeros(chunk.stop - chunk.start, dtype, self.device)
 
-    def for_optimizer(self, uses: Callable[[str], Use]) -> StateMemory | None:
+    def for_optimizer(self, uses: Callable[[str], BufferUsage]) -> StateMemory | None:
         """Return the memory for the optimizer's state; None: the device's. uses: returns a
         parameter's use by its name.
         """
@@ -114,7 +114,7 @@ def block_of(name: str) -> int:
 
 
 def cut(
-    layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()
+    layout: FlatLayout, use: Callable[[str], BufferUsage], absent: Container[str] = ()
 ) -> tuple[Chunk, ...]:
     """Cut a layout into chunks, joining neighbouring parameters of equal use.
 

@@ -18,7 +18,7 @@ from hybridpar.state.rank import RankState
 
 
 @dataclass(frozen=True)
-class Parts:
+class Segments:
     """The blocks of each segment, by stage of the rank. Segments are numbered through all stages.
 
     Attributes:
@@ -37,14 +37,14 @@ class Parts:
     is_divided: bool = False
 
     @staticmethod
-    def of(config: Config, split: Mapping[int, range]) -> Parts:
+    def of(config: Config, split: Mapping[int, range]) -> Segments:
         """Create the segments that a configuration asks for. split: the blocks of each stage of the
         rank.
         """
         found = {
             stage: cut_into_parts(config, blocks) or (blocks,) for stage, blocks in split.items()
         }
-        return Parts(
+        return Segments(
             found,
             late=config.memory.budget > 0,
             part_major=(

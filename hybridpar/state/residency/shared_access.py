@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.passes.residency import Mode, Residency, Touch
+from hybridpar.schedules.passes.residency import Access, Mode, Residency
 from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.rank import RankState
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import FROZEN, WholeChunks
 
 
-class SharedTouches:
+class SharedAccesses:
     """The unsharded chunks that an action accesses, by number.
 
         weights of a segment     read by F B I, also frozen ones
@@ -30,44 +30,44 @@ class SharedTouches:
         self,
         memory: WholeChunks,
         state: RankState,
-        parts: Parts,
-        sizes: PipelineShape,
+        segments: Segments,
+        shape: PipelineShape,
         first: int = 0,
     ):
         self.chunks = dict(enumerate(memory.chunks, first))
         self._memory = memory
         self._first = first
         self._state = state
-        self._parts = parts
-        self._m = sizes.num_microbatches
+        self._parts = segments
+        self._m = shape.num_microbatches
         self._by_kind: dict[str, list[int]] = {}
         for number, chunk in self.chunks.items():
             self._by_kind.setdefault(chunk.kind, []).append(number)
 
-    def of_weights(self, action: Action) -> list[Touch]:
+    def of_weights(self, action: Action) -> list[Access]:
         """Return the accesses to weights."""
         weights = self._state.weights
         if action.kind in (Kind.F, Kind.B, Kind.I):
             return [
-                touch
+                access
                 for kind in (f"weights/{weights.slot(action.version)}", FROZEN)
-                for touch in self._in_part(action, kind, Mode.READ)
+                for access in self._in_part(action, kind, Mode.READ)
             ]
         if action.kind is Kind.UPDATE:
             return [
-                Touch(i, Mode.RENEW)
+                Access(i, Mode.RENEW)
                 for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
                 if self.chunks[i].use.group == action.part
             ]
         return []
 
-    def of_gradients(self, action: Action) -> list[Touch]:
+    def of_gradients(self, action: Action) -> list[Access]:
         """Return the accesses to gradients."""
         if action.kind in (Kind.B, Kind.I, Kind.W):
             return self._in_part(action, self._gradients(action.microbatch // self._m), Mode.ADD)
         if action.kind is Kind.REDUCE:
             return [
-                Touch(i, Mode.RENEW)
+                Access(i, Mode.RENEW)
                 for i in self._by_kind.get(self._gradients(action.microbatch), ())
             ]
         return []
@@ -84,9 +84,9 @@ class SharedTouches:
         )
 
         def residency(
-            touches: Callable[[Action], list[Touch]], room: int, others: Iterable[int]
+            accesses: Callable[[Action], list[Access]], room: int, others: Iterable[int]
         ) -> Residency:
-            return Residency(touches, num_bytes, room, others={*range(self._first), *others})
+            return Residency(accesses, num_bytes, room, others={*range(self._first), *others})
 
         memory = self._memory
         return SharedItems(
@@ -98,8 +98,8 @@ class SharedTouches:
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"
 
-    def _in_part(self, action: Action, kind: str, mode: Mode) -> list[Touch]:
+    def _in_part(self, action: Action, kind: str, mode: Mode) -> list[Access]:
         part = self._parts.number(action)
         return [
-            Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self.chunks[i].use.parts
+            Access(i, mode) for i in self._by_kind.get(kind, ()) if part in self.chunks[i].use.parts
         ]

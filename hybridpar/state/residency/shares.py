@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, Chunk, Memory, Use, cut
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, Chunk, Memory, cut
 from hybridpar.state.residency.region import TensorRegion, taken
 
 SHARES = "shares/"
@@ -45,7 +45,7 @@ class WholeChunk(TensorRegion):
     def __init__(
         self,
         kind: str,
-        use: Use,
+        use: BufferUsage,
         tensor: Tensor,
         listeners: Sequence[Callable[[WholeChunk], object]],
     ):
@@ -100,7 +100,7 @@ class WholeChunks(Memory):
         self.chunks[-1].give_back()
         return flat
 
-    def has(self, kind: str, use: Use) -> bool:
+    def has(self, kind: str, use: BufferUsage) -> bool:
         """Return whether chunks of a kind and a use are gathered and released."""
         return not use.stays and kind.startswith(self._kinds)
 
@@ -147,7 +147,7 @@ class WholeChunks(Memory):
         )
 
 
-def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
+def room(chunks: Iterable[tuple[BufferUsage, int]], consecutive: int) -> int:
     """Return an upper bound of the bytes of chunks that so many consecutive segments need, without
     the chunks that stay. chunks: use and bytes.
     """
@@ -204,7 +204,7 @@ class Shares:
         )
         self.views = self.buffer.views()
         self._owned = {o.name: o for o in partition.owned}
-        self._names: dict[Use, list[str]] = {}
+        self._names: dict[BufferUsage, list[str]] = {}
         for name in partition.layout.names:
             self._names.setdefault(partition.uses(name), []).append(name)
         # detached: a chunk that comes back with its old content is no change for autograd
@@ -239,11 +239,11 @@ class Shares:
             )
         return found
 
-    def has(self, use: Use) -> bool:
+    def has(self, use: BufferUsage) -> bool:
         """Return whether there are shards of a use."""
         return self._of_all or not use.stays
 
-    def base(self, use: Use) -> int:
+    def base(self, use: BufferUsage) -> int:
         """Return the element of the buffer at which the memory of a use starts."""
         if self._of_all:
             return 0
@@ -278,7 +278,7 @@ class Shares:
             self.views[name].zero_()
 
     @torch.no_grad()
-    def gather(self, use: Use) -> Works:
+    def gather(self, use: BufferUsage) -> Works:
         """Start to gather an unsharded chunk, whose memory is allocated. Collectives: an all-gather
         for each of its buckets.
         """
@@ -286,13 +286,13 @@ class Shares:
             part.copy_(share)
         return self.partition.gather(self._unwatched, lambda other: other == use)
 
-    def reduce_scatter(self, use: Use) -> Works:
+    def reduce_scatter(self, use: BufferUsage) -> Works:
         """Start to reduce an unsharded chunk over replicas, for `take`. Collectives: a
         reduce-scatter for each bucket.
         """
         return self.partition.reduce_scatter(self._unwatched, lambda other: other == use)
 
-    def names(self, use: Use) -> list[str]:
+    def names(self, use: BufferUsage) -> list[str]:
         """Return the parameters of a use."""
         return self._names[use]
 

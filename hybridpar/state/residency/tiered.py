@@ -14,7 +14,7 @@ from hybridpar.config import Config
 from hybridpar.cpu import zeros
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.residency.chunks import Chunk, Memory, Use
+from hybridpar.state.residency.chunks import BufferUsage, Chunk, Memory
 from hybridpar.state.residency.pages import AnyRegion, Region, SparePages
 from hybridpar.state.residency.shares import SHARES, WholeChunks
 from hybridpar.state.residency.store import DiskStore, padded
@@ -42,7 +42,7 @@ class StateItem:
     """
 
     kind: str
-    use: Use
+    use: BufferUsage
     num_bytes: int
 
 
@@ -59,7 +59,7 @@ class ItemMemory(Memory):
         super().__init__(device)
         self.whole = whole
         self.items: list[StateItem] = []
-        self._uses: Callable[[str], Use]
+        self._uses: Callable[[str], BufferUsage]
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if self.whole is not None and self.whole.has(kind, chunk.use):
@@ -71,7 +71,7 @@ class ItemMemory(Memory):
         """Upper bound of the bytes of chunks that are unsharded at once."""
         return 0 if self.whole is None else self.whole.most_bytes
 
-    def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
+    def for_optimizer(self, uses: Callable[[str], BufferUsage]) -> ItemMemory:
         self._uses = uses
         return self
 
@@ -97,7 +97,7 @@ class ItemMemory(Memory):
     def seal(self, allocate: Callable[[], object]) -> None:
         allocate()
 
-    def _add(self, kind: str, use: Use, numel: int, dtype: torch.dtype) -> Tensor:
+    def _add(self, kind: str, use: BufferUsage, numel: int, dtype: torch.dtype) -> Tensor:
         self.items.append(StateItem(kind, use, padded(max(numel, 1) * dtype.itemsize)))
         return self._take(numel, dtype)
 

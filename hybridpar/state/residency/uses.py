@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
-from hybridpar.state.residency.chunks import WHOLE, Use
+from hybridpar.state.residency.chunks import WHOLE, BufferUsage
 
 
 def layout_run(placement: Placement) -> int:
@@ -28,7 +28,7 @@ def uses_of(
     *,
     elementwise: bool,
     alone: bool = True,
-) -> Callable[[str], Use]:
+) -> Callable[[str], BufferUsage]:
     """Return a function from a parameter's name to its use, on a rank whose blocks are in these
     segments.
 
@@ -51,15 +51,15 @@ def uses_of(
     }
 
     @cache
-    def use(name: str) -> Use:
+    def use(name: str) -> BufferUsage:
         placement = placements[name]
         if (
             layout_run(placement) in stay
             or (placement.tied and not alone)
             or placement.along("tp") is Held.PARTIAL
         ):
-            return Use(tuple(range(len(parts))), stays=True)
+            return BufferUsage(tuple(range(len(parts))), stays=True)
         needed = tuple(sorted({part_of[block] for block in blocks[name]}))
-        return Use(needed, needed[0] if elementwise else 0)
+        return BufferUsage(needed, needed[0] if elementwise else 0)
 
     return use

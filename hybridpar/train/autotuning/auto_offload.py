@@ -87,7 +87,8 @@ def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
             },
         )
     return of_first_rank(
-        partial(free_to_leave, _with_moves(costs, moves), job.shape, trial.ordering), grid.world
+        partial(free_to_leave, _with_moves(costs, moves), job.shape, trial.schedule_options),
+        grid.world,
     )
 
 
@@ -135,8 +136,8 @@ class _Found:
 def _beside_a_gpu(
     job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
 ) -> tuple[Away, str]:
-    sizes = job.shape
-    bounds = tuple(most_away(job.schedule, sizes, rank) for rank in range(sizes.num_ranks))
+    shape = job.shape
+    bounds = tuple(most_away(job.schedule, shape, rank) for rank in range(shape.num_ranks))
     if not any(bounds):
         return bounds, "no rank has more than two in flight, and two stay"
     most = OffloadRoom(job, grid).most()
@@ -149,10 +150,10 @@ def _beside_a_gpu(
     if _fits(JobPlan(none_away), grid, device):
         # CUDA graphs are captured at second use, one for each of two weight buffers and each
         # position of a micro-batch; these batches capture all of them
-        resident = try_out(none_away, 2 * sizes.num_ranks + 2)
+        resident = try_out(none_away, 2 * shape.num_ranks + 2)
     resident_costs = None if resident is None else resident.costs
     found = of_first_rank(
-        partial(_choose, costs, resident_costs, sizes, trial.ordering, most), grid.world
+        partial(_choose, costs, resident_costs, shape, trial.schedule_options, most), grid.world
     )
     replays = any(gather_objects(resident is not None and resident.replays, grid.world))
     return found.away, "; ".join(
@@ -174,17 +175,17 @@ def _fits(job: JobPlan, grid: ProcessGrid, device: torch.device) -> bool:
 def _choose(
     costs: Costs,
     resident: Costs | None,
-    sizes: PipelineShape,
-    ordering: ScheduleOptions,
+    shape: PipelineShape,
+    schedule_options: ScheduleOptions,
     most: Away,
 ) -> _Found:
     def takes(away: Sequence[int]) -> float:
-        return time_with_away(costs, sizes, ordering, away, resident=resident)
+        return time_with_away(costs, shape, schedule_options, away, resident=resident)
 
-    away = free_to_leave(costs, sizes, ordering, resident=resident, at_most=most)
+    away = free_to_leave(costs, shape, schedule_options, resident=resident, at_most=most)
     without_graphs = away
     if resident is not None:
-        without_graphs = free_to_leave(costs, sizes, ordering, at_most=most)
+        without_graphs = free_to_leave(costs, shape, schedule_options, at_most=most)
     return _Found(away, without_graphs, takes(away), takes([0] * len(most)), takes(most))
 
 

@@ -140,7 +140,7 @@ def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[
             continue
         job = JobPlan(config)
         found.append(_simulated(job, costs))
-        num_filled = job.shape.num_microbatches * job.shape.chunks
+        num_filled = job.shape.num_microbatches * job.shape.virtual_stages
         if config.pipeline.split_backward and num_filled <= _MOST_FILLED:
             pipeline = filled(job, costs, kept)
             found.append(_simulated(JobPlan(replace(config, pipeline=pipeline)), costs))
@@ -159,12 +159,12 @@ def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
 
     kept: bytes that a micro-batch keeps, by stage.
     """
-    sizes = job.shape
-    ranks = range(sizes.num_ranks)
+    shape = job.shape
+    ranks = range(shape.num_ranks)
     orders = [
         [
             (a.kind, a.stage, a.microbatch)
-            for a in lower(job.schedule, sizes, rank, 0, 1)
+            for a in lower(job.schedule, shape, rank, 0, 1)
             if a.kind in COMPUTE
         ]
         for rank in ranks
@@ -173,16 +173,16 @@ def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
         max(accumulate(ACTION_SPECS[kind].holds * kept[stage] for kind, stage, _ in order))
         for order in orders
     )
-    room = Room(kept, (most,) * sizes.num_ranks)
-    steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
+    room = Room(kept, (most,) * shape.num_ranks)
+    steps = fill(orders, shape, costs, room, swaps=not shape.is_ring)
     return replace(
         job.config.pipeline,
         schedule="own",
         zero_bubble=False,
         warmup="depth",
         activations="full",
-        virtual_stages=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
-        order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
+        virtual_stages=shape.virtual_stages if shape.is_ring or shape.virtual_stages > 2 else 0,
+        order=tuple(format_order(line, shape, rank) for rank, line in enumerate(steps)),
     )
 
 

@@ -71,7 +71,9 @@ def autotune(
     if config.pipeline.early_switch == "auto":
         trial = tried(replace(config, pipeline=replace(config.pipeline, early_switch="off")))
         switch = of_first_rank(
-            partial(smallest_early_switch, trial.costs, JobPlan(config).shape, trial.ordering),
+            partial(
+                smallest_early_switch, trial.costs, JobPlan(config).shape, trial.schedule_options
+            ),
             grid.world,
         )
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))

@@ -45,13 +45,13 @@ class Trial:
 
     Attributes:
         costs: Action costs of all ranks.
-        ordering: Options of the trial's schedule.
+        schedule_options: Options of the trial's schedule.
         moves: Copy times of this rank.
         replays: Whether micro-batches ran as CUDA graphs on this rank.
     """
 
     costs: Costs
-    ordering: ScheduleOptions
+    schedule_options: ScheduleOptions
     moves: Moves
     replays: bool
 
@@ -88,23 +88,23 @@ def _train(
         grid.replica,
         grid.num_replicas,
     )
-    stash = engine.executor.stash
+    offloader = engine.executor.offloader
     graphs = engine.executor.graphs
     recorder = trace.Recorder(engine.executor, 0, num_batches, skip=warmup)
 
     def after_step(result: StepResult) -> None:
         began_before = recorder.is_active
         recorder.after_step(result.step)
-        if stash is not None and recorder.is_active and not began_before:
-            stash.tier.restart()  # earlier copies also allocated, and competed with compilers
+        if offloader is not None and recorder.is_active and not began_before:
+            offloader.tier.restart()  # earlier copies also allocated, and competed with compilers
 
     engine.train(loader, num_batches, after_step)
     recorder.close()
     engine.close()
     moves = Moves()
-    if stash is not None:
-        moves = Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+    if offloader is not None:
+        moves = Moves(*offloader.tier.seconds_per_move(), *offloader.tier.work_per_move())
     run = run_costs(job, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
     replays = graphs is not None and graphs.num_replayed > 0
-    return Trial(run.measured.costs, run.ordering, moves, replays)
+    return Trial(run.measured.costs, run.schedule_options, moves, replays)

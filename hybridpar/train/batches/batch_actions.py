@@ -17,11 +17,11 @@ from hybridpar.runtime.executor import Executor
 from hybridpar.schedules.action import Action, Kind
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.state import RankState
-from hybridpar.state.residency.segments import Parts
+from hybridpar.state.residency.segments import Segments
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.batches.batch_results import BatchResults
 from hybridpar.train.batches.batch_updates import UpdateAfterNorm, UpdateBeforeNorm, WeightUpdates
-from hybridpar.train.sites import SiteTalk
+from hybridpar.train.sites import SiteExchange
 from hybridpar.train.tiers import RankTiers
 
 
@@ -44,23 +44,23 @@ class BatchActions:
         policy: BatchPolicy,
         state: RankState,
         executor: Executor,
-        parts: Parts,
+        segments: Segments,
         division: Division,
         tiers: RankTiers | None,
     ):
         self._policy = policy
         self._state = state
         self._executor = executor
-        self._parts = parts
+        self._parts = segments
         self._tiers = tiers
-        self._m = policy.sizes.num_microbatches
+        self._m = policy.shape.num_microbatches
         self._first_norm_part = state.num_groups - 1 if division.norms else 0
         self.results = BatchResults(policy, state, executor)
         self.updates = WeightUpdates(policy, state, executor, tiers)
         if policy.config.norms_first:
-            talk = None if state.outer is None else SiteTalk(state.outer)
+            exchange = None if state.outer is None else SiteExchange(state.outer)
             self._rule: UpdateAfterNorm | UpdateBeforeNorm = UpdateAfterNorm(
-                self.updates, self.results, executor, talk
+                self.updates, self.results, executor, exchange
             )
         else:
             self._rule = UpdateBeforeNorm(self.updates, self.results, executor)

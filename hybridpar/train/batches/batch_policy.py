@@ -44,7 +44,7 @@ class BatchPolicy:
         self.detector = detector or RunningAnomalyDetector(config)
         self.original = original or job
         self.schedule = self.original.schedule
-        self.sizes = self.original.shape
+        self.shape = self.original.shape
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
         self._loss_names = config.model.losses
@@ -65,7 +65,7 @@ class BatchPolicy:
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """Return the weight version of each stage and micro-batch of a batch."""
-        return self.schedule.versions_of(self.sizes, batch, self.first)
+        return self.schedule.versions_of(self.shape, batch, self.first)
 
     def versions_in(self, action: Action) -> tuple[int, ...]:
         """Return the weight versions that the micro-batch of a forward or backward uses."""
@@ -73,16 +73,16 @@ class BatchPolicy:
 
     def loss_gradient(self, action: Action) -> float:
         """Return the gradient that a backward starts from: the loss scale of its batch."""
-        return self.loss_scale(action.microbatch // self.sizes.num_microbatches)
+        return self.loss_scale(action.microbatch // self.shape.num_microbatches)
 
     def loss_scale(self, batch: int) -> float:
         """Return the loss scale of a batch, set when the weights of its loss were made."""
         if batch < self.schedule.options.sync_steps:
             return self._scales[batch]
-        last = self.sizes.num_stages - 1
+        last = self.shape.num_stages - 1
         first = max(self.first, self.schedule.options.sync_steps)
         return self._scales[
-            self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)
+            self.schedule.version(self.shape, last, batch * self.shape.num_microbatches, first)
         ]
 
     def learning_rate(self, batch: int) -> float:
@@ -96,7 +96,7 @@ class BatchPolicy:
         """
         delay = 0.0
         if batch >= self.schedule.options.sync_steps:
-            delay = self.schedule.mean_delay(self.sizes, 0)
+            delay = self.schedule.mean_delay(self.shape, 0)
         return learning_rate(
             batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay
         )
@@ -164,7 +164,7 @@ class BatchPolicy:
         self._num_skipped += result is not None and result.skipped
         self.scaler.update(found_inf=found_inf, scale=self.loss_scale(batch))
         self._scales[batch + 1] = self.scaler.scale
-        self._scales.pop(batch - self.sizes.num_stages - 1, None)
+        self._scales.pop(batch - self.shape.num_stages - 1, None)
 
     def state(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps, as plain JSON."""

@@ -74,13 +74,13 @@ class BatchResults:
         """Start the sums of a batch. Collectives: one all-reduce over the site's ranks."""
         square = self._state.square_norm(batch)
         self._state.send(batch)
-        totals = BatchTotals(self._grid.pp.size, self.names, self._executor.lane.device)
+        totals = BatchTotals(self._grid.pp.size, self.names, self._executor.transport.device)
         totals.set_square_norm(self._grid.pp.rank, square)
         totals.set_stop_requested(self._stop_requested)
         losses = self._executor.losses.pop(batch, {})
         if self._grid.is_first_copy:
             totals.set_numbers(losses)
-        work = totals.all_reduce_async(self._grid.home)
+        work = totals.all_reduce_async(self._grid.site_group)
         self._executor.watch(work.is_done)
         self._pending[batch] = totals
 
@@ -89,7 +89,7 @@ class BatchResults:
         totals = self._pending.pop(batch)
         self._executor.wait(totals.wait)
         # Works on a GPU complete in stream order; reading the values is what blocks this thread.
-        with self._grid.home.waiting("all_reduce"):
+        with self._grid.site_group.waiting("all_reduce"):
             sums = totals.read()
         num_targets = self.call.loader.num_targets(batch)
         result = self._policy.result(batch, sums.square_norms, sums.numbers, num_targets)
@@ -106,7 +106,7 @@ class BatchResults:
                 before a stop request takes effect. Several sites stop together instead, at the
                 outer step whose message says so.
         """
-        all_sites_end = result.news is not None and result.news.ending
+        all_sites_end = result.site_status is not None and result.site_status.ending
         if all_sites_end or (self._state.outer is None and self.is_stopping):
             self.end = min(self.end, result.step - 1 + lead)
         self.call.on_step(result)

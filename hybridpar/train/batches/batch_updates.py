@@ -10,7 +10,7 @@ from hybridpar.schedules.action import Action
 from hybridpar.state import RankState
 from hybridpar.train.batches.batch_policy import BatchPolicy, StepResult
 from hybridpar.train.batches.batch_results import BatchResults
-from hybridpar.train.sites import SiteTalk
+from hybridpar.train.sites import SiteExchange
 from hybridpar.train.tiers import RankTiers
 
 
@@ -102,12 +102,12 @@ class UpdateAfterNorm:
         updates: WeightUpdates,
         results: BatchResults,
         executor: Executor,
-        talk: SiteTalk | None,
+        exchange: SiteExchange | None,
     ):
         self._updates = updates
         self._results = results
         self._executor = executor
-        self._talk = talk
+        self._exchange = exchange
         self._host = updates.state.host
         self._result: StepResult | None = None  # of the batch whose update has begun
 
@@ -125,11 +125,13 @@ class UpdateAfterNorm:
             self._begin(batch)
         result = self._result
         assert result is not None
-        if self._talk is not None:
-            self._talk.before(result, self._results.is_stopping)
+        if self._exchange is not None:
+            self._exchange.before_update(result, self._results.is_stopping)
         self._updates.apply(batch, part, result)
-        if self._talk is not None:
-            self._result = result = replace(result, news=self._talk.after(batch + 1))
+        if self._exchange is not None:
+            self._result = result = replace(
+                result, site_status=self._exchange.after_update(batch + 1)
+            )
         if self._updates.is_last(part):
             # lead = 3: no rank has begun batch + 3 when any rank applies this update
             self._results.report(result, lead=3)
@@ -152,8 +154,8 @@ class UpdateBeforeNorm:
         self._updates = updates
         self._results = results
         self._executor = executor
-        sizes = updates.policy.sizes
-        self._lag = -(-sizes.num_stages // sizes.num_microbatches)
+        shape = updates.policy.shape
+        self._lag = -(-shape.num_stages // shape.num_microbatches)
 
     def host(self, action: Action) -> None:
         """Raise: the host optimizer always updates after the norm."""

@@ -8,7 +8,7 @@ from hybridpar.train.faults.anomalies import Anomaly
 
 
 @dataclass(frozen=True)
-class SiteNews:
+class SiteStatus:
     """Status of all sites, exchanged with an outer step.
 
     Attributes:
@@ -41,7 +41,7 @@ class StepResult:
         skipped: Whether the update was skipped.
         stage_norms: Gradient norm of each pipeline rank; tied weights count once, with the first.
         anomaly: The anomaly found in this step, if any.
-        news: Status of the other sites, if this step received any.
+        site_status: Status of the other sites, if this step received any.
         num_targets: Labels that count in the batch, over all replicas and sites. If 0, the losses
             that divide by it are 0.
         metrics: Metrics of the model by name, means like the losses.
@@ -55,7 +55,7 @@ class StepResult:
     skipped: bool
     stage_norms: tuple[float, ...] = ()
     anomaly: Anomaly | None = None
-    news: SiteNews | None = None
+    site_status: SiteStatus | None = None
     num_targets: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
 

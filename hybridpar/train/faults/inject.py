@@ -246,7 +246,7 @@ class Injector:
                 hook.remove()
 
     def _is_due(self, fault: Fault, action: Action) -> bool:
-        m = self._engine.sizes.num_microbatches
+        m = self._engine.shape.num_microbatches
         batch = action.microbatch
         index = -1
         if action.kind not in PER_BATCH:
@@ -260,7 +260,7 @@ class Injector:
         ):
             return False
         if "link" in fault.kind:
-            return _is_over_link(action, self._engine.grid.pp, self._engine.sizes, fault.peer)
+            return _is_over_link(action, self._engine.grid.pp, self._engine.shape, fault.peer)
         return fault.kind != "nan gradient" or action.kind in (Kind.B, Kind.I)
 
     def _happen(self, fault: Fault, action: Action) -> list[Any]:
@@ -339,14 +339,14 @@ class Injector:
             os.fsync(file.fileno())
 
 
-def _is_over_link(action: Action, axis: Axis, sizes: PipelineShape, peer: int) -> bool:
+def _is_over_link(action: Action, axis: Axis, shape: PipelineShape, peer: int) -> bool:
     """Return whether this rank sends to a peer in an action.
 
     If it never sends to that peer, return whether all ranks meet in the action.
     """
     ends = [
-        (kind, sizes.peer(stage, row.peer_offset))
-        for stage in sizes.stages_of(axis.rank)
+        (kind, shape.peer(stage, row.peer_offset))
+        for stage in shape.stages_of(axis.rank)
         for kind, row in ACTION_SPECS.items()
         if row.matching_recv
     ]
@@ -355,7 +355,7 @@ def _is_over_link(action: Action, axis: Axis, sizes: PipelineShape, peer: int) -
     spec = ACTION_SPECS[action.kind]
     if not spec.matching_recv:
         return False
-    end = sizes.peer(action.stage, spec.peer_offset)
+    end = shape.peer(action.stage, spec.peer_offset)
     return end is not None and axis.ranks[end] == peer
 
 

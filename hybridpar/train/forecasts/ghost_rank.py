@@ -48,13 +48,13 @@ class GhostRank:
         host = self.ghost.state.host
         return [] if host is None else list(map(float, host.sizes))
 
-    def touches(self, sizes: PipelineShape) -> AccessMap:
+    def accesses(self, shape: PipelineShape) -> AccessMap:
         """Return the map from its actions to state items; requires memory.budget."""
-        touches = self.ghost.touches(sizes)
-        assert touches is not None
-        return touches
+        accesses = self.ghost.accesses(shape)
+        assert accesses is not None
+        return accesses
 
-    def residency(self, sizes: PipelineShape) -> Residency | SharedItems | None:
+    def residency(self, shape: PipelineShape) -> Residency | SharedItems | None:
         """Return the items that it moves, or None if nothing moves.
 
         At the start, all items are in the slow tier, or sharded.
@@ -64,18 +64,18 @@ class GhostRank:
         tiers = None
         budget = self.job.config.memory.budget
         if budget:
-            touches = self.touches(sizes)
-            touches.require(budget)
-            tiers = touches.residency(budget)
-        return self.ghost.shared_items(sizes, budget) or tiers
+            accesses = self.accesses(shape)
+            accesses.require(budget)
+            tiers = accesses.residency(budget)
+        return self.ghost.shared_items(shape, budget) or tiers
 
     def actions(
-        self, ordering: ScheduleOptions, sizes: PipelineShape, num_batches: int
+        self, schedule_options: ScheduleOptions, shape: PipelineShape, num_batches: int
     ) -> Iterator[Action]:
         """Return its actions without moves, for a pipeline shape that may differ from the job's."""
         return lower(
-            make_schedule(ordering.steady),
-            sizes,
+            make_schedule(schedule_options.steady),
+            shape,
             self.rank,
             0,
             num_batches,
@@ -83,11 +83,11 @@ class GhostRank:
         )
 
     def moved(
-        self, ordering: ScheduleOptions, sizes: PipelineShape, num_batches: int
+        self, schedule_options: ScheduleOptions, shape: PipelineShape, num_batches: int
     ) -> Iterator[Action]:
         """Return its actions with moves. Raises: ConfigError."""
-        actions = self.actions(ordering, sizes, num_batches)
-        items = self.residency(sizes)
+        actions = self.actions(schedule_options, shape, num_batches)
+        items = self.residency(shape)
         if isinstance(items, SharedItems):
             return items.moved(actions)
         return actions if items is None else add_residency(actions, items)

@@ -98,7 +98,7 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     if not config.memory.host_optimizer:
         return None
     speeds = speeds or measure_speeds(config)
-    sizes = job.shape
+    shape = job.shape
     parallel = config.parallel
     groups, parts = _groups(job)
     schedule = job.schedule
@@ -108,23 +108,23 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
         [total * each for total in totals]
         for each in (1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes)
     )
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
     tokens = config.batch_tokens // parallel.dp
     tokens_per_second = (
         speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)
     )
-    pair = tokens / tokens_per_second / m / sizes.chunks
+    pair = tokens / tokens_per_second / m / shape.virtual_stages
     costs = Costs(
         pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups
     )
-    step, exposed = exposed_on_host(job.options, sizes, costs, parts)
+    step, exposed = exposed_on_host(job.options, shape, costs, parts)
     largest = totals.index(max(totals))
     host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
-    slack = schedule.slack(sizes)
+    slack = schedule.slack(shape)
     host.send(0.0)
     needed = 0
     if slack:
-        needed = round(host.begin(0.0) * tokens_per_second * schedule.pairs(sizes) / slack)
+        needed = round(host.begin(0.0) * tokens_per_second * schedule.pairs(shape) / slack)
     return HostForecast(
         round(totals[largest]),
         1e3 * update[largest],
@@ -143,7 +143,7 @@ def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
     parts = {
         stage: len(of_stage)
         for rank in ranks
-        for stage, of_stage in rank.ghost.parts.of_stage.items()
+        for stage, of_stage in rank.ghost.segments.of_stage.items()
     }
     return [rank.hosted for rank in ranks], Division(parts)
 

@@ -84,13 +84,16 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
     given = config.memory.offload_activations
     if not given:
         return None
-    sizes = job.shape
+    shape = job.shape
     speeds = speeds or measure_speeds(config)
-    moved = [stage.moved for stage in predict(_with(config, sizes.num_microbatches * sizes.chunks))]
+    moved = [
+        stage.moved
+        for stage in predict(_with(config, shape.num_microbatches * shape.virtual_stages))
+    ]
     counted = stage_costs(job)
     tokens = config.train.micro_batch_size * config.model.tokens_per_sample
     forward, backward = (
-        expand(cost, sizes.num_stages) for cost in (counted.forward, counted.backward)
+        expand(cost, shape.num_stages) for cost in (counted.forward, counted.backward)
     )
     seconds = tokens * training_flops_per_token(config.model) / speeds.flops / config.parallel.tp
     unit = seconds / (3 * sum(forward))
@@ -100,15 +103,15 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
         offload=[one / speeds.write for one in moved],
         reload=[one / speeds.read for one in moved],
     )
-    ordering = replace(job.options, host=0.0)
+    schedule_options = replace(job.options, host=0.0)
     if given == "auto":
-        away = free_to_leave(costs, sizes, ordering)
+        away = free_to_leave(costs, shape, schedule_options)
     else:
-        away = tuple(map(job.num_away, range(sizes.num_ranks)))
+        away = tuple(map(job.num_away, range(shape.num_ranks)))
     after, plain = (predict(_with(config, number)) for number in (away, 0))
     step, alone = (
-        predict_timeline(replace(ordering, offload=number), sizes, costs).step_time(
-            sizes.num_microbatches
+        predict_timeline(replace(schedule_options, offload=number), shape, costs).step_time(
+            shape.num_microbatches
         )
         for number in (away, 0)
     )

@@ -36,7 +36,7 @@ def with_away(config: Config, away: int | tuple[int, ...]) -> Config:
 
 def everything(job: JobPlan) -> int:
     """Return an upper bound of the micro-batches that any rank can offload at once."""
-    return job.shape.num_microbatches * job.shape.chunks
+    return job.shape.num_microbatches * job.shape.virtual_stages
 
 
 def most_places(actions: Iterable[Action]) -> int:

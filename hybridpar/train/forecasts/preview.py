@@ -111,21 +111,23 @@ def preview(job: JobPlan, num_batches: int, costs: Costs | None = None) -> Previ
     Raises:
         ConfigError: The schedule does not fit the job.
     """
-    sizes = job.shape
+    shape = job.shape
     costs = costs or stage_costs(job)
-    ordering = job.options
+    schedule_options = job.options
     if job.config.pipeline.early_switch == "auto":
-        ordering = replace(ordering, early_switch=smallest_early_switch(costs, sizes, ordering))
-    steady = predict_timeline(ordering, sizes, costs)
-    m = sizes.num_microbatches
-    drains = make_schedule(ordering).flush
+        schedule_options = replace(
+            schedule_options, early_switch=smallest_early_switch(costs, shape, schedule_options)
+        )
+    steady = predict_timeline(schedule_options, shape, costs)
+    m = shape.num_microbatches
+    drains = make_schedule(schedule_options).flush
     live = [
         peak_live(_first_batch(actions) if drains else actions, m)
         for _, actions in sorted(steady.plan.items())
     ]
     is_drawn = len(steady.batch_starts(m)) == num_batches
     return Preview(
-        steady if is_drawn else predict_timeline(ordering, sizes, costs, num_batches),
+        steady if is_drawn else predict_timeline(schedule_options, shape, costs, num_batches),
         *steady.steady_step(m),
         tuple(one.activations for one in live),
         tuple(one.versions for one in live),
@@ -205,14 +207,16 @@ def differences(job: JobPlan, run: RunCosts) -> list[str]:
 
 
 def _steady_step(run: RunCosts, costs: Costs) -> tuple[float, tuple[float, ...]]:
-    return predict_timeline(run.ordering, run.sizes, costs).steady_step(run.sizes.num_microbatches)
+    return predict_timeline(run.schedule_options, run.shape, costs).steady_step(
+        run.shape.num_microbatches
+    )
 
 
 def _counted(job: JobPlan, run: RunCosts) -> Costs:
     """Return the costs of plan.svg in seconds, scaled to the measured total of all stages."""
     counted = stage_costs(job)
     measured = run.measured.costs
-    stages = run.sizes.num_stages
+    stages = run.shape.num_stages
     took, units = (
         sum(map(sum, (expand(c.forward, stages), expand(c.backward, stages))))
         for c in (measured, counted)

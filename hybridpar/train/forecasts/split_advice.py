@@ -56,19 +56,19 @@ class _Blocks:
 
 def better_split(job: JobPlan, run: RunCosts) -> str:
     """Return a line with the idle stage and the better split; empty if no split is better."""
-    sizes = run.sizes
+    shape = run.shape
     idle = max(run.measured.idle)
     if (
-        sizes.num_stages != sizes.num_ranks
-        or sizes.num_ranks < 2
+        shape.num_stages != shape.num_ranks
+        or shape.num_ranks < 2
         or idle <= _IDLE
         or job.config.memory.budget
     ):
         return ""
     split = job.split
     blocks = _estimate(job, run)
-    works = sizes.num_microbatches * (blocks.forward + blocks.backward) + blocks.update
-    best = balanced_split(tuple(round(_NANOSECONDS * work) for work in works), sizes.num_ranks)
+    works = shape.num_microbatches * (blocks.forward + blocks.backward) + blocks.update
+    best = balanced_split(tuple(round(_NANOSECONDS * work) for work in works), shape.num_ranks)
     if not _explain(blocks, run, split):
         return ""
     before = _step_time(run, blocks, [len(stage) for stage in split])
@@ -156,7 +156,7 @@ def _estimate(job: JobPlan, run: RunCosts) -> _Blocks:
     model = config.model
     split = job.split
     costs = run.measured.costs
-    sizes = run.sizes
+    shape = run.shape
     recomputed: set[int] = set()
     for stage, again in zip(split, job.recomputed, strict=True):
         recomputed |= set(stage if again.whole else again.blocks)
@@ -169,11 +169,11 @@ def _estimate(job: JobPlan, run: RunCosts) -> _Blocks:
         for number in range(model.num_blocks)
     ]
     forward, backward = (
-        _by_kind(kinds, split, expand(cost, sizes.num_stages))
+        _by_kind(kinds, split, expand(cost, shape.num_stages))
         for cost in (costs.forward, costs.backward)
     )
     update = np.zeros(model.num_blocks)
-    for stage, seconds in zip(split, expand(costs.update, sizes.num_ranks), strict=True):
+    for stage, seconds in zip(split, expand(costs.update, shape.num_ranks), strict=True):
         total = sum(parameters[number] for number in stage) or 1
         for number in stage:
             update[number] = seconds * parameters[number] / total
@@ -244,4 +244,6 @@ def _step_time(run: RunCosts, blocks: _Blocks, split: Sequence[int]) -> float:
     costs = replace(
         measured, forward=forward, backward=backward, update=update, backward_input=inputs
     )
-    return predict_timeline(run.ordering, run.sizes, costs).step_time(run.sizes.num_microbatches)
+    return predict_timeline(run.schedule_options, run.shape, costs).step_time(
+        run.shape.num_microbatches
+    )

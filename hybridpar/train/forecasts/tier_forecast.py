@@ -62,26 +62,26 @@ def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
     """
     ghost = GhostRank.of(job, rank)
     budget = job.config.memory.budget
-    touches = ghost.touches(job.shape)
-    touches.require(budget)
+    accesses = ghost.accesses(job.shape)
+    accesses.require(budget)
     num_batches = _BEGUN + _STEPS + _LEFT
     actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
     if (shared := ghost.ghost.shared_items(job.shape)) is not None:
         actions = shared.moved(actions)
-    read, written = moved(actions, touches, budget, range(_BEGUN, _BEGUN + _STEPS))
+    read, written = moved(actions, accesses, budget, range(_BEGUN, _BEGUN + _STEPS))
     return TierForecast(
-        touches.most_bytes, touches.least_budget(), read // _STEPS, written // _STEPS
+        accesses.most_bytes, accesses.least_budget(), read // _STEPS, written // _STEPS
     )
 
 
 def moved(
-    actions: Iterable[Action], touches: AccessMap, budget: int, batches: range
+    actions: Iterable[Action], accesses: AccessMap, budget: int, batches: range
 ) -> tuple[int, int]:
     """Return the bytes read and written during the updates of these batches.
 
     The run starts with all state in the slow tier.
     """
-    residency = touches.residency(budget)
+    residency = accesses.residency(budget)
     fast = FastTier(residency)
     read = 0
     written = 0
@@ -89,10 +89,10 @@ def moved(
     for action in add_residency(actions, residency):
         if action.kind is Kind.UPDATE and action.part == 0:
             counts = action.microbatch in batches
-        counted = counts and action.microbatch < len(touches.items)
+        counted = counts and action.microbatch < len(accesses.items)
         if counted and action.kind is Kind.FETCH:
-            read += touches.num_bytes[action.microbatch]
+            read += accesses.num_bytes[action.microbatch]
         elif counted and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
-            written += touches.num_bytes[action.microbatch]
+            written += accesses.num_bytes[action.microbatch]
         fast.follow(action)
     return read, written

@@ -22,7 +22,7 @@ from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
 from hybridpar.schedules.simulate.costs import Costs, expand
 from hybridpar.schedules.simulate.predict import predict_timeline
 from hybridpar.schedules.simulate.timeline import Timeline
-from hybridpar.train.reporting.measure import CALLS, VARYING, Measured, Parts, measure
+from hybridpar.train.reporting.measure import CALLS, VARYING, Measured, StepParts, measure
 from hybridpar.train.reporting.trace import RankEvents
 
 FORMAT = "hybridpar costs 3"
@@ -51,30 +51,30 @@ _OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 class RunCosts:
     """Content of costs.json."""
 
-    ordering: ScheduleOptions
-    sizes: PipelineShape
+    schedule_options: ScheduleOptions
+    shape: PipelineShape
     measured: Measured
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
     def timeline(self) -> Timeline:
         """Simulate the steady state with these costs."""
-        return predict_timeline(self.ordering, self.sizes, self.measured.costs)
+        return predict_timeline(self.schedule_options, self.shape, self.measured.costs)
 
 
 def run_costs(job: JobPlan, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """Return the costs of a run's recorded actions, or None if there are too few."""
-    sizes = job.shape
+    shape = job.shape
     measured = measure(
         ranks,
-        sizes,
-        tied=job.config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v,
+        shape,
+        tied=job.config.model.tie_embeddings and shape.num_ranks > 1 and not shape.is_v,
     )
     if measured is None:
         return None
     host = ranks[0].host
     return RunCosts(
         job.options,
-        sizes,
+        shape,
         measured,
         {
             "hosts": sorted({r.host.name for r in ranks}),
@@ -103,8 +103,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
         del costs[name]
     document = {
         "format": FORMAT,
-        "schedule": asdict(run.ordering),
-        "sizes": asdict(run.sizes),
+        "schedule": asdict(run.schedule_options),
+        "shape": asdict(run.shape),
         "costs_s": costs,
         "measured": {
             "batches": measured.num_batches,
@@ -152,7 +152,7 @@ class _Measured:
     batches: int
     step_s: Annotated[float, _TIME]
     idle_share: Annotated[tuple[float, ...], _TIME]
-    parts_s: tuple[Parts, ...]
+    parts_s: tuple[StepParts, ...]
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,20 @@ class _Document:
 
     format: str
     schedule: ScheduleOptions
-    sizes: PipelineShape
+    shape: PipelineShape
     costs_s: Costs
     measured: _Measured
     hardware: dict[str, Any]
+
+
+def _with_new_names(document: Any) -> Any:
+    """Return a document with today's names of the pipeline's shape, which older files call sizes
+    and chunks."""
+    if not isinstance(document, dict) or not isinstance(shape := document.get("sizes"), dict):
+        return document
+    renamed = {{"chunks": "virtual_stages"}.get(name, name): n for name, n in shape.items()}
+    others = {name: value for name, value in document.items() if name != "sizes"}
+    return others | {"shape": renamed}
 
 
 def _run_costs(document: Any) -> RunCosts:
@@ -174,15 +184,15 @@ def _run_costs(document: Any) -> RunCosts:
             f"format is {shown(found)}, not {FORMAT!r}; a run rewrites the file when it "
             f"continues to train"
         )
-    read: _Document = from_plain(_Document, document, "it")
-    sizes = read.sizes
+    read: _Document = from_plain(_Document, _with_new_names(document), "it")
+    shape = read.shape
     measured = read.measured
-    p = read.sizes.num_ranks
-    make_schedule(read.schedule).check_sizes(sizes)
+    p = read.shape.num_ranks
+    make_schedule(read.schedule).check_shape(shape)
     optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, *_OF_PLANS}
     if missing := {f.name for f in fields(Costs)} - optional - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")
-    _check_costs(read.costs_s, sizes)
+    _check_costs(read.costs_s, shape)
     _check_row("measured.idle_share", measured.idle_share, p)
     if len(measured.parts_s) != p:
         raise ValueError(f"measured.parts_s has {len(measured.parts_s)} entries, not {p}")
@@ -190,7 +200,7 @@ def _run_costs(document: Any) -> RunCosts:
         _check_row("measured.parts_s", astuple(parts))
     return RunCosts(
         read.schedule,
-        sizes,
+        shape,
         Measured(
             read.costs_s, measured.batches, measured.step_s, measured.idle_share, measured.parts_s
         ),
@@ -198,18 +208,18 @@ def _run_costs(document: Any) -> RunCosts:
     )
 
 
-def _check_costs(costs: Costs, sizes: PipelineShape) -> None:
+def _check_costs(costs: Costs, shape: PipelineShape) -> None:
     """Check that every cost exists for each stage, rank or link, and is a valid time.
 
     Raises: ValueError.
     """
-    p = sizes.num_ranks
+    p = shape.num_ranks
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
     lengths = (
-        {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
+        {"norm": 1} | dict.fromkeys(_OF_STAGES, shape.num_stages) | dict.fromkeys(_OF_RANKS, p)
     )
-    lengths |= dict.fromkeys(_OF_LINKS, sizes.num_links)
+    lengths |= dict.fromkeys(_OF_LINKS, shape.num_links)
     for name, size in lengths.items():
         if (cost := getattr(costs, name)) is not None:
             _check_row(f"costs_s.{name}", cost, size)
@@ -222,9 +232,9 @@ def _check_costs(costs: Costs, sizes: PipelineShape) -> None:
     for kind, cost in costs.calls.items():
         _check_row(f"costs_s.calls.{kind.value}", cost, p)
     for kind, rows in costs.variation.items():
-        if len(rows) != sizes.num_stages or not all(rows):
+        if len(rows) != shape.num_stages or not all(rows):
             raise ValueError(
-                f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers"
+                f"costs_s.variation.{kind.value} is not {shape.num_stages} rows of numbers"
             )
         _check_row(f"costs_s.variation.{kind.value}", [time for row in rows for time in row])
 
@@ -250,18 +260,18 @@ def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
     """
     measured = run.measured
     costs = run.measured.costs
-    m = run.sizes.num_microbatches
+    m = run.shape.num_microbatches
     step = measured.step_time
     simulated, idle = run.timeline().steady_step(m)
     forward, backward = (
-        expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward)
+        expand(cost, run.shape.num_stages) for cost in (costs.forward, costs.backward)
     )
     work = [
-        sum(m * (forward[s] + backward[s]) for s in run.sizes.stages_of(r))
-        for r in range(run.sizes.num_ranks)
+        sum(m * (forward[s] + backward[s]) for s in run.shape.stages_of(r))
+        for r in range(run.shape.num_ranks)
     ]
     slowest = work.index(max(work))
-    name = run.sizes.rank_name
+    name = run.shape.rank_name
     parts = measured.parts[slowest]
     shares = [
         (f"waiting for other {name}s", parts.waiting),

@@ -25,7 +25,7 @@ from hybridpar.schedules.kinds import (
     ACTION_SPECS,
     BESIDE,
     COMPUTE,
-    OF_STASH,
+    OFFLOAD_KINDS,
     PER_BATCH,
     PER_ITEM,
     Kind,
@@ -34,7 +34,7 @@ from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.train.reporting.trace import RankEvents, transfer_times
 
-CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM.union(OF_STASH) - {Kind.HOST})
+CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM.union(OFFLOAD_KINDS) - {Kind.HOST})
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ACTION_SPECS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # most micro-batches whose own times are kept
@@ -42,8 +42,8 @@ _SHARED_ENOUGH = 0.02  # least share of the recorded time that shows how cores a
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Parts of a step's time on one rank; all but `beside` add up to it.
+class StepParts:
+    """StepParts of a step's time on one rank; all but `beside` add up to it.
 
     Attributes:
         compute: Forward and backward.
@@ -76,10 +76,10 @@ class Measured:
     num_batches: int
     step_time: float
     idle: tuple[float, ...]
-    parts: tuple[Parts, ...]
+    parts: tuple[StepParts, ...]
 
 
-def measure(ranks: Sequence[RankEvents], sizes: PipelineShape, *, tied: bool) -> Measured | None:
+def measure(ranks: Sequence[RankEvents], shape: PipelineShape, *, tied: bool) -> Measured | None:
     """Return costs and times of recorded batches, or None for fewer than three whole batches.
 
     Step time and costs are means over the same typical batches: the middle half by their time on
@@ -87,7 +87,7 @@ def measure(ranks: Sequence[RankEvents], sizes: PipelineShape, *, tied: bool) ->
 
     tied: whether the first and the last stage reduce a tied embedding together.
     """
-    first_uses = {r.rank: _first_forwards(r.events, sizes.num_microbatches) for r in ranks}
+    first_uses = {r.rank: _first_forwards(r.events, shape.num_microbatches) for r in ranks}
     batches = sorted(set.intersection(*map(set, first_uses.values())))
     if len(batches) < 3:
         return None
@@ -105,23 +105,23 @@ def measure(ranks: Sequence[RankEvents], sizes: PipelineShape, *, tied: bool) ->
         ]
         for r in ranks
     }
-    places = [[r for r in ranks if r.stage == s] for s in range(sizes.num_ranks)]
+    places = [[r for r in ranks if r.stage == s] for s in range(shape.num_ranks)]
     parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in place]) for place in places)
     idle = tuple(p.waiting / sum(astuple(replace(p, beside=0.0))) for p in parts)
-    costs = _costs(places, typical_events, sizes, tied=tied)
+    costs = _costs(places, typical_events, shape, tied=tied)
     return Measured(costs, len(typical), fmean(step for step, _ in typical), idle, parts)
 
 
 def _costs(
     places: Sequence[Sequence[RankEvents]],
     typical: Mapping[int, list[list[Event]]],
-    sizes: PipelineShape,
+    shape: PipelineShape,
     *,
     tied: bool,
 ) -> Costs:
     """Return costs: means of action times over typical batches, medians for concurrent work."""
     ranks = [r for place in places for r in place]
-    m = sizes.num_microbatches
+    m = shape.num_microbatches
 
     def times(kind: Kind) -> list[list[float]]:
         """Return own times by stage (or by rank), batch by batch in the order of micro-batches.
@@ -131,11 +131,11 @@ def _costs(
         """
         kinds = {kind, *(part for part, row in ACTION_SPECS.items() if row.part_of is kind)}
         is_of_stage = kind in COMPUTE
-        num_places = sizes.num_stages if is_of_stage else sizes.num_ranks
+        num_places = shape.num_stages if is_of_stage else shape.num_ranks
         return [
             [
                 time
-                for r in places[sizes.rank_of(stage)]
+                for r in places[shape.rank_of(stage)]
                 for batch in typical[r.rank]
                 for time in _whole(batch, kinds, stage if is_of_stage else None, m)
             ]
@@ -148,7 +148,7 @@ def _costs(
     def under_way(kind: Kind) -> tuple[float, ...]:
         return tuple(_under_way(place, kind) for place in places)
 
-    links = [list(transfer_times(ranks, link)) for link in range(sizes.num_links)]
+    links = [list(transfer_times(ranks, link)) for link in range(shape.num_links)]
     all_links = [seconds for link in links for seconds in link]
     ends = [*places[0], *places[-1]] if tied else []
     reducing = [ends if tied and place in (places[0], places[-1]) else place for place in places]
@@ -333,7 +333,7 @@ def _ready(rank: RankEvents) -> Iterator[tuple[float, float, float]]:
         before = e.end
 
 
-def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
+def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> StepParts:
     """Return mean parts of the time of these batches.
 
     Own times near 0 may be measured slightly below 0 for one action; means are at least 0.
@@ -359,7 +359,7 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
     no_core = max(0.0, seconds - compute - update - calls - between - waiting - host - state)
     recorded = rank.events[-1].end - rank.events[0].start
-    return Parts(
+    return StepParts(
         compute,
         update,
         calls,
@@ -372,5 +372,7 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     )
 
 
-def _mean(parts: Sequence[Parts]) -> Parts:
-    return Parts(*(fmean(getattr(p, name) for p in parts) for name in Parts.__dataclass_fields__))
+def _mean(parts: Sequence[StepParts]) -> StepParts:
+    return StepParts(
+        *(fmean(getattr(p, name) for p in parts) for name in StepParts.__dataclass_fields__)
+    )

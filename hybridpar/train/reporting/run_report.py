@@ -329,10 +329,10 @@ class RunReport:
         plan = self.config.plan
         planned = f", {in_ms(plan.step_ms / 1e3)} planned" if plan.step_ms else ""
         text = f"{in_ms(took)} a step (median of {len(self._step_seconds)}{planned})"
-        if self._costs is None or self._costs.sizes.num_ranks == 1:
+        if self._costs is None or self._costs.shape.num_ranks == 1:
             return text
         return (
-            f"{text}; {self._costs.sizes.rank_name}s idle {percent(self._costs.measured.idle)} of "
+            f"{text}; {self._costs.shape.rank_name}s idle {percent(self._costs.measured.idle)} of "
             "the time"
         )
 

@@ -103,7 +103,7 @@ class Recorder:
         self._executor.record(None)
 
     def _begin(self) -> None:
-        self._recording = Recording(make_clock(self._executor.lane.device))
+        self._recording = Recording(make_clock(self._executor.transport.device))
         self._executor.record(self._recording)
 
 
@@ -194,10 +194,10 @@ def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
         for r in ranks
         for e in reversed(r.events)
     }
-    sizes = _sizes(ranks)
+    shape = _sizes(ranks)
     for (pipeline, stage, kind, number), used in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
-        if not towards or sizes.link(stage, towards) != link or not _has_waited(used):
+        if not towards or shape.link(stage, towards) != link or not _has_waited(used):
             continue
         sent = events.get((pipeline, stage + towards, send, number))
         posted = events.get((pipeline, stage, receive, number))
@@ -247,7 +247,7 @@ def executed(
         for r in stages
         for e in reversed(r.events)
     }
-    sizes = _sizes(stages)
+    shape = _sizes(stages)
     usual: dict[int | None, float] = {
         link: median(times)
         for link in range(len(stages))
@@ -268,7 +268,7 @@ def executed(
         arrival = event.ready
         if not _has_waited(event):
             arrival = min(
-                arrival, _transfer_start(sent, posted) + usual.get(sizes.link(stage, towards), 0.0)
+                arrival, _transfer_start(sent, posted) + usual.get(shape.link(stage, towards), 0.0)
             )
         ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
         ends[stage, receive, number] = max(posted.end, arrival)

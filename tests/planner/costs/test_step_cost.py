@@ -147,7 +147,7 @@ def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
     model = StepCost(
         config, made.machine(config, 4, made=made.profile(config, head=0.0), inner=inner)
     )
-    exact = predict_timeline(model.ordering, model.sizes, model.costs).step_time(100)
+    exact = predict_timeline(model.schedule_options, model.shape, model.costs).step_time(100)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
     assert least_time(model) <= model.step_time * (1 + 1e-9)
 
@@ -156,7 +156,7 @@ def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
 def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> None:
     config = made.config(pp=3, m=200, b=1, schedule=schedule)
     model = StepCost(config, made.machine(config, 3))
-    exact = predict_timeline(model.ordering, model.sizes, model.costs).step_time(200)
+    exact = predict_timeline(model.schedule_options, model.shape, model.costs).step_time(200)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(
     model = StepCost(config, machine_of(cluster, profile))
     first, last = model.stages
     assert first.tied == last.tied > 0
-    ends = lines_of({"pp": 2, "dp": dp, "tp": tp})["ends"]
+    ends = lines_of({"pp": 2, "dp": dp, "tp": tp})["embedding_group"]
     assert len(ends) == tp
     assert [*model.ranks_of(0), *model.ranks_of(1)] == ends[0]
     assert all({rank // 4 for rank in ring} == {0, 1} for ring in ends), (

@@ -64,7 +64,7 @@ def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
     on = machine(base, bandwidth=1e4, layer=1e-6)
     cost = StepCost(base, on)
     assert cost.moves is not None
-    items = cost.moves.ghosts[0].residency(cost.sizes)
+    items = cost.moves.ghosts[0].residency(cost.shape)
     gradients = sum(items.gradients.num_bytes[i] for i in items.summed)  # type: ignore[union-attr]
     least = 3 * gradients / 1e4 / 2  # a gather or a scatter is half of a ring
     assert least * 0.6 < cost.step_time < 1.1 * least
@@ -82,7 +82,7 @@ def test_what_moves_take_beside_computing_is_the_ranks_own() -> None:
     )
     free = StepCost(base, on)
     assert free.moves is not None
-    items = free.moves.ghosts[0].residency(free.sizes)
+    items = free.moves.ghosts[0].residency(free.shape)
     gradients = sum(items.gradients.num_bytes[i] for i in items.summed) / 2**30  # type: ignore[union-attr]
     for speeds, times in (({"gathered_work": 100.0}, 2), ({"summed_work": 100.0}, 1)):
         taken = replace(on, profile=replace(on.profile, state=replace(on.profile.state, **speeds)))
@@ -135,17 +135,17 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     )  # updated in parts
     assert tight.step_time > 1.1 * roomy.step_time
     assert tight.moves is not None
-    (ghost,), ordering = tight.moves.ghosts, ScheduleOptions.of(base)
-    items = {0: ghost.residency(tight.sizes)}
+    (ghost,), schedule_options = tight.moves.ghosts, ScheduleOptions.of(base)
+    items = {0: ghost.residency(tight.shape)}
     of_tiers = items[0].weights.num_bytes[: len(items[0].tiers.num_bytes)]  # type: ignore[union-attr]
     assert not any(of_tiers)
-    plan = {0: tuple(ghost.moved(ordering, tight.sizes, 2))}
-    check(plan, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
+    plan = {0: tuple(ghost.moved(schedule_options, tight.shape, 2))}
+    check(plan, tight.shape, "gpipe", residency=items)  # type: ignore[arg-type]
     without = [
         action for action in plan[0] if action.kind is not Kind.FETCH or action.microbatch > 3
     ]
     with pytest.raises(PlanError, match=r"item . is not in the fast tier"):
-        check({0: tuple(without)}, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
+        check({0: tuple(without)}, tight.shape, "gpipe", residency=items)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])

@@ -96,7 +96,7 @@ def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
     config = made.config(pp=7, m=400, b=1, schedule="2bw")
     config = replace(config, pipeline=replace(config.pipeline, warmup="bandwidth"))
     cost = balanced(config, made.any_grid(config, 7)).cost
-    walked = predict_timeline(cost.ordering, cost.sizes, cost.costs).step_time(400)
+    walked = predict_timeline(cost.schedule_options, cost.shape, cost.costs).step_time(400)
     assert cost.simulated(cost.costs) == pytest.approx(walked, rel=1e-3)
 
 

@@ -122,16 +122,16 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
 def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | None) -> None:
     sizes = PipelineShape(len(order), m)
     if text is None:
-        make_schedule(ScheduleOptions("own", order=order)).check_sizes(sizes)
+        make_schedule(ScheduleOptions("own", order=order)).check_shape(sizes)
         with pytest.raises(
             ConfigError, match=r"must have 3 entries, one for each rank of parallel.pp"
         ):
-            make_schedule(ScheduleOptions("own", order=order)).check_sizes(
+            make_schedule(ScheduleOptions("own", order=order)).check_shape(
                 replace(sizes, num_ranks=3)
             )
         return
     with pytest.raises(ConfigError, match=rf"pipeline\.order = .*{text}"):
-        make_schedule(ScheduleOptions("own", order=order)).check_sizes(sizes)
+        make_schedule(ScheduleOptions("own", order=order)).check_shape(sizes)
 
 
 def test_letters_name_the_stages_of_a_rank() -> None:
@@ -154,7 +154,7 @@ def test_letters_name_the_stages_of_a_rank() -> None:
     ):
         make_schedule(
             ScheduleOptions("own", order=("F0 B0", "F0 B0"), virtual_stages=2)
-        ).check_sizes(PipelineShape(2, 1, 2))
+        ).check_shape(PipelineShape(2, 1, 2))
 
 
 def test_orders_that_wait_for_each_other_are_found_before_a_run() -> None:

@@ -35,7 +35,7 @@ def filled(schedule: Schedule, sizes: PipelineShape, costs: Costs, most: float =
         ScheduleOptions(
             "own",
             stage_layout=sizes.stage_layout,
-            virtual_stages=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
+            virtual_stages=0 if sizes.is_v or sizes.virtual_stages == 1 else sizes.virtual_stages,
             order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
         )
     )
@@ -115,7 +115,9 @@ def test_every_order_is_right(p: int, m: int, kind: str, times: list[float]) -> 
             PipelineShape(p, m, 2, "v"),
             make_schedule(ScheduleOptions("1f1b", stage_layout="v", activations=kind)),
         )
-    report = proven(filled(schedule, sizes, costs_of(f, i, w, sizes.chunks, latency)), sizes)
+    report = proven(
+        filled(schedule, sizes, costs_of(f, i, w, sizes.virtual_stages, latency)), sizes
+    )
     most = max(schedule.max_live_activations(sizes, rank) for rank in range(p))
     assert max(live.activations for live in report.peaks) <= most
 

@@ -82,7 +82,7 @@ def test_rounds_hold_at_least_as_many_as_there_are_ranks(
 
 @pytest.mark.thorough(keep=30)
 @pytest.mark.parametrize(
-    "sizes", SIZES, ids=lambda s: f"{s.num_ranks}x{s.chunks}-{s.num_microbatches}"
+    "sizes", SIZES, ids=lambda s: f"{s.num_ranks}x{s.virtual_stages}-{s.num_microbatches}"
 )
 def test_every_plan_is_right(sizes: PipelineShape) -> None:
     """The order, the links, memory, and no deadlock where the transfers of a rank on an axis
@@ -115,7 +115,7 @@ def test_bubble(sizes: PipelineShape, forward: float, backward: float) -> None:
     """(p-1)/(m v) of the ideal time, also where p does not divide m (with p = m or more)."""
     p = sizes.num_ranks
     m = sizes.num_microbatches
-    v = sizes.chunks
+    v = sizes.virtual_stages
     timeline = simulate(make_plan(NAME, sizes), Costs(forward / v, backward / v))
     ideal = m * (forward + backward)
     if m >= p:
@@ -196,7 +196,7 @@ def test_2bw_of_several_stages_has_no_bubble(
     backward = times * forward
     p = sizes.num_ranks
     m = sizes.num_microbatches
-    v = sizes.chunks
+    v = sizes.virtual_stages
     if m > p or (m == p and times >= 1.5):
         took = simulate(
             make_plan(schedule, sizes, 0, 8), Costs(forward / v, backward / v)
@@ -227,7 +227,7 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
     """In deep pipelines with hardly more micro-batches than ranks; in forwards of a whole rank,
     every batch."""
     m = sizes.num_microbatches
-    v = sizes.chunks
+    v = sizes.virtual_stages
     plan = make_plan(make_schedule(ScheduleOptions("2bw", virtual_stages=2)), sizes, 0, 8)
     assert simulate(plan, Costs(1 / v, times / v)).step_time(m) - m * (1 + times) == pytest.approx(
         bubble
@@ -293,7 +293,7 @@ def test_large_runs_of_2bw_are_proven_by_smaller_ones(m: int, warmup: str) -> No
         )
     ).prove()
     assert max(live.versions for live in report.peaks) == 2
-    assert report.sizes.num_ranks == 12
+    assert report.shape.num_ranks == 12
 
 
 @given(ANY)
@@ -420,7 +420,7 @@ def test_pictures() -> None:
             "depth",
         ),
         (
-            lambda: SCHEDULES["pipedream"].check_sizes(PipelineShape(2, 4, 2)),
+            lambda: SCHEDULES["pipedream"].check_shape(PipelineShape(2, 4, 2)),
             "pipeline.virtual_stages",
             "0",
         ),
@@ -437,12 +437,12 @@ def test_pictures() -> None:
         (
             lambda: make_schedule(
                 ScheduleOptions("2bw", virtual_stages=2, early_switch=1)
-            ).check_sizes(PipelineShape(2, 4, 2)),
+            ).check_shape(PipelineShape(2, 4, 2)),
             "pipeline.early_switch",
             "off",
         ),
         (
-            lambda: make_schedule(ScheduleOptions("2bw", virtual_stages=2)).check_sizes(
+            lambda: make_schedule(ScheduleOptions("2bw", virtual_stages=2)).check_shape(
                 PipelineShape(4, 2, 2)
             ),
             "pipeline.num_microbatches",
@@ -451,7 +451,7 @@ def test_pictures() -> None:
         (
             lambda: make_schedule(
                 ScheduleOptions("2bw", virtual_stages=2, warmup="latency")
-            ).check_sizes(PipelineShape(4, 4, 2)),
+            ).check_shape(PipelineShape(4, 4, 2)),
             "pipeline.num_microbatches",
             "6",
         ),

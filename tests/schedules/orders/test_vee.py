@@ -119,7 +119,7 @@ def test_two_versions_are_enough(p: int, more: int, activations: str, gather: bo
     with pytest.raises(
         ConfigError, match=rf"pipeline.num_microbatches = {least - 1}: .*; try {least}$"
     ):
-        schedule.check_sizes(PipelineShape(p, least - 1, 2, "v"))
+        schedule.check_shape(PipelineShape(p, least - 1, 2, "v"))
 
 
 def test_fewer_micro_batches_would_need_a_third_version() -> None:

@@ -32,7 +32,7 @@ def costs_of(f: float, i: float, w: float, v: int = 1, latency: float = 0.0) -> 
 
 
 def makespan(schedule: Schedule, sizes: PipelineShape, f: float, i: float, w: float) -> float:
-    return simulate(make_plan(schedule, sizes), costs_of(f, i, w, sizes.chunks)).makespan
+    return simulate(make_plan(schedule, sizes), costs_of(f, i, w, sizes.virtual_stages)).makespan
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -68,7 +68,7 @@ def test_bubble_of_a_longer_warmup(p: int) -> None:
 def test_every_plan_is_right(sizes: PipelineShape, offload: int) -> None:
     """Also where the transfers of a rank on an axis queue, and where activations leave. No rank
     holds more than the first."""
-    schedule = schedule_for(sizes.chunks)
+    schedule = schedule_for(sizes.virtual_stages)
     report = check(
         make_plan(find_schedule(schedule).with_options(offload=offload), sizes, 0, 2),
         sizes,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from schedules.items import READ, with_residency
 
 from hybridpar.schedules.action import Kind
-from hybridpar.schedules.passes.residency import Touch
+from hybridpar.schedules.passes.residency import Access
 
 
 def sweeps(n):
@@ -20,7 +20,7 @@ def sweeps(n):
 
 
 def fetches(accesses, capacity):
-    moves, _ = with_residency([[Touch(item, READ)] for item in accesses], [1] * 10, capacity)
+    moves, _ = with_residency([[Access(item, READ)] for item in accesses], [1] * 10, capacity)
     return sum(action.kind is Kind.FETCH for action in moves)
 
 

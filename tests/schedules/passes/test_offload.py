@@ -13,7 +13,7 @@ from schedules.items import text_of
 from hybridpar.schedules.action import Action, parse_actions
 from hybridpar.schedules.draw.perfetto import trace_entries
 from hybridpar.schedules.draw.svg import draw_svg
-from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OF_STASH, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OFFLOAD_KINDS, Kind
 from hybridpar.schedules.passes.lowering import lower, make_plan
 from hybridpar.schedules.passes.offload import add_offload, most_away
 from hybridpar.schedules.proof.check import PlanError, check
@@ -45,7 +45,7 @@ def test_who_leaves_when() -> None:
     actions = [
         a
         for a in lower(ScheduleOptions("1f1b", offload=9), PipelineShape(4, 6), 0, 0, 1)
-        if a.kind in COMPUTE.union(OF_STASH)
+        if a.kind in COMPUTE.union(OFFLOAD_KINDS)
     ]
     assert text_of(actions).replace("@0v0", "").replace("@0", "") == (
         "F0 OFFLOAD0 F1 EVICT0 OFFLOAD1 F2 EVICT1 OFFLOAD2 F3 EVICT2 OFFLOAD3 RELOAD0 B0 EVICT3 "
@@ -95,7 +95,8 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
     )
     check(plan, sizes, name)
     assert {
-        rank: tuple(a for a in actions if a.kind not in OF_STASH) for rank, actions in plan.items()
+        rank: tuple(a for a in actions if a.kind not in OFFLOAD_KINDS)
+        for rank, actions in plan.items()
     } == make_plan(find_schedule(name).with_options(split=split), sizes, 1, 3, parts=parts)
     for rank, actions in plan.items():
         before = most_here(
@@ -157,18 +158,18 @@ def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
 def test_as_many_as_cost_no_time(takes: float) -> None:
     """One more on the rank that it was counted on last takes longer; none where a copy takes for
     ever."""
-    costs, ordering = Costs(1, 2, offload=takes, reload=takes), ScheduleOptions("gpipe")
+    costs, schedule_options = Costs(1, 2, offload=takes, reload=takes), ScheduleOptions("gpipe")
 
     def step(sizes: PipelineShape, away: tuple[int, ...]) -> float:
-        return predict_timeline(replace(ordering, offload=away), sizes, costs).step_time(
+        return predict_timeline(replace(schedule_options, offload=away), sizes, costs).step_time(
             sizes.num_microbatches
         )
 
     alone = PipelineShape(1, 12)
-    (number,) = free_to_leave(costs, alone, ordering)
+    (number,) = free_to_leave(costs, alone, schedule_options)
     assert number == max(n for n in range(11) if step(alone, (n,)) <= 1.01 * step(alone, (0,)))
     sizes = PipelineShape(3, 8)
-    found = free_to_leave(costs, sizes, ordering)
+    found = free_to_leave(costs, sizes, schedule_options)
     assert step(sizes, found) <= 1.01 * step(sizes, (0, 0, 0))
     assert {0.0: found == (6, 6, 6), 100.0: found == (0, 0, 0)}.get(takes, True)
 
@@ -215,7 +216,7 @@ def test_what_ranks_lose_where_any_leave_is_a_cost(
     """CUDA graphs, say. The last of these three ranks has time to spare, and may be slower at no
     cost."""
     sizes = PipelineShape(3, 8)
-    ordering = ScheduleOptions("gpipe")
+    schedule_options = ScheduleOptions("gpipe")
     resident = Costs(FORWARD, BACKWARD, update=0.2)
     costs = Costs(
         [slower * one for one in FORWARD],
@@ -224,7 +225,7 @@ def test_what_ranks_lose_where_any_leave_is_a_cost(
         offload=takes,
         reload=takes,
     )
-    found = free_to_leave(costs, sizes, ordering, resident=resident, at_most=at_most)
+    found = free_to_leave(costs, sizes, schedule_options, resident=resident, at_most=at_most)
     assert found == by_trial_and_error(slower, takes, sizes, at_most or (6, 6, 6))
     if takes == 0.1 and slower != 1.015:
         most = at_most or (6, 6, 6)

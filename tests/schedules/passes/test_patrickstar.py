@@ -14,7 +14,7 @@ from schedules.passes.patrickstar import (
 )
 
 from hybridpar.schedules.action import Kind
-from hybridpar.schedules.passes.residency import Touch
+from hybridpar.schedules.passes.residency import Access
 
 
 def test_a_chunk_is_in_the_least_settled_state_of_its_tensors():
@@ -48,7 +48,7 @@ def test_the_authors_case_of_eviction():
     assert next_use([1], 1, 2) == 3
     # the plan's choice in the same place: after 0 and 1, one of them gives way to 2
     for last, gives_way in ((1, 0), (0, 1)):  # which is touched next
-        moves, _ = with_residency([[Touch(item, READ)] for item in (0, 1, 2, last)], [1] * 3, 2)
+        moves, _ = with_residency([[Access(item, READ)] for item in (0, 1, 2, last)], [1] * 3, 2)
         assert (
             next(action.microbatch for action in moves if action.kind is Kind.RELEASE) == gives_way
         )
@@ -67,7 +67,7 @@ def test_where_a_batch_repeats_itself_the_choices_are_the_same():
             left.append(victim({chunk: moments[chunk] for chunk in here}, at, len(batch)))
             here.remove(left[-1])
         here.add(item)
-    moves, _ = with_residency([[Touch(item, READ)] for item in accesses], [1] * 6, capacity)
+    moves, _ = with_residency([[Access(item, READ)] for item in accesses], [1] * 6, capacity)
     released = [action.microbatch for action in moves if action.kind is Kind.RELEASE]
     assert len(left) > 20
     assert sorted(released[: len(left)]) == sorted(left)

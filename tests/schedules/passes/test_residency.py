@@ -18,13 +18,13 @@ from schedules.items import (
 from hybridpar.errors import ConfigError
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.passes.lowering import lower, make_plan
-from hybridpar.schedules.passes.residency import FastTier, Residency, Touch, add_residency
+from hybridpar.schedules.passes.residency import Access, FastTier, Residency, add_residency
 from hybridpar.schedules.proof.check import PlanError, check
 from hybridpar.schedules.schedule_table import PipelineShape
 
 
 def reads(items):
-    return [[Touch(item, READ)] for item in items]
+    return [[Access(item, READ)] for item in items]
 
 
 def text(actions):
@@ -74,11 +74,11 @@ def test_the_one_that_is_touched_last_gives_way():
 
 def test_what_is_next_overwritten_is_dropped_first():
     accesses = [
-        [Touch(0, WRITE)],
-        [Touch(0, READ), Touch(1, READ)],
-        [Touch(2, READ)],
-        [Touch(0, WRITE)],
-        [Touch(1, READ)],
+        [Access(0, WRITE)],
+        [Access(0, READ), Access(1, READ)],
+        [Access(2, READ)],
+        [Access(0, WRITE)],
+        [Access(1, READ)],
     ]
     assert (
         text(with_residency(accesses, [1] * 3, 2)[0])
@@ -89,13 +89,13 @@ def test_what_is_next_overwritten_is_dropped_first():
 def test_what_is_elsewhere_is_added_to_and_made_anew():
     """0: weights of which each rank has a share, 1 and 2: gradients that are summed into shares."""
     accesses = [
-        [Touch(0, READ)],
-        [Touch(0, READ), Touch(1, ADD)],
-        [Touch(1, ADD)],
-        [Touch(2, ADD)],
-        [Touch(1, RENEW), Touch(2, RENEW)],
-        [Touch(0, RENEW)],
-        [Touch(0, READ)],
+        [Access(0, READ)],
+        [Access(0, READ), Access(1, ADD)],
+        [Access(1, ADD)],
+        [Access(2, ADD)],
+        [Access(1, RENEW), Access(2, RENEW)],
+        [Access(0, RENEW)],
+        [Access(0, READ)],
     ]
     moves, residency = with_residency(accesses, [1] * 3, 2)
     assert text(moves) == "FETCH0 F0 F1 RELEASE0 F2 RELEASE1 F3 RELEASE2 F4 F5 FETCH0 F6"
@@ -103,18 +103,18 @@ def test_what_is_elsewhere_is_added_to_and_made_anew():
         ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
         ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
     ):
-        tier = FastTier(Residency(residency.touches, [1] * 3, 3))
+        tier = FastTier(Residency(residency.accesses, [1] * 3, 3))
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
 def test_of_equals_what_need_not_be_written_back_gives_way():
     accesses = [
-        [Touch(0, UPDATE), Touch(1, READ)],
-        [Touch(2, READ)],
-        [Touch(0, READ), Touch(1, READ)],
+        [Access(0, UPDATE), Access(1, READ)],
+        [Access(2, READ)],
+        [Access(0, READ), Access(1, READ)],
     ]
     assert "RELEASE1 FETCH2" in text(with_residency(accesses, [1] * 3, 2)[0])
-    accesses[0] = [Touch(0, READ), Touch(1, UPDATE)]
+    accesses[0] = [Access(0, READ), Access(1, UPDATE)]
     assert "RELEASE0 FETCH2" in text(with_residency(accesses, [1] * 3, 2)[0])
 
 
@@ -134,7 +134,7 @@ def test_what_is_there_at_the_start_and_what_always_is():
 
 
 def test_too_small_a_budget_is_refused_at_once_with_the_least_that_works():
-    actions, touches = string_of([[Touch(0, READ)], [Touch(1, READ), Touch(2, WRITE)]])
+    actions, touches = string_of([[Access(0, READ)], [Access(1, READ), Access(2, WRITE)]])
     with pytest.raises(ConfigError, match=r"memory\.budget = 49: .*; try 60") as error:
         add_residency(actions, Residency(touches, [10, 20, 30, 10], 49, pinned={3}))
     least = int(error.value.problems[0].suggestion)
@@ -172,7 +172,7 @@ def test_with_spare_room_no_choice_in_the_rest_fetches_less(items, capacity, spa
 
 def test_an_action_that_needs_the_spare_room_has_it():
     actions, touches = string_of(
-        [[Touch(0, READ)], [Touch(1, READ), Touch(2, READ)], [Touch(0, READ)]]
+        [[Access(0, READ)], [Access(1, READ), Access(2, READ)], [Access(0, READ)]]
     )
     moves = list(add_residency(actions, Residency(touches, [1] * 3, 2, spare=1)))
     assert fetches(moves) == 4
@@ -180,7 +180,7 @@ def test_an_action_that_needs_the_spare_room_has_it():
 
 
 TOUCHES = st.lists(
-    st.builds(Touch, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])),
+    st.builds(Access, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])),
     min_size=0,
     max_size=2,
     unique_by=lambda touch: touch.item,
@@ -209,7 +209,7 @@ def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahea
             yield Action(Kind.UPDATE, 0, batch, batch + 1)
 
     residency = Residency(
-        lambda action: [Touch(action.microbatch, READ)] if action.kind is Kind.F else (),
+        lambda action: [Access(action.microbatch, READ)] if action.kind is Kind.F else (),
         [1] * 5,
         capacity,
     )
@@ -242,7 +242,7 @@ def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, 
         if action.kind is Kind.FETCH:
             before_use = 0
             for other in actions[step + 1 :]:
-                touched = residency.touches(other) if other.kind not in PER_ITEM else ()
+                touched = residency.accesses(other) if other.kind not in PER_ITEM else ()
                 if any(touch.item == action.microbatch for touch in touched):
                     break
                 before_use += bool(touched)
@@ -252,7 +252,7 @@ def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, 
         elif action.kind is Kind.DROP:
             dropped.add(action.microbatch)
         elif action.kind not in PER_ITEM:
-            for item, mode in residency.touches(action):
+            for item, mode in residency.accesses(action):
                 assert item not in dropped or mode is WRITE
                 dropped.discard(item)
 
@@ -264,7 +264,7 @@ def test_what_leaves_does_so_behind_its_last_use(accesses, capacity):
     for action in actions:
         if action.kind in (Kind.RELEASE, Kind.DROP):
             assert last is not None
-            assert action.microbatch in {touch.item for touch in residency.touches(last)}
+            assert action.microbatch in {touch.item for touch in residency.accesses(last)}
         elif action.kind is not Kind.FETCH:
             last = action
 
@@ -319,7 +319,7 @@ def test_a_release_before_the_last_use_is_found(made, data):
         i
         for i in range(step)
         if actions[i].kind not in PER_ITEM
-        and any(touch.item == move.microbatch for touch in residency[0].touches(actions[i]))
+        and any(touch.item == move.microbatch for touch in residency[0].accesses(actions[i]))
     )
     actions.insert(use, move)
     with pytest.raises(PlanError):
@@ -337,7 +337,7 @@ def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
 
     def with_budget(budget):
         items = residency[0]
-        return residency | {0: Residency(items.touches, items.num_bytes, budget, void=items.void)}
+        return residency | {0: Residency(items.accesses, items.num_bytes, budget, void=items.void)}
 
     check(plan, sizes, name, residency=with_budget(most))
     with pytest.raises(PlanError, match=f"{most} bytes are in the fast tier, of {most - 1}"):
@@ -360,7 +360,7 @@ def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
 )
 def test_what_may_not_move(faulty, fault):
     def touches(action):
-        return [Touch(0, READ)] if action.kind is Kind.F else [Touch(2, WRITE)]
+        return [Access(0, READ)] if action.kind is Kind.F else [Access(2, WRITE)]
 
     tier = FastTier(Residency(touches, [1] * 4, 3, pinned={3}, void={2}))
     *right, wrong = parse_actions(faulty)
@@ -386,7 +386,7 @@ def test_without_moves_the_plan_is_as_it_was(made):
         for rank, actions in plan.items()
     }
     assert check(bare, sizes, name).peaks == check(plan, sizes, name, residency=residency).peaks
-    touches = residency[0].touches
+    touches = residency[0].accesses
     num_bytes = residency[0].num_bytes
     roomy = Residency(touches, num_bytes, sum(num_bytes), pinned=range(len(num_bytes)))
     assert tuple(add_residency(bare[0], roomy)) == bare[0]

@@ -30,7 +30,7 @@ def make(schedule, pp, m, **pipeline):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_plans_are_proven_themselves(schedule, split):
     (report,) = JobPlan(make(schedule, 4, 12, split_backward=split)).prove()
-    assert (report.schedule, report.sizes.num_ranks, report.sizes.num_microbatches) == (
+    assert (report.schedule, report.shape.num_ranks, report.shape.num_microbatches) == (
         schedule,
         4,
         12,
@@ -63,11 +63,11 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     try:
         sizes = PipelineShape(p, m, chunks)
         schedule = make_schedule(ScheduleOptions(name, **options))
-        schedule.check_sizes(sizes)
+        schedule.check_shape(sizes)
     except ConfigError:
         assume(False)
     small, few = enough(schedule, sizes)
-    small.check_sizes(few)
+    small.check_shape(few)
     assert few.num_microbatches <= m
     assert few.num_ranks <= p
     assert few.num_stages * few.num_microbatches * _num_batches(small, few) <= _MOST
@@ -78,7 +78,7 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
 def test_large_plans_are_proven(setting):
     name, options, p, m, chunks = setting
     try:
-        make_schedule(ScheduleOptions(name, **options)).check_sizes(PipelineShape(p, m, chunks))
+        make_schedule(ScheduleOptions(name, **options)).check_shape(PipelineShape(p, m, chunks))
     except ConfigError:
         assume(False)
     if chunks > 1:

@@ -87,9 +87,9 @@ def test_gathers_change_no_plan_that_drains(schedule):
     sizes = PipelineShape(4, 10, 2 if schedule == "interleaved" else 1)
     for zero_bubble in (False, schedule != "gpipe"):
         for host in (0.0, 0.5):
-            ordering = ScheduleOptions(
+            schedule_options = ScheduleOptions(
                 schedule, zero_bubble=zero_bubble, split=zero_bubble, host=host
             )
-            assert make_plan(ordering, sizes, 0, 3) == make_plan(
-                replace(ordering, gather=True), sizes, 0, 3
+            assert make_plan(schedule_options, sizes, 0, 3) == make_plan(
+                replace(schedule_options, gather=True), sizes, 0, 3
             )

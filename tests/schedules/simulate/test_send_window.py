@@ -241,7 +241,7 @@ def require_no_deadlock(pp, section):
         sizes = PipelineShape.of(config)
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
         assume(not [*conflicts(config)])
-        schedule.check_sizes(sizes)
+        schedule.check_shape(sizes)
         JobPlan(config).prove()
     except ConfigError:
         assume(False)
@@ -306,7 +306,7 @@ def test_state_that_moves_leaves_the_order_of_messages(setting, passes):
         sizes = PipelineShape.of(config)
         assume(not [*conflicts(config)])
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
-        schedule.check_sizes(sizes)
+        schedule.check_shape(sizes)
         num_parts = passes.pop("parts")
         passes["clip"] |= passes["host"] > 0
         plain = {"split": config.pipeline.split_backward}
@@ -377,7 +377,7 @@ def test_a_schedule_in_step_has_the_smallest_window(setting):
         assume(not [*conflicts(config)])
         assert JobPlan(config).send_window == min_send_window(pp)
         assert all(
-            report.send_window == min_send_window(report.sizes.num_ranks)
+            report.send_window == min_send_window(report.shape.num_ranks)
             for report in JobPlan(config).prove()
         )
     except ConfigError:

@@ -19,8 +19,8 @@ WALKED = 5
 """Batches of a plan of which the last two are taken to be steady."""
 
 
-def walked(ordering, sizes, costs):
-    plan = make_plan(ordering, sizes, 0, WALKED)
+def walked(schedule_options, sizes, costs):
+    plan = make_plan(schedule_options, sizes, 0, WALKED)
     starts = simulate(plan, costs).batch_starts(sizes.num_microbatches)
     return (starts[-1] - starts[-3]) / 2
 
@@ -44,7 +44,7 @@ def random_case(rng):
         sizes = PipelineShape(p, rng.randint(p, 3 * p), 2, "v")
         links = p - 1
     split = rng.random() < 0.4 or sizes.is_v
-    ordering = ScheduleOptions(
+    schedule_options = ScheduleOptions(
         schedule,
         clip=rng.random() < 0.7,
         gather=rng.random() < 0.3,
@@ -65,7 +65,7 @@ def random_case(rng):
         else {}
     )
     return (
-        ordering,
+        schedule_options,
         sizes,
         Costs(
             some(p * v, 0.5, 1.5),
@@ -74,7 +74,7 @@ def random_case(rng):
             calls,
             reduce=some(p, 0, 3),
             norm=rng.random(),
-            gather=some(p, 0, 1) if ordering.gather else 0.0,
+            gather=some(p, 0, 1) if schedule_options.gather else 0.0,
             transfer=some(links, 0, 1),
             latency=some(links, 0, 1),
             tied=not sizes.is_v and rng.random() < 0.3,
@@ -97,10 +97,10 @@ def test_steps_are_those_of_a_walk(seed, monkeypatch):
     monkeypatch.setattr(predict, "time_of_more", noted)
     rng = random.Random(seed)
     for _ in range(50):
-        ordering, sizes, costs = random_case(rng)
-        assert predict_step_time(ordering, sizes, costs) == pytest.approx(
-            walked(ordering, sizes, costs), rel=1e-9
-        ), (ordering, sizes, costs)
+        schedule_options, sizes, costs = random_case(rng)
+        assert predict_step_time(schedule_options, sizes, costs) == pytest.approx(
+            walked(schedule_options, sizes, costs), rel=1e-9
+        ), (schedule_options, sizes, costs)
     assert sum(each is not None for each in found) >= 5, "few micro-batches stand for many"
 
 
@@ -123,14 +123,14 @@ def test_idle_shares_are_those_of_a_walk():
 def test_whole_and_split_backwards_of_a_rank_count_alike(sizes):
     """A zero bubble leaves those of the first stage whole; as few micro-batches as without it show
     the rest."""
-    ordering = ScheduleOptions("interleaved", split=True, zero_bubble=True)
+    schedule_options = ScheduleOptions("interleaved", split=True, zero_bubble=True)
     costs = Costs(1, 2, transfer=0.1, norm=0.1)
-    few = next(fewer(make_schedule(ordering), sizes))
+    few = next(fewer(make_schedule(schedule_options), sizes))
     small = replace(sizes, num_microbatches=few)
-    plan = make_plan(ordering, small, 0, 1)
+    plan = make_plan(schedule_options, small, 0, 1)
     assert {a.kind for a in plan[0]} >= {Kind.B, Kind.I, Kind.W}
-    each = time_of_more(simulate(plan, costs), make_schedule(ordering), small)
-    assert each == pytest.approx(3 * sizes.chunks, rel=1e-9)
+    each = time_of_more(simulate(plan, costs), make_schedule(schedule_options), small)
+    assert each == pytest.approx(3 * sizes.virtual_stages, rel=1e-9)
 
 
 def test_a_thousand_micro_batches_are_few_to_simulate(monkeypatch):

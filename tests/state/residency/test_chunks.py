@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.residency.chunks import EMPTY, WHOLE, Buffer, Chunk, Memory, Use, block_of, cut
+from hybridpar.state.residency.chunks import (
+    EMPTY,
+    WHOLE,
+    Buffer,
+    BufferUsage,
+    Chunk,
+    Memory,
+    block_of,
+    cut,
+)
 
 NAMES = [
     "blocks.0.tokens.weight",
@@ -24,10 +33,14 @@ def test_blocks_of_names() -> None:
     ]
 
 
-def pairs(name: str) -> Use:
+def pairs(name: str) -> BufferUsage:
     """Two blocks are a part; norms and biases stay."""
     part = block_of(name) // 2
-    return Use((0, 1), stays=True) if name.endswith(("norm", "bias")) else Use((part,), part)
+    return (
+        BufferUsage((0, 1), stays=True)
+        if name.endswith(("norm", "bias"))
+        else BufferUsage((part,), part)
+    )
 
 
 def test_neighbours_of_equal_use_are_a_chunk() -> None:

@@ -11,12 +11,12 @@ from hybridpar.prediction import measure
 from hybridpar.state import Partition, Route, StatePolicy
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.policy import cut_into_parts
-from hybridpar.state.residency.chunks import Buffer, Use, cut
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, cut
 from hybridpar.state.residency.shares import Shares, WholeChunks, room
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout(["stays", "a", "b"], [(1000,), (300, 300), (400, 500)], torch.float32)
-USES = {"stays": Use((0, 1), stays=True), "a": Use((0,)), "b": Use((1,))}
+USES = {"stays": BufferUsage((0, 1), stays=True), "a": BufferUsage((0,)), "b": BufferUsage((1,))}
 
 
 def test_chunks_come_and_go() -> None:
@@ -65,11 +65,11 @@ def test_chunks_come_and_go() -> None:
 
 def test_room_for_consecutive_parts() -> None:
     tied = [
-        (Use((0, 2)), 100),
-        (Use((0,)), 1),
-        (Use((1,)), 10),
-        (Use((2,)), 5),
-        (Use((0, 1, 2), stays=True), 999),
+        (BufferUsage((0, 2)), 100),
+        (BufferUsage((0,)), 1),
+        (BufferUsage((1,)), 10),
+        (BufferUsage((2,)), 5),
+        (BufferUsage((0, 1, 2), stays=True), 999),
     ]
     assert [room(tied, n) for n in (1, 2, 3)] == [105, 115, 116]
     assert room([], 2) == 0

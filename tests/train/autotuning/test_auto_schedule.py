@@ -53,7 +53,7 @@ def make(pp: int, m: int, num_layers: int = 4, **pipeline: Any) -> Config:
 
 def costs_for(config: Config) -> Costs:
     """A stage of each rank takes 1, 1.2 and 0.8."""
-    v = JobPlan(config).shape.chunks
+    v = JobPlan(config).shape.virtual_stages
     return Costs(1 / v, 2 / v, backward_input=1.2 / v)
 
 

@@ -131,7 +131,7 @@ def _steps_with_advice(config: Config) -> list[tuple[int, str]]:
 @pytest.mark.ranks
 def test_the_advice_comes_while_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        split_advice, "better_split", lambda job, run: f"costs of {run.sizes.num_ranks} ranks"
+        split_advice, "better_split", lambda job, run: f"costs of {run.shape.num_ranks} ranks"
     )
     config = from_mapping(
         {

@@ -49,8 +49,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     run = measured()
     write_costs(run, tmp_path / "costs.json")
     again = read_costs(tmp_path / "costs.json")
-    assert (again.ordering, again.sizes, again.hardware) == (run.ordering, run.sizes, run.hardware)
-    assert again.ordering.early_switch == 2
+    assert (again.schedule_options, again.shape, again.hardware) == (
+        run.schedule_options,
+        run.shape,
+        run.hardware,
+    )
+    assert again.schedule_options.early_switch == 2
     assert again.measured.costs.forward == pytest.approx((0.01, 0.02))
     assert again.measured.costs.calls[Kind.NORM] == pytest.approx((0.001, 0.001))
     assert again.measured.costs.cores == 2.0
@@ -62,6 +66,18 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert again.timeline().step_time(4) == pytest.approx(run.timeline().step_time(4), abs=1e-7)
     write_costs(again, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "costs.json").read_text()
+
+
+def test_the_names_of_older_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(measured(), path)
+    document = json.loads(path.read_text())
+    shape = document.pop("shape")
+    document["sizes"] = shape | {"chunks": shape["virtual_stages"]}
+    del document["sizes"]["virtual_stages"]
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps(document))
+    assert read_costs(old) == read_costs(path)
 
 
 def delete(document: dict[str, Any], key: str) -> None:
@@ -155,8 +171,8 @@ def test_ranks_that_hold_several_stages_are_not_called_stages() -> None:
     )
     chunks = replace(
         run,
-        ordering=ScheduleOptions("interleaved"),
-        sizes=PipelineShape(2, 4, 2),
+        schedule_options=ScheduleOptions("interleaved"),
+        shape=PipelineShape(2, 4, 2),
         measured=replace(run.measured, costs=costs),
     )
     _, idle, slowest = describe(chunks)
