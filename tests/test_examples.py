@@ -276,7 +276,7 @@ def test_a_run_is_started_again_and_replayed(
         "train", *flags, "--run.name=killed", "--ranks", "2", "--inject", "kill rank 1 at step 4"
     )
     assert code == 0, out
-    assert "going on after step 2" in out
+    assert "resuming after step 2" in out
     seen = Board(Path("runs/killed"), trust=True).look()
     assert (seen["latest"]["step"], len(seen["failures"]), len(seen["memory"])) == (4, 1, 2)
     command = [sys.executable, "-m", "hybridpar", "replay", "runs/killed", "--step", "3", "--trust"]

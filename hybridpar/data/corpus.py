@@ -32,9 +32,10 @@ from hybridpar.reading import errors_as, nearest_path
 STDLIB = "stdlib"
 TEXT_KEY = "text"
 _ANY = "name a file or folder that contains text, or stdlib"
-_TABLES = "encodings"
-"""Folder of the standard library with tables of character codes, which are not text to learn
-from."""
+_LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test"}
+"""Folders of the standard library that are not text to learn from: tables of character codes, help
+texts as data, and Python's own tests, which are half of the source and which some systems install
+apart."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
 _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
@@ -254,9 +255,10 @@ def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Size
 
 def _stdlib_files() -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path for folder, _, files in _folders(root) if folder != root / _TABLES for path in files
-    ]
+    paths = []
+    for _, names, files in _folders(root):
+        names[:] = [name for name in names if name not in _LEFT_OUT]
+        paths += files
     found = [
         SourceFile(p, p.relative_to(root).as_posix(), optional=True)
         for p in paths

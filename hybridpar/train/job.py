@@ -69,7 +69,9 @@ _FINAL = (AnomalyError, CallbackError, SaveError)
 """Errors that a restart would meet again."""
 _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
 """Errors that all ranks raise together."""
-_PROMPTS = {True: "def ", False: "The "}  # key: whether the corpus is source code
+_PROMPTS = {True: "    def", False: "The"}
+"""Prompts of a sample: the key says whether the corpus is source code. They end without a space,
+because tokens begin with one."""
 _NOISE = 0.6
 """A model's text counts as noise if its loss exceeds this share of log(vocab_size), the loss of
 guessing."""
@@ -388,7 +390,7 @@ def _introduce(
         f"{sites}tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
     )
     what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
-    how = f"going on after step {resumed}" if resumed else "starting"
+    how = f"resuming after step {resumed}" if resumed else "starting"
     reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
     if grid.world.via_host:
         local = place.job.launch.local_world_size

@@ -485,7 +485,7 @@ def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert (folder / "trace.json").exists()
     shutil.rmtree(max((folder / "checkpoints").glob("step*")))
     assert main([*given, "--train.num_steps", "10"]) == 0
-    assert "going on after step 5" in capfd.readouterr().err
+    assert "resuming after step 5" in capfd.readouterr().err
     whole = [
         *given,
         "--train.num_steps",

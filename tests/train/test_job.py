@@ -56,7 +56,7 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(
         "--verbose",
     )
     out = run_job(2, "train", config, "--parallel.pp", "2", *flags)
-    assert f"going on after step {last}" in out
+    assert f"resuming after step {last}" in out
     assert out.count(f"step {end}/{end}  loss") == 1
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, end + 1))
     check_trace(run)
@@ -98,7 +98,7 @@ def test_a_job_of_two_ranks_goes_on_as_one(tmp_path: Path) -> None:
         1, "train", config, "--pipeline.num_microbatches", "4", "--optim.decay", "constant"
     )
     assert "since the last time: parallel.dp: 2 -> 1" in out
-    assert "going on after step 3" in out
+    assert "resuming after step 3" in out
     moved, whole = (steps(metrics(tmp_path / "runs" / name)) for name in ("run", "whole"))
     assert [step for step, _, _ in moved] == [1, 2, 3, 4, 5, 6]
     for a, b in zip(moved, whole, strict=True):
@@ -130,7 +130,7 @@ def kill_rank_1(config: Path, run: Path, stopped: int) -> int:
     os.kill(second.who["pid"], signal.SIGKILL)
     code, out = job.end()  # long before the collectives' time is over
     assert code != 0
-    assert f"going on after step {stopped}" in out
+    assert f"resuming after step {stopped}" in out
     # another rank: while all gather, as in a save
     assert re.search(
         r"rank 0 \(stage 0, replica 0, tensor part 0\) lost contact with (rank 1|another rank)", out

@@ -82,7 +82,7 @@ def test_a_run_leaves_everything_in_its_folder(
         "step_00000004",
         "step_00000006",
     ]
-    assert (folder / "sample.txt").read_text().startswith("The ")
+    assert (folder / "sample.txt").read_text().startswith("The")
     err = capsys.readouterr().err
     assert "MFU = tokens/s x" in err
     assert "cpu, 1 thread a process" in err

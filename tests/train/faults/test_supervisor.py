@@ -205,7 +205,7 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.Monke
         "after step 10",
         out,
     )
-    assert re.findall(r"going on after step (\d+)", out) == ["5", "10"]
+    assert re.findall(r"resuming after step (\d+)", out) == ["5", "10"]
     assert len(list((run / "injected").iterdir())) == 4
     assert steps(metrics(run)) == steps(metrics(calm))
     assert [row["val_loss"] for row in metrics(run) if "val_loss" in row] == [
@@ -354,7 +354,7 @@ def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "since the last time: parallel.sites: 2 -> 1" in out
     code, out = train(2, config, *sites, "--train.num_steps", "26")
     assert code == 0, out
-    assert "going on after step 18" in out
+    assert "resuming after step 18" in out
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 27))
     assert any("sites_loss" in row for row in metrics(run) if row.get("step", 0) > 18)
 
@@ -429,7 +429,7 @@ def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None
         "nan gradient rank 0 at step 7",
     )
     assert code == 1, out
-    assert re.findall(r"going on after step|starting again", out) == []
+    assert re.findall(r"resuming after step|starting again", out) == []
     assert "step 7: the gradient norm is nan; stopped, the newest checkpoint is of step 5" in out
     (stopped,) = failures(tmp_path / "runs" / "run")
     assert (stopped["kind"], stopped["saved"]) == ("refused", 5)
@@ -458,7 +458,7 @@ def test_torchrun_starts_the_same_ranks_again(
     ).end()
     assert code == 0, out
     assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out, out
-    assert re.search("going on after step (5|10)$", out, re.MULTILINE), out
+    assert re.search("resuming after step (5|10)$", out, re.MULTILINE), out
     assert len(steps(metrics(tmp_path / "runs" / "run"))) == 20
 
 
@@ -612,7 +612,7 @@ def test_a_hang_is_found_where_the_records_were_removed(
     assert re.search(
         r"is stopped, and hangs: nothing for \d+.\d s (in step \d+|while \w+)", said
     ), said
-    saved = int(job.wait_for(r"going on after step (\d+)$"))
+    saved = int(job.wait_for(r"resuming after step (\d+)$"))
     while int(job.wait_for(r"^step (\d+)/")) < saved + 5:
         pass
     record = read(flight_path(tmp_path / "runs" / "run", 1))
@@ -643,7 +643,7 @@ def test_ranks_that_are_left_end_and_the_next_job_waits_for_them(tmp_path: Path)
         "ended: it saves, and ends within 300 s",
         following.wait_for("^hybridpar: waiting for (.*)$"),
     )
-    following.wait_for(r"going on after step (\d+)$")
+    following.wait_for(r"resuming after step (\d+)$")
     assert not any(map(is_there, pids)), job.output
     os.kill(following.pid, signal.SIGTERM)
     assert following.end()[0] == 128 + signal.SIGTERM

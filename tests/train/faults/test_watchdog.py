@@ -110,7 +110,7 @@ def test_torchrun_starts_again_where_a_rank_hangs(tmp_path: Path) -> None:
         out,
         re.MULTILINE,
     ), out
-    assert "going on after step 4" in out
+    assert "resuming after step 4" in out
     assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))] == list(range(1, 7))
 
 

@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed_on_the_other_host_is_named_on_both(tmp_path: Path
         r"rank 0 \(stage 0, replica 0, tensor part 0\) lost contact with rank 1 during F12@0", here
     ), here
     assert here.count("lost contact with rank 1 during") == 2
-    assert re.findall(r"going on after step (\d+)", here) == ["5"]
+    assert re.findall(r"resuming after step (\d+)", here) == ["5"]
     assert "rank      : 1 (local_rank: 0)" in there
     assert "Signal 9 (SIGKILL)" in there
     assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))][:9] == list(
@@ -209,10 +209,10 @@ def test_a_signal_to_one_host_ends_all_and_saves_once(
     for code, out in ended:
         assert code == 1, out
         assert "SignalException" in out
-        assert "going on after step" not in out
+        assert "resuming after step" not in out
     run = tmp_path / "runs" / "run"
     assert sorted(saved_steps(run / "checkpoints")) == [5, 10]
-    assert "going on after step 10" in run_job(2, *command)
+    assert "resuming after step 10" in run_job(2, *command)
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 13))
 
 
