@@ -398,7 +398,7 @@ class DisturbedJob:
         entry["again_s"] = round(time.time() - entry["time"], 3)
         resumed = 0
         for when, line in self.lines:
-            match = re.search(r"going on after step (\d+)", line)
+            match = re.search(r"resuming after step (\d+)", line)
             if match and when > entry["time"]:
                 resumed = int(match[1])
         if any(text.startswith("was not noticed") for text in entry["wrong"]):

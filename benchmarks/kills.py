@@ -300,7 +300,7 @@ def kill_often(
             "phase": job.end(victim, draw.uniform(0, OUTLIVES_S)),
         }
         case |= apart(lambda: examine(config))
-        resumed = re.findall(r"going on after step (\d+)", log.read_text())
+        resumed = re.findall(r"resuming after step (\d+)", log.read_text())
         case["wrong"] += [
             text
             for text, bad in (

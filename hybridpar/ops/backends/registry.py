@@ -107,9 +107,16 @@ def _rows(
     *fused, reference = (
         f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
     )
-    yield Backend(op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}backends.libraries:cpp_missing")
     yield Backend(
-        op, "triton", " ".join([*fused, _TRITON]), "", triton, f"{_HERE}backends.libraries:triton_missing"
+        op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}backends.libraries:cpp_missing"
+    )
+    yield Backend(
+        op,
+        "triton",
+        " ".join([*fused, _TRITON]),
+        "",
+        triton,
+        f"{_HERE}backends.libraries:triton_missing",
     )
     if cuda:
         library, check, dtypes, fallback = cuda
@@ -120,14 +127,26 @@ def _rows(
         dtypes = (
             (torch.float32,) if op == "optimizer" else _NARROW
         )  # its AdamW takes tensors of one type
-        yield Backend(op, "apex", f"{_HERE}backends.apex:{apex}", "cuda", dtypes, f"{_HERE}backends.apex:missing")
+        yield Backend(
+            op,
+            "apex",
+            f"{_HERE}backends.apex:{apex}",
+            "cuda",
+            dtypes,
+            f"{_HERE}backends.apex:missing",
+        )
     yield Backend(op, "torch", reference)
 
 
 # Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and
 # run where Triton cannot. The attention kernel is for Hopper, where it is faster than Triton's.
 _CUDA = (_CPP, "backends.libraries:cuda_missing", _ALL, True)
-_HOPPER = (f"{_HERE}backends.hopper:passes", "backends.hopper:missing", (torch.bfloat16, torch.float16), False)
+_HOPPER = (
+    f"{_HERE}backends.hopper:passes",
+    "backends.hopper:missing",
+    (torch.bfloat16, torch.float16),
+    False,
+)
 
 # Per operation in the order `auto` tries them where measured.py has no times; the last is the
 # reference and always can.
