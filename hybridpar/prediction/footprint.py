@@ -103,14 +103,14 @@ class Buffers:
         gradients: Number of gradient buffers.
         offloads: Whether activations are offloaded, so autograd saves them through hooks.
         handed: Whether input and output pass within the rank, as between segments of a stage.
-        anew: Whether gradients that replicas shard are allocated for every backward.
+        allocates_each_time: Whether gradients that replicas shard are allocated for every backward.
     """
 
     versions: int
     gradients: int
     offloads: bool = False
     handed: tuple[bool, bool] = (False, False)
-    anew: bool = False
+    allocates_each_time: bool = False
 
 
 def trace_stage(
@@ -323,7 +323,7 @@ class TracedStage:
         gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
-        elif self._buffers.anew:
+        elif self._buffers.allocates_each_time:
             self.state.gradients.renew(0, self.shared)
         before = self._start()
         if gradient is None:

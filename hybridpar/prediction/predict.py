@@ -161,11 +161,11 @@ class _Pipeline:
             batches_to_peak(job),
             parts=state.division,
         )
-        anew = None
+        allocating = None
         if state.items is not None:
             actions = state.items.moved(actions)
-            anew = self._footprints(parts, replace(buffers, anew=True))
-        found = walk(actions, footprints, self._walked, state, anew, job.send_window)
+            allocating = self._footprints(parts, replace(buffers, allocates_each_time=True))
+        found = walk(actions, footprints, self._walked, state, allocating, job.send_window)
         if (
             self._device.type != "cuda"
             or not config.train.cuda_graphs

@@ -78,7 +78,7 @@ def walk(
     footprints: Mapping[int, Sequence[Footprint]],
     shape: PipelineShape,
     state: StateFootprint | None = None,
-    anew: Mapping[int, Sequence[Footprint]] | None = None,
+    allocating: Mapping[int, Sequence[Footprint]] | None = None,
     send_window: int = 0,
 ) -> StageMemory:
     """Return the peak memory of a rank that runs these actions as runtime.executor does.
@@ -88,14 +88,14 @@ def walk(
         footprints: Footprints of the segments of each stage, by stage.
         shape: The shape of the pipeline.
         state: The rank's state; None: the sum of its stages' states.
-        anew: Footprints of backwards that allocate gradients, if replicas shard them.
+        allocating: Footprints of backwards that allocate gradients, if replicas shard them.
         send_window: Largest number of unfinished sends; 0: `min_send_window`.
     """
     found = _Walk(
         footprints,
         shape,
         state or together(fp for parts in footprints.values() for fp in parts),
-        anew or footprints,
+        allocating or footprints,
         send_window or min_send_window(shape.num_ranks),
     )
     for action in actions:
@@ -122,14 +122,14 @@ class _Walk:
         footprints: Mapping[int, Sequence[Footprint]],
         shape: PipelineShape,
         state: StateFootprint,
-        anew: Mapping[int, Sequence[Footprint]],
+        allocating: Mapping[int, Sequence[Footprint]],
         send_window: int,
     ):
         self._footprints = footprints
         self._state = state
         self._m = shape.num_microbatches
         # gradients that an I has allocated
-        self._anew = anew
+        self._allocating = allocating
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
         self._last = shape.num_stages - 1
@@ -160,8 +160,8 @@ class _Walk:
         parts = self._footprints[action.stage]
         if self._shared is not None:
             self._follow_shared(self._shared, action)
-            if self._is_anew(self._shared, action):
-                parts = self._anew[action.stage]
+            if self._is_allocating(self._shared, action):
+                parts = self._allocating[action.stage]
         end = 0 if row.flow > 0 else -1
         fp = parts[action.part if kind in COMPUTE else end]
         if row.matching_recv:
@@ -201,13 +201,13 @@ class _Walk:
             if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
                 self._filled.update(shared.added(action))
 
-    def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
+    def _is_allocating(self, shared: SharedTiers, action: Action) -> bool:
         """Return whether all gradients that a backward adds to are allocated for it."""
         key = (action.stage, action.part, action.microbatch)
-        anew = set(shared.made) >= set(shared.added(action))
-        if anew and action.kind is Kind.I:
+        allocates = set(shared.made) >= set(shared.added(action))
+        if allocates and action.kind is Kind.I:
             self._made.add(key)
-        return anew or (action.kind is Kind.W and key in self._made)
+        return allocates or (action.kind is Kind.W and key in self._made)
 
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
         """Return whether the model has a segment before (after) the action's, and its footprint if
