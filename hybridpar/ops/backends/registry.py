@@ -22,8 +22,8 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any
@@ -39,9 +39,6 @@ _log = logging.getLogger(__name__)
 _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 _NARROW = torch.float32, torch.bfloat16, torch.float16
 _ALL = torch.float64, *_NARROW
-_HERE = "hybridpar.ops."
-_CPP = "torch:ops.hybridpar"
-_TRITON = "torch:ops.hybridpar_triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,67 +83,90 @@ class Backend:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """A library of passes, which is a backend of every operation that has a fused form over it.
+
+    Attributes:
+        backend: The backend's name.
+        path: Path of the library.
+        device, dtypes, check, fallback: See Backend.
+    """
+
+    backend: str
+    path: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    check: str
+    fallback: bool = False
+
+
+_CPP = _Library(
+    "cpp", "torch:ops.hybridpar", "cpu", _ALL, "hybridpar.ops.backends.libraries:cpp_missing"
+)
+_TRITON = _Library(
+    "triton",
+    "torch:ops.hybridpar_triton",
+    "",
+    _NARROW,
+    "hybridpar.ops.backends.libraries:triton_missing",
+)
+# Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and
+# run where Triton cannot. The attention kernel is for Hopper, where it is faster than Triton's.
+_CUDA = _Library(
+    "cuda",
+    "torch:ops.hybridpar",
+    "cuda",
+    _ALL,
+    "hybridpar.ops.backends.libraries:cuda_missing",
+    fallback=True,
+)
+_HOPPER = _Library(
+    "cuda",
+    "hybridpar.ops.backends.hopper:passes",
+    "cuda",
+    (torch.bfloat16, torch.float16),
+    "hybridpar.ops.backends.hopper:missing",
+)
+
+
 def _rows(
     op: str,
     module: str,
     code: str = "",
     *,
-    cpp: tuple[torch.dtype, ...] = _ALL,
-    triton: tuple[torch.dtype, ...] = _NARROW,
-    cuda: tuple[str, str, tuple[torch.dtype, ...], bool] | None = None,
+    libraries: Sequence[_Library] = (_CPP, _TRITON),
     apex: str = "",
 ) -> Iterator[Backend]:
-    """Return the rows of an operation of ops/<module>.py.
+    """Yield the rows of an operation of ops/<module>.py.
 
     Args:
+        op: Name of the operation.
+        module: Module that defines it.
         code: Its fused form, if that is more than a library, and its reference.
-        cpp, triton: Types of their passes.
-        cuda: Library, check and types of its passes in CUDA C++, and whether they are a fallback.
+        libraries: Libraries that have its passes.
         apex: Its name in apex.
     """
     *fused, reference = (
-        f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
+        f"hybridpar.ops.{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
     )
-    yield Backend(
-        op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}backends.libraries:cpp_missing"
-    )
-    yield Backend(
-        op,
-        "triton",
-        " ".join([*fused, _TRITON]),
-        "",
-        triton,
-        f"{_HERE}backends.libraries:triton_missing",
-    )
-    if cuda:
-        library, check, dtypes, fallback = cuda
-        yield Backend(
-            op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check, fallback
-        )
-    if apex:
-        dtypes = (
-            (torch.float32,) if op == "optimizer" else _NARROW
-        )  # its AdamW takes tensors of one type
+    for library in libraries:
         yield Backend(
             op,
-            "apex",
-            f"{_HERE}backends.apex:{apex}",
-            "cuda",
-            dtypes,
-            f"{_HERE}backends.apex:missing",
+            library.backend,
+            " ".join([*fused, library.path]),
+            library.device,
+            library.dtypes,
+            library.check,
+            library.fallback,
         )
+    if apex:
+        # apex's AdamW takes tensors of one type
+        dtypes = (torch.float32,) if op == "optimizer" else _NARROW
+        path = f"hybridpar.ops.backends.apex:{apex}"
+        yield Backend(op, "apex", path, "cuda", dtypes, "hybridpar.ops.backends.apex:missing")
     yield Backend(op, "torch", reference)
 
-
-# Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and
-# run where Triton cannot. The attention kernel is for Hopper, where it is faster than Triton's.
-_CUDA = (_CPP, "backends.libraries:cuda_missing", _ALL, True)
-_HOPPER = (
-    f"{_HERE}backends.hopper:passes",
-    "backends.hopper:missing",
-    (torch.bfloat16, torch.float16),
-    False,
-)
 
 # Per operation in the order `auto` tries them where measured.py has no times; the last is the
 # reference and always can.
@@ -157,40 +177,46 @@ TABLE = (
     *_rows("bias_dropout_add", "norm"),
     *_rows("gelu", "activation"),
     *_rows("swiglu", "activation"),
-    *_rows("rotary", "rotary", cuda=_CUDA),
-    Backend(
-        "split_qkv",
-        "triton",
-        f"{_HERE}split_qkv:split_qkv_fused {_TRITON}",
-        "",
-        _NARROW,
-        f"{_HERE}backends.libraries:triton_missing",
-    ),
-    Backend("split_qkv", "torch", f"{_HERE}split_qkv:split_qkv_torch"),
+    *_rows("rotary", "rotary", libraries=(_CPP, _TRITON, _CUDA)),
+    *_rows("split_qkv", "split_qkv", libraries=(_TRITON,)),
     Backend(
         "attention",
         "sdpa",
-        f"{_HERE}attention:attention_sdpa",
+        "hybridpar.ops.attention:attention_sdpa",
         "cuda",
         (torch.bfloat16, torch.float16),
-        f"{_HERE}backends.libraries:triton_missing",
+        _TRITON.check,
     ),
-    *_rows("attention", "attention", cuda=_HOPPER),
-    *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
+    *_rows("attention", "attention", libraries=(_CPP, _TRITON, _HOPPER)),
+    *_rows("cross_entropy", "cross_entropy", "Compiled Passes", libraries=(_CPP, _TRITON, _CUDA)),
     *_rows("dropout", "dropout"),
-    *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
+    *_rows(
+        "embedding",
+        "embedding",
+        "Compiled Passes",
+        libraries=(_CPP, replace(_TRITON, dtypes=_ALL)),
+    ),
     *_rows("quantize", "quantize", "Passes"),
     *_rows("largest", "largest", "Passes"),
-    Backend("quantize_fp8", "triton", _TRITON, "", _NARROW[:2], f"{_HERE}fp8:missing"),
-    Backend("quantize_fp8", "torch", f"{_HERE}fp8:Passes"),
+    *_rows(
+        "quantize_fp8",
+        "fp8",
+        "Passes",
+        libraries=(replace(_TRITON, dtypes=_NARROW[:2], check="hybridpar.ops.fp8:missing"),),
+    ),
     *_rows(
         "optimizer",
         "update",
         "Compiled Passes",
-        triton=(torch.float64, torch.float32),
+        libraries=(_CPP, replace(_TRITON, dtypes=(torch.float64, torch.float32))),
         apex="FusedAdam",
     ),
-    *_rows("sparse", "sparse", "Compiled Passes", cpp=_ALL[:2], triton=_ALL[1:2]),
+    *_rows(
+        "sparse",
+        "sparse",
+        "Compiled Passes",
+        libraries=(replace(_CPP, dtypes=_ALL[:2]), replace(_TRITON, dtypes=_ALL[1:2])),
+    ),
 )
 
 
