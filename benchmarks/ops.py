@@ -25,6 +25,7 @@ from benchmarks.common import OURS, Step, arguments, case, parse, race, report
 from hybridpar import ops
 from hybridpar.grid import Axis
 from hybridpar.nn import vocab_parallel_cross_entropy
+from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.ops.update import AdamStep, Weights
 
@@ -132,7 +133,7 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
             [leaf(t, h), leaf(h), leaf(t, h), leaf(h)],
             lambda k: (
                 lambda x, c, r, w: ops.add_norm(
-                    x, r, w, None, 1e-6, centre=False, bias_of_x=c, backend=k
+                    x, r, NormWeights(w, eps=1e-6), bias_of_x=c, backend=k
                 )
             ),
             lambda x, c, r, w: (F.rms_norm(total := x + c + r, (h,), w, 1e-6), total),

@@ -63,8 +63,33 @@ class RandomKey:
         Raises:
             ValueError: The step or one of the samples does not fit 32 bits.
         """
-        check_counters(step, sample, num_samples, 0, 0, 0, 0)
+        check_counters(step, sample, CounterBlock(0, 0, 0, 0, num_samples))
         return cls(seed, torch.tensor([step, sample], device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class CounterBlock:
+    """The counters of a block of elements: element (i, r, c) has sample + i and index = start +
+    r * stride + c.
+
+    Attributes:
+        rows: Number of rows.
+        cols: Number of columns.
+        stride: Distance between the indices of two rows.
+        start: Index of the first element.
+        num_samples: Number of samples.
+    """
+
+    rows: int
+    cols: int
+    stride: int
+    start: int
+    num_samples: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The block's shape: [num_samples, rows, cols]."""
+        return self.num_samples, self.rows, self.cols
 
 
 def site(name: str) -> int:
@@ -88,49 +113,24 @@ def random_bits(
     site: int,
     step: int,
     sample: int,
-    *,
-    num_samples: int,
-    rows: int,
-    cols: int,
-    stride: int,
-    start: int,
+    block: CounterBlock,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """Return 32 random bits for each element; element (i, r, c) is the one with sample + i and
-    index = start + r * stride + c.
+    """Return 32 random bits for each element of a block whose first sample is `sample`.
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
-    check_counters(step, sample, num_samples, rows, cols, stride, start)
+    check_counters(step, sample, block)
+    key = philox_key(seed, site)
     if torch.device(device).type == "cpu" and native.missing() is None:
         return torch.ops.hybridpar.philox_bits(
-            *philox_key(seed, site), step, sample, num_samples, rows, cols, stride, start
+            *key, step, sample, *block.shape, block.stride, block.start
         )
-    return bits_reference(
-        philox_key(seed, site),
-        step,
-        sample,
-        num_samples=num_samples,
-        rows=rows,
-        cols=cols,
-        stride=stride,
-        start=start,
-        device=device,
-    )
+    return bits_reference(key, step, sample, block, device)
 
 
-def normal(
-    seed: int,
-    site: int,
-    *,
-    rows: int,
-    cols: int,
-    stride: int,
-    start: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return standard normal numbers at index = start + r * stride + c (step 0, sample 0), on the
-    CPU.
+def normal(seed: int, site: int, block: CounterBlock, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return standard normal numbers for a block of one sample (step 0, sample 0), on the CPU.
 
     They are computed in float64. Other types are rounded to float32 first, so they all start from
     the same values. Each number is made from 32 bits, so it lies within 6.4 standard deviations.
@@ -138,32 +138,31 @@ def normal(
     Shapes: returns [rows, cols].
     """
     if native.missing() is None:
-        check_counters(0, 0, 1, rows, cols, stride, start)
+        check_counters(0, 0, block)
         return torch.ops.hybridpar.philox_normal(
-            *philox_key(seed, site), rows, cols, stride, start, dtype == torch.float64
+            *philox_key(seed, site),
+            block.rows,
+            block.cols,
+            block.stride,
+            block.start,
+            dtype == torch.float64,
         ).to(dtype)
-    return normal_reference(
-        seed, site, rows=rows, cols=cols, stride=stride, start=start, dtype=dtype
-    )
+    return normal_reference(seed, site, block, dtype)
 
 
-def check_counters(
-    step: int, sample: int, num_samples: int, rows: int, cols: int, stride: int, start: int
-) -> None:
+def check_counters(step: int, sample: int, block: CounterBlock) -> None:
     """Check that no counter wraps around and repeats numbers.
 
     Raises:
         ValueError: A counter would.
     """
-    if not (0 <= step <= _MASK and sample >= 0 and sample + num_samples <= _MASK + 1):
+    last = sample + block.num_samples - 1
+    if not (0 <= step <= _MASK and sample >= 0 and last <= _MASK):
         raise ValueError(
-            f"step {step} or samples {sample} to {sample + num_samples - 1} are out of range: 0 to "
-            f"2**32 - 1"
+            f"step {step} or samples {sample} to {last} are out of range: 0 to 2**32 - 1"
         )
-    if min(num_samples, rows, cols, stride, start) < 0:
-        raise ValueError(
-            f"sizes must not be negative: {num_samples=} {rows=} {cols=} {stride=} {start=}"
-        )
+    if min(*block.shape, block.stride, block.start) < 0:
+        raise ValueError(f"sizes must not be negative: {block}")
 
 
 # --- reference: bits
@@ -173,12 +172,7 @@ def bits_reference(
     key: tuple[int, int],
     step: int | Tensor,
     sample: int | Tensor,
-    *,
-    num_samples: int,
-    rows: int,
-    cols: int,
-    stride: int,
-    start: int,
+    block: CounterBlock,
     device: str | torch.device = "cpu",
 ) -> Tensor:
     """Return the result of `random_bits`, computed in plain torch, for a key from `philox_key`.
@@ -186,15 +180,14 @@ def bits_reference(
     Shapes: returns int32 [num_samples, rows, cols].
     """
     device = torch.device(device)
-    out = torch.empty((num_samples, rows, cols), dtype=torch.int32, device=device)
+    out = torch.empty(block.shape, dtype=torch.int32, device=device)
     steps = torch.zeros(1, dtype=torch.int64, device=device) + step
-    pieces = _pieces(num_samples, rows, cols, _CHUNK.get(device.type, _CHUNK_DEVICE))
+    pieces = _pieces(block.shape, _CHUNK.get(device.type, _CHUNK_DEVICE))
     # A tracer's tensors have no values, and one piece has the same operations as all others.
     for i, r, c in pieces if type(out) is Tensor else islice(pieces, 1):
         samples = torch.arange(i.start, i.stop, device=device).view(-1, 1, 1) + sample
-        first = (
-            start + c.start + stride * torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
-        )
+        row = torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
+        first = block.start + c.start + block.stride * row
         width = c.stop - c.start
         # 3 more than width, for any alignment
         quads = (first >> 2) + torch.arange((width + 6) // 4, device=device)
@@ -229,12 +222,11 @@ def philox(
     return c0, c1, c2, c3
 
 
-def _pieces(
-    num_samples: int, rows: int, cols: int, limit: int
-) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield boxes of at most `limit` elements that cover [num_samples, rows, cols], split along the
-    first axis that can be split.
+def _pieces(shape: tuple[int, int, int], limit: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield boxes of at most `limit` elements that cover `shape`, split along the first axis that
+    can be split.
     """
+    num_samples, rows, cols = shape
     if 0 in (num_samples, rows, cols):
         return
     width = min(cols, limit)
@@ -254,33 +246,17 @@ def _slices(size: int, step: int) -> list[slice]:
 
 
 def normal_reference(
-    seed: int,
-    site: int,
-    *,
-    rows: int,
-    cols: int,
-    stride: int,
-    start: int,
-    dtype: torch.dtype = torch.float32,
+    seed: int, site: int, block: CounterBlock, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the result of `normal`, computed in plain torch. Shapes: returns [rows, cols]."""
-    check_counters(0, 0, 1, rows, cols, stride, start)
+    check_counters(0, 0, block)
     key = philox_key(seed, site)
-    out = torch.empty(
-        (rows, cols), dtype=torch.float64 if dtype == torch.float64 else torch.float32
-    )
-    for _, r, c in _pieces(1, rows, cols, _CHUNK["cpu"]):
-        bits = bits_reference(
-            key,
-            0,
-            0,
-            num_samples=1,
-            rows=r.stop - r.start,
-            cols=c.stop - c.start,
-            stride=stride,
-            start=start + r.start * stride + c.start,
-        )
-        out[r, c] = normal_from_bits(bits[0])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    out = torch.empty((block.rows, block.cols), dtype=wide)
+    for _, r, c in _pieces(block.shape, _CHUNK["cpu"]):
+        start = block.start + r.start * block.stride + c.start
+        piece = CounterBlock(r.stop - r.start, c.stop - c.start, block.stride, start)
+        out[r, c] = normal_from_bits(bits_reference(key, 0, 0, piece)[0])
     return out.to(dtype)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hybridpar import native, random
 from hybridpar.errors import ConfigError
+from hybridpar.random import CounterBlock
 
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 MASK = 0xFFFFFFFF
@@ -54,8 +55,8 @@ def test_known_answers(counter, key, out):
     assert [int(word) for word in got] == words(out) == philox_by_hand(words(counter), words(key))
 
 
-def draw_reference(seed, site, step, sample, **box):
-    return random.bits_reference(random.philox_key(seed, site), step, sample, **box)
+def draw_reference(seed, site, step, sample, block):
+    return random.bits_reference(random.philox_key(seed, site), step, sample, block)
 
 
 @pytest.mark.parametrize("draw", [random.random_bits, draw_reference])
@@ -66,7 +67,8 @@ def test_every_part_of_the_counter_counts(draw):
     sample = 2**32 - 3
     start = 2**36 - 2
     stride = 2**33 + 3
-    bits = draw(seed, site, step, sample, num_samples=3, rows=2, cols=5, stride=stride, start=start)
+    block = CounterBlock(rows=2, cols=5, stride=stride, start=start, num_samples=3)
+    bits = draw(seed, site, step, sample, block)
     for i, r, c in torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(5)).tolist():
         index = start + r * stride + c
         counter = (index // 4 & MASK, index // 4 >> 32, step, sample + i)
@@ -89,22 +91,14 @@ def test_a_part_is_a_slice_of_the_whole(num_samples, rows, cols, gap, start, fir
         2,
         3,
         40,
-        num_samples=1 + first + num_samples,
-        rows=1,
-        cols=rows * stride + gap,
-        stride=0,
-        start=start,
+        CounterBlock(1, rows * stride + gap, 0, start, num_samples=1 + first + num_samples),
     )
     part = random.random_bits(
         1,
         2,
         3,
         40 + first,
-        num_samples=num_samples,
-        rows=rows,
-        cols=cols,
-        stride=stride,
-        start=start + gap,
+        CounterBlock(rows, cols, stride, start + gap, num_samples),
     )
     assert part.dtype == torch.int32
     assert part.shape == (num_samples, rows, cols)
@@ -125,42 +119,37 @@ def test_a_part_is_a_slice_of_the_whole(num_samples, rows, cols, gap, start, fir
     seed=st.integers(0, 2**64 - 1),
 )
 def test_cpp_gives_the_bits_of_the_reference(num_samples, rows, cols, stride, start, seed):
-    box = {"num_samples": num_samples, "rows": rows, "cols": cols, "stride": stride, "start": start}
-    expected = random.bits_reference(random.philox_key(seed, 7), 8, 9, **box)
-    assert torch.equal(random.random_bits(seed, 7, 8, 9, **box), expected)
+    block = CounterBlock(rows, cols, stride, start, num_samples)
+    expected = random.bits_reference(random.philox_key(seed, 7), 8, 9, block)
+    assert torch.equal(random.random_bits(seed, 7, 8, 9, block), expected)
 
 
 def test_reference_is_the_same_in_pieces(monkeypatch):
-    box = {"num_samples": 3, "rows": 4, "cols": 37, "stride": 41, "start": 5}
-    expected = random.bits_reference((1, 2), 3, 4, **box)
+    block = CounterBlock(rows=4, cols=37, stride=41, start=5, num_samples=3)
+    expected = random.bits_reference((1, 2), 3, 4, block)
     for limit in (1, 10, 37, 100, 150, 300):
         monkeypatch.setattr(random, "_CHUNK", {"cpu": limit})
-        assert torch.equal(random.bits_reference((1, 2), 3, 4, **box), expected), limit
+        assert torch.equal(random.bits_reference((1, 2), 3, 4, block), expected), limit
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_cpp_gives_the_normal_numbers_of_the_reference(dtype):
-    box = {
-        "rows": 3,
-        "cols": 33333,
-        "stride": 33343,
-        "start": 11,
-        "dtype": dtype,
-    }  # pieces begin within rows
+    block = CounterBlock(3, 33333, stride=33343, start=11)  # pieces begin within rows
     assert torch.equal(
-        random.normal(2**40 + 1, 77, **box), random.normal_reference(2**40 + 1, 77, **box)
+        random.normal(2**40 + 1, 77, block, dtype),
+        random.normal_reference(2**40 + 1, 77, block, dtype),
     )
 
 
 @needs_native
 def test_cpp_does_not_depend_on_the_number_of_threads():
-    box = {"rows": 3, "cols": 100_003, "stride": 100_003, "start": 1, "dtype": torch.float64}
-    bits = {"num_samples": 2, "rows": 5, "cols": 30_011, "stride": 40_000, "start": 2}
-    alone = random.normal(1, 2, **box), random.random_bits(1, 2, 3, 4, **bits)
+    block = CounterBlock(3, 100_003, stride=100_003, start=1)
+    bits = CounterBlock(5, 30_011, stride=40_000, start=2, num_samples=2)
+    alone = random.normal(1, 2, block, torch.float64), random.random_bits(1, 2, 3, 4, bits)
     torch.set_num_threads(3)
     try:
-        together = random.normal(1, 2, **box), random.random_bits(1, 2, 3, 4, **bits)
+        together = random.normal(1, 2, block, torch.float64), random.random_bits(1, 2, 3, 4, bits)
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, alone, together))
@@ -168,15 +157,9 @@ def test_cpp_does_not_depend_on_the_number_of_threads():
 
 def test_normal_numbers_never_change():
     """A new release must start from the same parameters; this is the hash of some of them."""
-    values = random.normal(
-        1234,
-        random.site("blocks.0.attention.qkv.weight"),
-        rows=3,
-        cols=5000,
-        stride=7000,
-        start=3,
-        dtype=torch.float64,
-    )
+    site = random.site("blocks.0.attention.qkv.weight")
+    block = CounterBlock(rows=3, cols=5000, stride=7000, start=3)
+    values = random.normal(1234, site, block, torch.float64)
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "572e6ed6c3432dc8"
 
 
@@ -207,7 +190,7 @@ def test_normal_from_bits_is_the_quantile():
 
 def test_normal_numbers_are_normal():
     n = 1_000_000
-    z = random.normal(3, 4, rows=1, cols=n, stride=0, start=0, dtype=torch.float64)[0]
+    z = random.normal(3, 4, CounterBlock(1, n, stride=0, start=0), torch.float64)[0]
     # Within five standard errors of the moments 0, 1, 0, 3; and Kolmogorov-Smirnov at a level of
     # about 1e-5.
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
@@ -218,10 +201,10 @@ def test_normal_numbers_are_normal():
 
 
 def test_other_types_round_the_float32_values():
-    box = {"rows": 2, "cols": 300, "stride": 300, "start": 0}
-    single = random.normal(1, 2, **box, dtype=torch.float32)
-    assert torch.equal(random.normal(1, 2, **box, dtype=torch.float64).float(), single)
-    assert torch.equal(random.normal(1, 2, **box, dtype=torch.bfloat16), single.bfloat16())
+    block = CounterBlock(2, 300, stride=300, start=0)
+    single = random.normal(1, 2, block, torch.float32)
+    assert torch.equal(random.normal(1, 2, block, torch.float64).float(), single)
+    assert torch.equal(random.normal(1, 2, block, torch.bfloat16), single.bfloat16())
 
 
 def test_site_is_stable():
@@ -243,11 +226,14 @@ def test_seed_out_of_range(seed):
         ({"sample": -1}, "samples -1 to 0 are out of range"),
         ({"sample": 2**32 - 1}, "samples 4294967295 to 4294967296 are out of range"),
         ({"start": -1}, "must not be negative: .* start=-1"),
-        ({"rows": -1}, "must not be negative: .* rows=-1"),
+        ({"rows": -1}, "must not be negative: .*rows=-1"),
         ({"stride": -2}, "must not be negative: .* stride=-2"),
     ],
 )
 def test_counters_out_of_range(bad, message):
     good = {"step": 0, "sample": 0, "num_samples": 2, "rows": 1, "cols": 1, "stride": 1, "start": 0}
+    sizes = {**good, **bad}
+    step = sizes.pop("step")
+    sample = sizes.pop("sample")
     with pytest.raises(ValueError, match=message):
-        random.random_bits(0, 0, **{**good, **bad})
+        random.random_bits(0, 0, step, sample, CounterBlock(**sizes))

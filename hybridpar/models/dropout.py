@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from hybridpar import ops
 from hybridpar.config import KernelsConfig, ModelSpec, spec_error
 from hybridpar.models.watched import refused_draw
+from hybridpar.ops.dropout import DropoutSpec
 from hybridpar.random import RandomKey, site
 
 Drop = Callable[[Tensor, float, bool], Tensor]
@@ -187,13 +188,8 @@ class KeyedDropouts:
             )
         full_name = f"{self._name}.{name}.{count}" if count else f"{self._name}.{name}"
         whole = x.new_ones(x.shape[:2]) if by_channel else x
-        dropped = ops.dropout(
-            whole.reshape(self._num_samples, -1),
-            p,
-            self._key,
-            _site(full_name),
-            backend=self._backend,
-        )
+        spec = DropoutSpec(p, self._key, _site(full_name))
+        dropped = ops.dropout(whole.reshape(self._num_samples, -1), spec, backend=self._backend)
         if by_channel:
             return x * dropped.reshape(*x.shape[:2], *[1] * (x.dim() - 2))
         return dropped.reshape(x.shape)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hybridpar import ops
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
+from hybridpar.ops.dropout import DropoutSpec
 from hybridpar.random import RandomKey, site
 
 
@@ -41,9 +42,11 @@ class Dropout(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor, key: RandomKey | None, first_row: int = 0) -> Tensor:
-        return ops.dropout(
-            x, self.p, key, self.site, first_row=first_row, backend=self.kernels.dropout
-        )
+        return ops.dropout(x, self.spec(key, first_row), backend=self.kernels.dropout)
+
+    def spec(self, key: RandomKey | None, first_row: int = 0) -> DropoutSpec:
+        """Return the dropout of this layer in a micro-batch; see `forward`."""
+        return DropoutSpec(self.p, key, self.site, first_row=first_row)
 
     def add(
         self,
@@ -59,9 +62,6 @@ class Dropout(nn.Module):
             x,
             residual,
             bias,
-            p=self.p,
-            key=key,
-            site=self.site,
-            first_row=first_row,
+            dropout=self.spec(key, first_row),
             backend=self.kernels.bias_dropout_add,
         )

@@ -79,13 +79,8 @@ def _fill_block(block: Tensor, seed: int, site: int, std: float, stride: int, st
     for r in range(0, rows, height):
         for c in range(0, cols, width):
             part = block[r : r + height, c : c + width]
-            values = random.normal(
-                seed,
-                site,
-                rows=part.shape[0],
-                cols=part.shape[1],
-                stride=stride,
-                start=start + r * stride + c,
-                dtype=torch.float64,
+            counters = random.CounterBlock(
+                part.shape[0], part.shape[1], stride, start + r * stride + c
             )
+            values = random.normal(seed, site, counters, torch.float64)
             part.copy_(values.mul_(std).float())

@@ -20,6 +20,7 @@ from hybridpar.grid import Axis
 from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.recomputable import HiddenStates, recomputable
+from hybridpar.ops.norm import NormWeights
 from hybridpar.random import RandomKey
 
 
@@ -81,15 +82,9 @@ class _Norm(ParallelModule):
         y, total = ops.add_norm(
             x,
             residual,
-            self.weight,
-            self.bias,
-            self.eps,
-            centre=self.bias is not None,
+            NormWeights(self.weight, self.bias, self.eps),
             bias_of_x=bias,
-            p=dropout.p,
-            key=key,
-            site=dropout.site,
-            first_row=first_row,
+            dropout=dropout.spec(key, first_row),
             backend=self.kernels.add_norm,
         )
         return recomputable(y, self._maker(total)) if self.recomputes else y, total

@@ -6,7 +6,8 @@ b samples, s positions, n query heads, n_kv key and value heads (local ones), d 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,28 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
 from hybridpar.ops.backends.registry import resolve
-from hybridpar.ops.dropout import KEEP_ALL, Mask, drop, make_mask
+from hybridpar.ops.dropout import KEEP_ALL, DropoutMask, DropoutSpec, drop, make_mask
 from hybridpar.random import RandomKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMask:
+    """The keys that each query attends to, and the dropout of their probabilities.
+
+    It is everything that a backend is told besides q, k and v.
+
+    Attributes:
+        causal: Whether a query sees only keys up to its own position. If there are fewer queries
+            than keys, the queries have the last positions.
+        kv_index: The key and value head of each query head.
+        padding_mask: bool [b, keys], contiguous, True = real. None: all keys are real.
+        dropout: The mask of the probabilities [b, n, s, s].
+    """
+
+    causal: bool
+    kv_index: list[int]
+    padding_mask: Tensor | None = None
+    dropout: DropoutMask = KEEP_ALL
 
 
 def attention(
@@ -69,15 +90,19 @@ def attention(
             f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}"
         )
     s = q.shape[2]
-    mask = make_mask(
-        (q.shape[0], n, s, s), q.device, dropout_p, key, site, inner_start=head_start * s * s
+    spec = DropoutSpec(dropout_p, key, site, inner_start=head_start * s * s)
+    mask = AttentionMask(
+        causal,
+        list(kv_index),
+        None if padding_mask is None else padding_mask.contiguous(),
+        make_mask(spec, (q.shape[0], n, s, s), q.device),
     )
     if s < k.shape[2]:
-        if mask is not KEEP_ALL:
+        if mask.dropout is not KEEP_ALL:
             raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
-        return attention_torch(q, k, v, causal, padding_mask, list(kv_index), mask)
+        return attention_torch(q, k, v, mask)
     code = resolve("attention", backend, q, attention_class(q.shape[3], grouped=n != n_kv))
-    return code(q, k, v, causal, padding_mask, list(kv_index), mask)
+    return code(q, k, v, mask)
 
 
 def attention_class(head_dim: int, *, grouped: bool) -> str:
@@ -85,15 +110,7 @@ def attention_class(head_dim: int, *, grouped: bool) -> str:
     return f"d{head_dim}{' grouped' * grouped}"
 
 
-def attention_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    padding_mask: Tensor | None,
-    kv_index: list[int],
-    mask: Mask,
-) -> Tensor:
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Run torch's fused kernel (cuDNN's or FlashAttention's) if it has one, otherwise Triton's.
 
     torch's has neither dropout nor padding, and adds up dq in any order, so Triton's also runs if
@@ -103,7 +120,11 @@ def attention_sdpa(
     n = q.shape[1]
     n_kv = k.shape[1]
     d = q.shape[3]
-    plain = mask is KEEP_ALL and padding_mask is None and kv_index == _neighbours(n, n_kv)
+    plain = (
+        mask.dropout is KEEP_ALL
+        and mask.padding_mask is None
+        and mask.kv_index == _neighbours(n, n_kv)
+    )
     if (
         not plain
         or d % 8
@@ -111,51 +132,43 @@ def attention_sdpa(
         or q.numel() == 0
         or torch.are_deterministic_algorithms_enabled()
     ):
-        return resolve("attention", "triton", q)(q, k, v, causal, padding_mask, kv_index, mask)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != n_kv)
+        return resolve("attention", "triton", q)(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=n != n_kv)
 
 
-def attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    padding_mask: Tensor | None,
-    kv_index: list[int],
-    mask: Mask,
-) -> Tensor:
+def attention_torch(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Run torch's fused kernel, which has no counter-based dropout; with dropout, the full
     matrix of probabilities."""
     b, n, queries, d = q.shape
     n_kv, keys = k.shape[1:3]
-    if kv_index != list(range(n_kv)):
-        if (
-            kv_index == _neighbours(n, n_kv) and queries == 1 < keys
-        ):  # heads that share a key are queries of one head
+    if mask.kv_index != list(range(n_kv)):
+        are_neighbours = mask.kv_index == _neighbours(n, n_kv)
+        if are_neighbours and queries == 1 < keys:
+            # heads that share a key are queries of one head
             folded = q.reshape(b, n_kv, n // n_kv, d)
-            return attention_torch(
-                folded, k, v, False, padding_mask, list(range(n_kv)), mask
-            ).reshape(b, n, 1, d)
-        if kv_index == _neighbours(n, n_kv):
+            one_each = replace(mask, causal=False, kv_index=list(range(n_kv)))
+            return attention_torch(folded, k, v, one_each).reshape(b, n, 1, d)
+        if are_neighbours:
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
-            index = torch.tensor(kv_index, device=q.device)
+            index = torch.tensor(mask.kv_index, device=q.device)
             k = k.index_select(1, index)
             v = v.index_select(1, index)
-    if mask is not KEEP_ALL:
+    if mask.dropout is not KEEP_ALL:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-        probabilities = _softmax(scores * q.shape[-1] ** -0.5, causal, padding_mask)
-        return drop(probabilities, mask).to(q.dtype) @ v
-    if padding_mask is None and (queries in (1, keys) or not causal):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and queries == keys)
-    visible, blind = _visible(queries, keys, causal and queries > 1, padding_mask, q.device)
+        probabilities = _softmax(scores * q.shape[-1] ** -0.5, mask)
+        return drop(probabilities, mask.dropout).to(q.dtype) @ v
+    if mask.padding_mask is None and (queries in (1, keys) or not mask.causal):
+        is_causal = mask.causal and queries == keys
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    visible, blind = _visible(queries, keys, mask, q.device)
     y = F.scaled_dot_product_attention(q, k, v, visible)
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
-def _softmax(x: Tensor, causal: bool, padding_mask: Tensor | None) -> Tensor:
+def _softmax(x: Tensor, mask: AttentionMask) -> Tensor:
     """Return the softmax over the keys that each query sees; zeros elsewhere."""
-    visible, blind = _visible(x.shape[2], x.shape[3], causal, padding_mask, x.device)
+    visible, blind = _visible(x.shape[2], x.shape[3], mask, x.device)
     if visible is not None:
         x = x.masked_fill(~visible, float("-inf"))
     y = x.softmax(-1)
@@ -163,24 +176,19 @@ def _softmax(x: Tensor, causal: bool, padding_mask: Tensor | None) -> Tensor:
 
 
 def _visible(
-    queries: int,
-    keys: int,
-    causal: bool,
-    padding_mask: Tensor | None,
-    device: torch.device | None = None,
+    queries: int, keys: int, mask: AttentionMask, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the keys that each query sees, and the queries that see none.
 
     The latter are shown all keys, and zeroed afterwards.
     """
     visible = None
-    if causal:
-        device = device if padding_mask is None else padding_mask.device
+    if mask.causal and queries > 1:  # a single query is the last, which sees all keys
         visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    if padding_mask is not None:
-        real = padding_mask[:, None, None, :]
+    if mask.padding_mask is not None:
+        real = mask.padding_mask[:, None, None, :]
         visible = real if visible is None else visible & real
-    if visible is None or (padding_mask is None and queries <= keys):
+    if visible is None or (mask.padding_mask is None and queries <= keys):
         return visible, None
     blind = ~visible.any(-1, keepdim=True)
     return visible | blind, blind
@@ -216,45 +224,102 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
+class SavedAttention(NamedTuple):
+    """The tensors that the backward pass takes from the forward pass.
+
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d]; out [b, s, n, d]; lse, the logarithm of the sum of
+    exponentials, [b, n, s].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class AttentionPasses(Protocol):
+    """The two passes of an attention kernel."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [b, s, n, d], and lse."""
+
+    def backward(
+        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k and v, each [b, s, heads, d]; dout is [b, n, s, d]."""
+
+
+class LibraryPasses(NamedTuple):
+    """The passes of a library of operators, which take plain arguments (kernels/attention.py)."""
+
+    library: Any
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        return self.library.attention(q, k, v, mask.padding_mask, *_plain_arguments(q, mask))
+
+    def backward(
+        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+    ) -> tuple[Tensor, ...]:
+        return self.library.attention_backward(
+            dout, *saved, mask.padding_mask, *_plain_arguments(saved.q, mask)
+        )
+
+
+def scale_of(q: Tensor) -> float:
+    """Return the factor of the products of queries and keys."""
+    return q.shape[-1] ** -0.5
+
+
+def _plain_arguments(q: Tensor, mask: AttentionMask) -> tuple[Any, ...]:
+    """Return what operators take after the padding mask. Rows of dropout's mask are s apart."""
+    return (mask.kv_index, scale_of(q), mask.causal, *mask.dropout[:5], mask.dropout.start)
+
+
 class _Attention(Function):
     """Keeps q, k, v, the output, and a number a row; recomputes the mask of dropout."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        library: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        padding_mask: Tensor | None,
-        kv_index: list[int],
-        mask: Mask,
+        ctx: Any, passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> Tensor:
         q = without_gaps(q)
         k = without_gaps(k)
         v = without_gaps(v)
-        real = None if padding_mask is None else padding_mask.contiguous()
-        ctx.library = library
-        ctx.settings = (kv_index, q.shape[-1] ** -0.5, causal, *mask[:5], mask.start)
-        out, lse = library.attention(q, k, v, real, *ctx.settings)
-        ctx.save_for_backward(q, k, v, out, lse, real)
+        out, lse = passes.forward(q, k, v, mask)
+        ctx.save_for_backward(q, k, v, out, lse, mask.padding_mask)
+        ctx.passes = passes
+        ctx.mask = replace(mask, padding_mask=None)
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.library.attention_backward(
-            without_gaps(dout), *ctx.saved_tensors, *ctx.settings
-        )
-        return None, *(grad.transpose(1, 2) for grad in grads), None, None, None, None
+        *saved, padding_mask = ctx.saved_tensors
+        mask = replace(ctx.mask, padding_mask=padding_mask)
+        grads = ctx.passes.backward(without_gaps(dout), SavedAttention(*saved), mask)
+        return None, *(grad.transpose(1, 2) for grad in grads), None
+
+
+def attention_by(
+    passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+) -> Tensor:
+    """Run a kernel's passes, differentiably. Shapes: see `attention`."""
+    return _Attention.apply(passes, q, k, v, mask)
+
+
+def attention_fused(library: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    return attention_by(LibraryPasses(library), q, k, v, mask)
 
 
 def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return heads_inside(q), q.new_empty(q.shape[:-1], dtype=wide_type(q))
 
 
-attention_fused = _Attention.apply
 PASSES: Shapes = {
     "attention": _output_and_sums,
     "attention_backward": lambda dout, q, k, *_: (

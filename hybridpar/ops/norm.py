@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, like, wide_type
 from hybridpar.ops.backends.registry import resolve
-from hybridpar.ops.dropout import Mask, drop, make_mask
-from hybridpar.random import RandomKey
+from hybridpar.ops.dropout import NO_DROPOUT, DropoutMask, DropoutSpec, drop, make_mask
 
 
 def layer_norm(
@@ -40,36 +39,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "au
     return resolve("rms_norm", backend, x)(x, weight, eps)
 
 
+class NormWeights(NamedTuple):
+    """The parameters of a norm: of layer norm with a bias, otherwise of RMS norm.
+
+    Shapes: weight and bias [h].
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
+
 def add_norm(
     x: Tensor,
     residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    norm: NormWeights,
     *,
-    centre: bool = True,
     bias_of_x: Tensor | None = None,
-    p: float = 0.0,
-    key: RandomKey | None = None,
-    site: int = 0,
-    first_row: int = 0,
+    dropout: DropoutSpec = NO_DROPOUT,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of total = residual + dropout(x + bias_of_x), and the total.
 
-    It is layer norm with `centre`, otherwise RMS norm. The mask of dropout is the mask of
-    `dropout(x, p, key, site, first_row=first_row)`; without a key nothing is dropped.
-
-    Shapes: x and residual [b, .., h], weight, bias, bias_of_x [h] -> both [b, .., h].
-    Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0,
-    1), or the backend cannot run.
+    Shapes: x and residual [b, .., h], bias_of_x [h] -> both [b, .., h].
+    Raises: ValueError for other shapes; ConfigError if dropout's p is not in [0, 1), or the backend
+    cannot run.
     """
-    check_vectors(x, weight=weight, bias=bias, bias_of_x=bias_of_x)
+    check_vectors(x, weight=norm.weight, bias=norm.bias, bias_of_x=bias_of_x)
     _check_residual(x, residual)
-    if (bias is None) == centre:
-        raise ValueError("a layer norm requires a bias, and an RMS norm takes none")
-    mask = make_mask(x.shape, x.device, p, key, site, first_row=first_row)
-    return resolve("add_norm", backend, x)(x, bias_of_x, residual, weight, bias, eps, centre, mask)
+    mask = make_mask(dropout, x.shape, x.device)
+    return resolve("add_norm", backend, x)(x, bias_of_x, residual, norm, mask)
 
 
 def bias_dropout_add(
@@ -77,25 +76,18 @@ def bias_dropout_add(
     residual: Tensor,
     bias: Tensor | None = None,
     *,
-    p: float = 0.0,
-    key: RandomKey | None = None,
-    site: int = 0,
-    first_row: int = 0,
+    dropout: DropoutSpec = NO_DROPOUT,
     backend: str = "auto",
 ) -> Tensor:
     """Return residual + dropout(x + bias).
 
-    The mask is the mask of `dropout(x, p, key, site, first_row=first_row)`; without a key nothing
-    is
-    dropped.
-
     Shapes: x and residual [b, .., h], bias [h] -> [b, .., h].
-    Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot
-    run.
+    Raises: ValueError for other shapes; ConfigError if dropout's p is not in [0, 1), or the backend
+    cannot run.
     """
     check_vectors(x, bias=bias)
     _check_residual(x, residual)
-    mask = make_mask(x.shape, x.device, p, key, site, first_row=first_row)
+    mask = make_mask(dropout, x.shape, x.device)
     return resolve("bias_dropout_add", backend, x)(x, bias, residual, mask)
 
 
@@ -108,25 +100,18 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm_torch(
-    x: Tensor,
-    bias_of_x: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centre: bool,
-    mask: Mask,
+    x: Tensor, bias_of_x: Tensor | None, residual: Tensor, norm: NormWeights, mask: DropoutMask
 ) -> tuple[Tensor, Tensor]:
     total = bias_dropout_add_torch(x, bias_of_x, residual, mask)
-    y = (
-        rms_norm_torch(total, weight, eps)
-        if bias is None
-        else layer_norm_torch(total, weight, bias, eps)
-    )
-    return y, total
+    weight, bias, eps = norm
+    if bias is None:
+        return rms_norm_torch(total, weight, eps), total
+    return layer_norm_torch(total, weight, bias, eps), total
 
 
-def bias_dropout_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
+def bias_dropout_add_torch(
+    x: Tensor, bias: Tensor | None, residual: Tensor, mask: DropoutMask
+) -> Tensor:
     return residual + drop(x if bias is None else x + bias, mask)
 
 
@@ -181,26 +166,37 @@ class _Norm(Function):
         return None, dx, dweight, dbias if ctx.centre else None, None, None
 
 
+class _FusedAddNorm(NamedTuple):
+    """What `_AddNorm` takes besides tensors."""
+
+    library: Any
+    eps: float
+    mask: DropoutMask
+
+
 class _AddNorm(Function):
+    """Keeps the total, the weight, and two numbers a row; recomputes the mask of dropout."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        library: Any,
         x: Tensor,
         bias_of_x: Tensor | None,
         residual: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
-        centre: bool,
-        mask: Mask,
+        fused: _FusedAddNorm,
     ) -> tuple[Tensor, Tensor]:
+        library, eps, mask = fused
+        centre = bias is not None
         y, total, stats = library.add_norm(
             x.contiguous(), bias_of_x, residual.contiguous(), weight, bias, eps, centre, *mask
         )
         ctx.save_for_backward(total, weight, stats)
         ctx.library = library
-        ctx.settings = (bias_of_x is not None, centre, mask)
+        ctx.with_bias = bias_of_x is not None
+        ctx.centre = centre
+        ctx.mask = mask
         ctx.set_materialize_grads(False)
         return y, total
 
@@ -208,29 +204,37 @@ class _AddNorm(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, stats = ctx.saved_tensors
-        with_bias, centre, mask = ctx.settings
         dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
         dresidual, dx, dbias_of_x, dweight, dbias = ctx.library.add_norm_backward(
-            dy, dtotal, total, weight, stats, with_bias, centre, *mask
+            dy, dtotal, total, weight, stats, ctx.with_bias, ctx.centre, *ctx.mask
         )
         return (
-            None,
-            dx if mask.threshold else dresidual,
-            dbias_of_x if with_bias else None,
+            dx if ctx.mask.threshold else dresidual,
+            dbias_of_x if ctx.with_bias else None,
             dresidual,
             dweight,
-            dbias if centre else None,
-            None,
-            None,
+            dbias if ctx.centre else None,
             None,
         )
+
+
+def add_norm_fused(
+    library: Any,
+    x: Tensor,
+    bias_of_x: Tensor | None,
+    residual: Tensor,
+    norm: NormWeights,
+    mask: DropoutMask,
+) -> tuple[Tensor, Tensor]:
+    fused = _FusedAddNorm(library, norm.eps, mask)
+    return _AddNorm.apply(x, bias_of_x, residual, norm.weight, norm.bias, fused)
 
 
 class _BiasDropoutAdd(Function):
     @staticmethod
     def forward(
-        ctx: Any, library: Any, x: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask
+        ctx: Any, library: Any, x: Tensor, bias: Tensor | None, residual: Tensor, mask: DropoutMask
     ) -> Tensor:
         ctx.library = library
         ctx.with_bias = bias is not None
@@ -261,7 +265,6 @@ def _dropped(dtotal: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tenso
     return dx, dbias
 
 
-add_norm_fused = _AddNorm.apply
 bias_dropout_add_fused = _BiasDropoutAdd.apply
 PASSES: Shapes = {
     "norm": lambda x, *_: (like(x), _stats(x)),

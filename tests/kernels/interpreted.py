@@ -15,7 +15,8 @@ from hybridpar.config import KernelsConfig, from_mapping
 from hybridpar.grid import Axis
 from hybridpar.nn import ParallelAttention
 from hybridpar.ops.backends import registry
-from hybridpar.ops.dropout import dropout_torch
+from hybridpar.ops.dropout import DropoutMask, dropout_torch
+from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.train.autotuning import kernel_options
@@ -63,7 +64,9 @@ def wide_cases():
             "add_norm",
             f"{h[0]}-dropout",
             (shape, h, shape, h, h),
-            lambda x, c, r, w, b, k: ops.add_norm(x, r, w, b, bias_of_x=c, backend=k, **DROPS),
+            lambda x, c, r, w, b, k: ops.add_norm(
+                x, r, NormWeights(w, b), bias_of_x=c, dropout=DROPS, backend=k
+            ),
         )
     for cols in (8200, 16388):  # by blocks backward only, and both ways
         yield Case(
@@ -146,10 +149,16 @@ def test_compiled_without_breaks():
 
     def block(x, w, b, c, k):
         y, total = ops.add_norm(
-            x, ops.rms_norm(x, w, backend=k), w, b, bias_of_x=c, backend=k, **DROPS
+            x,
+            ops.rms_norm(x, w, backend=k),
+            NormWeights(w, b),
+            bias_of_x=c,
+            dropout=DROPS,
+            backend=k,
         )
         z = ops.swiglu(torch.cat((ops.gelu(y, b, backend=k), y), -1), backend=k)
-        return ops.rotary(ops.bias_dropout_add(z, total, b, backend=k, **DROPS)[:, None], backend=k)
+        total = ops.bias_dropout_add(z, total, b, dropout=DROPS, backend=k)
+        return ops.rotary(total[:, None], backend=k)
 
     case = Case(
         "",
@@ -226,8 +235,8 @@ def test_dropout_has_the_mask_of_the_reference():
         counter = torch.tensor((2**32 - 1, 2**31 - 1))
         for dtype in (torch.float32, torch.float16):
             x = torch.randn(shape).to(dtype)
-            mask = (*key, counter, round(0.7 * 2**32), 1 / 0.3, stride, start)
-            assert torch.equal(philox.philox_dropout(x, *mask), dropout_torch(x, *mask)), (
+            mask = DropoutMask(*key, counter, round(0.7 * 2**32), 1 / 0.3, stride, start)
+            assert torch.equal(philox.philox_dropout(x, *mask), dropout_torch(x, mask)), (
                 shape,
                 stride,
                 start,
@@ -251,7 +260,8 @@ def test_attention_drops_what_the_reference_drops(s):
     )  # so that out is the matrix of probabilities
     settings = (None, [0, 1], 0.5, False, *mask, 1 / 0.7, start)
     out, lse = attention.attention(q, q, v, *settings)
-    kept = dropout_torch(torch.ones(b, n * s, s), *mask, 1.0, s, start).view(b, n, s, s)
+    kept = dropout_torch(torch.ones(b, n * s, s), DropoutMask(*mask, 1.0, s, start))
+    kept = kept.view(b, n, s, s)
     probabilities = (kept / 0.7 / s).half()
     assert torch.equal(out.transpose(1, 2)[..., :s] > 0, kept > 0)
     torch.testing.assert_close(out.transpose(1, 2)[..., :s], probabilities, rtol=2e-3, atol=0)

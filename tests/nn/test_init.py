@@ -43,8 +43,7 @@ def test_a_shard_is_a_part_of_the_whole(shape, shard, chunk, monkeypatch):
 
 def test_whole_is_the_flat_draw():
     expected = (
-        random.normal(5, random.site("w"), rows=1, cols=60, stride=0, start=0, dtype=torch.float64)
-        * 0.02
+        random.normal(5, random.site("w"), random.CounterBlock(1, 60, 0, 0), torch.float64) * 0.02
     )
     assert torch.equal(filled("w", Placement((4, 15), NORMAL), 0).flatten(), expected[0].float())
 

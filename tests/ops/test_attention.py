@@ -1,16 +1,18 @@
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hybridpar import random
+from hybridpar import native, random
 from hybridpar.errors import ConfigError
 from hybridpar.ops import attention, dropout
-from hybridpar.ops.dropout import KEEP_ALL
+from hybridpar.ops.dropout import KEEP_ALL, DropoutSpec
 from hybridpar.random import RandomKey
 
 KEY, SITE = RandomKey.of(5, 6, 70), random.site("test.attention")
+needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
 def heads(b, n, n_kv, s, d, dtype=torch.float64):
@@ -76,7 +78,7 @@ def test_against_loops_with_gradients(causal, padded, p, n, n_kv, kv_index):
         key=KEY,
         site=SITE,
     )
-    keep = dropout(torch.ones(4, n, 7, 7, dtype=torch.float64), p, KEY, SITE)
+    keep = dropout(torch.ones(4, n, 7, 7, dtype=torch.float64), DropoutSpec(p, KEY, SITE))
     expected = by_loops(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, keep=keep)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(out)
@@ -225,7 +227,7 @@ def test_bad_input():
         (4, 4, 12, {}, False),
         (4, 2, 16, {"kv_index": [0, 0, 0, 1]}, False),
         (4, 4, 16, {"padding_mask": PADDING}, False),
-        (4, 4, 16, {"mask": (1,)}, False),
+        (4, 4, 16, {"dropout": KEEP_ALL._replace(threshold=1)}, False),
     ],
 )
 def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(
@@ -236,20 +238,50 @@ def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(
     monkeypatch.setattr(
         module, "resolve", lambda op, backend, q: lambda *args: left.append(backend)
     )
-    arguments = {
-        "causal": True,
-        "padding_mask": None,
-        "kv_index": [i * n_kv // n for i in range(n)],
-        "mask": KEEP_ALL,
-    }
+    mask = module.AttentionMask(True, [i * n_kv // n for i in range(n)])
+    mask = replace(mask, **changes)
     tensors = heads(4, n, n_kv, 7, d)
-    out = module.attention_sdpa(*tensors, **arguments | changes)
+    out = module.attention_sdpa(*tensors, mask)
     assert left == [] if taken else left == ["triton"]
     if taken:
         torch.testing.assert_close(out, by_loops(*tensors, causal=True), rtol=1e-12, atol=1e-12)
     torch.use_deterministic_algorithms(True)
     try:
-        module.attention_sdpa(*tensors, **arguments | changes)
+        module.attention_sdpa(*tensors, mask)
     finally:
         torch.use_deterministic_algorithms(False)
     assert left[-1] == "triton"
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=needs_native)])
+def test_compiles_once_for_all_steps(backend):
+    graphs = []
+
+    def count(module, _inputs):
+        graphs.append(module)
+        return module.forward
+
+    def function(q, k, v, padding, key):
+        return attention(
+            q,
+            k,
+            v,
+            causal=True,
+            padding_mask=padding,
+            dropout_p=0.3,
+            key=key,
+            site=SITE,
+            backend=backend,
+        )
+
+    compiled = torch.compile(function, fullgraph=True, backend=count)
+    for step in range(2):
+        tensors = heads(2, 4, 2, 7, 8)
+        key = RandomKey.of(1, step, 8 * step)
+        outs = [f(*tensors, PADDING[:2], key).sin() for f in (compiled, function)]
+        assert torch.equal(*outs)
+        for got, expected in zip(
+            *(torch.autograd.grad(y.sum(), tensors) for y in outs), strict=True
+        ):
+            assert torch.equal(got, expected)
+    assert len(graphs) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -19,12 +19,14 @@ from torch import Tensor
 from hybridpar import ops, random
 from hybridpar.errors import ConfigError
 from hybridpar.ops.backends import registry
+from hybridpar.ops.dropout import NO_DROPOUT, DropoutSpec
+from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.random import RandomKey
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KEY, SITE = RandomKey.of(2**35 + 11, 7, 100), random.site("test.backends")
-DROPS = {"p": 0.3, "key": KEY, "site": SITE}
+DROPS = DropoutSpec(0.3, KEY, SITE)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative to the largest element: sums of a few hundred terms; bfloat16, float16: 2^-8, 2^-11."""
 
@@ -65,45 +67,43 @@ def cases() -> Iterator[Case]:
         wide = (2 * shape[-1],)
         yield Case("swiglu", name, (pair, wide), lambda x, b, k: ops.swiglu(x, b, backend=k))
         yield Case("swiglu", f"{name}-no-bias", (pair,), lambda x, k: ops.swiglu(x, backend=k))
-        for drop, kwargs in (("", {}), ("-dropout", DROPS)):
+        for drop, spec in (("", NO_DROPOUT), ("-dropout", DROPS)):
             yield Case(
                 "add_norm",
                 f"{name}{drop}",
                 (shape, h, shape, h, h),
-                lambda x, c, r, w, b, k, kwargs=kwargs: ops.add_norm(
-                    x, r, w, b, 1e-3, bias_of_x=c, backend=k, **kwargs
+                lambda x, c, r, w, b, k, spec=spec: ops.add_norm(
+                    x, r, NormWeights(w, b, 1e-3), bias_of_x=c, dropout=spec, backend=k
                 ),
             )
             yield Case(
                 "add_norm",
                 f"{name}{drop}-rms-no-bias",
                 (shape, shape, h),
-                lambda x, r, w, k, kwargs=kwargs: ops.add_norm(
-                    x, r, w, None, 1e-3, centre=False, backend=k, **kwargs
+                lambda x, r, w, k, spec=spec: ops.add_norm(
+                    x, r, NormWeights(w, None, 1e-3), dropout=spec, backend=k
                 ),
             )
             yield Case(
                 "bias_dropout_add",
                 f"{name}{drop}",
                 (shape, h, shape),
-                lambda x, b, r, k, kwargs=kwargs: ops.bias_dropout_add(
-                    x, r, b, backend=k, **kwargs
+                lambda x, b, r, k, spec=spec: ops.bias_dropout_add(
+                    x, r, b, dropout=spec, backend=k
                 ),
             )
             yield Case(
                 "bias_dropout_add",
                 f"{name}{drop}-no-bias",
                 (shape, shape),
-                lambda x, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, backend=k, **kwargs),
+                lambda x, r, k, spec=spec: ops.bias_dropout_add(x, r, dropout=spec, backend=k),
             )
-        yield Case(
-            "dropout", name, (shape,), lambda x, k: ops.dropout(x, 0.3, KEY, SITE, backend=k)
-        )
+        yield Case("dropout", name, (shape,), lambda x, k: ops.dropout(x, DROPS, backend=k))
     yield Case(
         "dropout",
         "part",
         ((2, 3, 300),),
-        lambda x, k: ops.dropout(x, 0.3, KEY, SITE, inner_size=500, inner_start=13, backend=k),
+        lambda x, k: ops.dropout(x, replace(DROPS, inner_size=500, inner_start=13), backend=k),
     )
     for b, n, s, d in ((2, 3, 5, 6), (1, 2, 130, 32), (2, 1, 1, 2), (0, 2, 3, 4)):
         shape = (b, n, s, d)

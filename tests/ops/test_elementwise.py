@@ -7,6 +7,7 @@ import torch
 
 from hybridpar import ops
 from hybridpar.ops.activation import gelu_exact
+from hybridpar.ops.norm import NormWeights
 
 X = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 W, B = torch.linspace(0.5, 2, 7, dtype=torch.float64), torch.linspace(-1, 1, 7, dtype=torch.float64)
@@ -117,11 +118,9 @@ def test_bad_shapes():
     ):
         with pytest.raises(ValueError, match="bias must have the last size"):
             function()
-    for function in (lambda: ops.add_norm(X, X[:1], W, B), lambda: ops.bias_dropout_add(X, X[0])):
+    norm = NormWeights(W, B)
+    for function in (lambda: ops.add_norm(X, X[:1], norm), lambda: ops.bias_dropout_add(X, X[0])):
         with pytest.raises(ValueError, match="same shape"):
-            function()
-    for function in (lambda: ops.add_norm(X, X, W), lambda: ops.add_norm(X, X, W, B, centre=False)):
-        with pytest.raises(ValueError, match="requires a bias"):
             function()
     with pytest.raises(ValueError, match="d even"):
         ops.rotary(X[None])

@@ -15,7 +15,7 @@ from hybridpar.config import ModelConfig, OptimConfig, ParallelConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.ops.dropout import dropout
+from hybridpar.ops.dropout import DropoutSpec, dropout
 from hybridpar.prediction import Usage, measure
 from hybridpar.prediction.ghost import Ghost, Tracker
 from hybridpar.random import RandomKey
@@ -80,7 +80,7 @@ def test_integers_of_its_own_making_may_be_ghosts() -> None:
         assert (data != 0).nonzero().flatten().tolist() == [0, 2], "what comes from outside is real"
         assert isinstance(data + torch.arange(3), Ghost)
         x = torch.zeros(64, 1024, 1024)
-        y = dropout(x, 0.1, RandomKey.of(0, 0, 0), 1, backend="torch")
+        y = dropout(x, DropoutSpec(0.1, RandomKey.of(0, 0, 0), 1), backend="torch")
         assert y.shape == x.shape
         assert tracker.read().current == x.nbytes + y.nbytes
         assert tracker.read().peak > 2 * x.nbytes + y.nbytes, "random bits, and the mask"

@@ -109,11 +109,8 @@ def oracle(replicas: list[Factors], before: Estimate, num_blocks: int) -> tuple[
                 random.normal(
                     0,
                     random.site(f"sbpca {m} {k}"),
-                    rows=m,
-                    cols=k,
-                    stride=k,
-                    start=0,
-                    dtype=torch.float64,
+                    random.CounterBlock(m, k, stride=k, start=0),
+                    torch.float64,
                 )
             )
             x = orthonormal(g.t() @ d)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.ops.backends.registry import resolve
-from hybridpar.ops.dropout import Mask
+from hybridpar.ops.dropout import DropoutMask
+from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, grouped
 
 _NORMS = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"
@@ -41,20 +42,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor,
-    bias_of_x: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centre: bool,
-    mask: Mask,
+    x: Tensor, bias_of_x: Tensor | None, residual: Tensor, norm: NormWeights, mask: DropoutMask
 ) -> tuple[Tensor, Tensor]:
     """Compute the sum, and then apex's norm of it, as apex has no operator for both."""
     total = resolve("bias_dropout_add", "auto", x)(x, bias_of_x, residual, mask)
-    return rms_norm(total, weight, eps) if bias is None else layer_norm(
-        total, weight, bias, eps
-    ), total
+    weight, bias, eps = norm
+    if bias is None:
+        return rms_norm(total, weight, eps), total
+    return layer_norm(total, weight, bias, eps), total
 
 
 class FusedAdam(Passes):

@@ -6,13 +6,19 @@ to be deterministic, the backward pass is Triton's.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridpar import native
+from hybridpar.ops.attention import (
+    AttentionMask,
+    LibraryPasses,
+    SavedAttention,
+    attention_by,
+    scale_of,
+)
 from hybridpar.ops.backends.libraries import cpp_missing, has_cuda, triton_missing
 
 CAPABILITY = (9, 0)
@@ -31,76 +37,66 @@ def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str 
     return triton_missing(op, device_type, dtype)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    real: Tensor | None,
-    kv_head: list[int],
-    scale: float,
-    causal: bool,
-    *mask: Any,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.attention for arguments and shapes."""
-    if _plain(q, real, mask):
-        return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, scale, causal)
-    return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, *mask)
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Run the passes below. Shapes: see ops.attention."""
+    return attention_by(HopperPasses(), q, k, v, mask)
 
 
-def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    real: Tensor | None,
-    kv_head: list[int],
-    scale: float,
-    causal: bool,
-    *mask: Any,
-) -> tuple[Tensor, ...]:
-    """See kernels.attention.attention_backward for arguments and shapes."""
-    own = kv_head == list(range(k.shape[1]))  # a key head for each query head
-    if (
-        not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
-        or torch.are_deterministic_algorithms_enabled()
-    ):
-        return torch.ops.hybridpar_triton.attention_backward(
-            dout, q, k, v, out, lse, real, kv_head, scale, causal, *mask
+class HopperPasses(NamedTuple):
+    """The passes of attention on Hopper GPUs."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        if _is_plain(q, mask):
+            return torch.ops.hybridpar.attention_hopper(
+                q, k, v, mask.kv_index, scale_of(q), mask.causal
+            )
+        return LibraryPasses(torch.ops.hybridpar_triton).forward(q, k, v, mask)
+
+    def backward(
+        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+    ) -> tuple[Tensor, ...]:
+        q, k, v, out, lse = saved
+        has_own_keys = mask.kv_index == list(range(k.shape[1]))  # one key head per query head
+        if (
+            not (has_own_keys and q.numel() and _is_plain(q, mask) and _has_cudnn())
+            or torch.are_deterministic_algorithms_enabled()
+        ):
+            return LibraryPasses(torch.ops.hybridpar_triton).backward(dout, saved, mask)
+        s = q.shape[2]
+        # cuDNN takes the state of a random generator, which it does not read without dropout
+        seed = torch.empty((), dtype=torch.int64, device=q.device)
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out.transpose(1, 2),
+            lse.unsqueeze(-1),
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            s,
+            s,
+            0.0,
+            mask.causal,
+            scale=scale_of(q),
         )
-    # of a dropout that there is none of
-    s = q.shape[2]
-    seed = torch.empty((), dtype=torch.int64, device=q.device)
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out.transpose(1, 2),
-        lse.unsqueeze(-1),
-        seed,
-        seed,
-        None,
-        None,
-        None,
-        s,
-        s,
-        0.0,
-        causal,
-        scale=scale,
-    )
-    return tuple(gradient.transpose(1, 2) for gradient in gradients)
+        return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
-def _plain(q: Tensor, real: Tensor | None, mask: tuple[Any, ...]) -> bool:
+def _is_plain(q: Tensor, mask: AttentionMask) -> bool:
     """Whether there is no padding or dropout, and the kernel has this size."""
-    threshold = mask[3]
-    return real is None and threshold == 0 and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
+    return (
+        mask.padding_mask is None
+        and mask.dropout.threshold == 0
+        and q.shape[-1] in HEAD_DIMS
+        and q.shape[1] <= MOST_HEADS
+    )
 
 
 def _has_cudnn() -> bool:
     return torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
-
-
-passes = sys.modules[__name__]

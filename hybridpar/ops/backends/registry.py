@@ -37,7 +37,8 @@ from hybridpar.ops.backends import measured
 
 _log = logging.getLogger(__name__)
 _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
-_NARROW = torch.float32, torch.bfloat16, torch.float16
+_HALF = torch.bfloat16, torch.float16
+_NARROW = torch.float32, *_HALF
 _ALL = torch.float64, *_NARROW
 
 
@@ -111,8 +112,7 @@ _TRITON = _Library(
     _NARROW,
     "hybridpar.ops.backends.libraries:triton_missing",
 )
-# Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and
-# run where Triton cannot. The attention kernel is for Hopper, where it is faster than Triton's.
+# Kernels in CUDA C++, which are as fast as Triton's, within 2 %, and run where Triton cannot.
 _CUDA = _Library(
     "cuda",
     "torch:ops.hybridpar",
@@ -120,13 +120,6 @@ _CUDA = _Library(
     _ALL,
     "hybridpar.ops.backends.libraries:cuda_missing",
     fallback=True,
-)
-_HOPPER = _Library(
-    "cuda",
-    "hybridpar.ops.backends.hopper:passes",
-    "cuda",
-    (torch.bfloat16, torch.float16),
-    "hybridpar.ops.backends.hopper:missing",
 )
 
 
@@ -136,7 +129,7 @@ def _rows(
     code: str = "",
     *,
     libraries: Sequence[_Library] = (_CPP, _TRITON),
-    apex: str = "",
+    others: Sequence[Backend] = (),
 ) -> Iterator[Backend]:
     """Yield the rows of an operation of ops/<module>.py.
 
@@ -145,7 +138,7 @@ def _rows(
         module: Module that defines it.
         code: Its fused form, if that is more than a library, and its reference.
         libraries: Libraries that have its passes.
-        apex: Its name in apex.
+        others: Further rows, behind those of the libraries.
     """
     *fused, reference = (
         f"hybridpar.ops.{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
@@ -160,20 +153,33 @@ def _rows(
             library.check,
             library.fallback,
         )
-    if apex:
-        # apex's AdamW takes tensors of one type
-        dtypes = (torch.float32,) if op == "optimizer" else _NARROW
-        path = f"hybridpar.ops.backends.apex:{apex}"
-        yield Backend(op, "apex", path, "cuda", dtypes, "hybridpar.ops.backends.apex:missing")
+    yield from others
     yield Backend(op, "torch", reference)
+
+
+# Attention for Hopper in CUDA C++, where it is faster than Triton's.
+_HOPPER = Backend(
+    "attention",
+    "cuda",
+    "hybridpar.ops.backends.hopper:attention",
+    "cuda",
+    _HALF,
+    "hybridpar.ops.backends.hopper:missing",
+)
+
+
+def _apex(op: str, code: str = "", dtypes: tuple[torch.dtype, ...] = _NARROW) -> Backend:
+    """Return the row of an operation that apex has, by default under its own name."""
+    path = f"hybridpar.ops.backends.apex:{code or op}"
+    return Backend(op, "apex", path, "cuda", dtypes, "hybridpar.ops.backends.apex:missing")
 
 
 # Per operation in the order `auto` tries them where measured.py has no times; the last is the
 # reference and always can.
 TABLE = (
-    *_rows("layer_norm", "norm", apex="layer_norm"),
-    *_rows("rms_norm", "norm", apex="rms_norm"),
-    *_rows("add_norm", "norm", apex="add_norm"),
+    *_rows("layer_norm", "norm", others=(_apex("layer_norm"),)),
+    *_rows("rms_norm", "norm", others=(_apex("rms_norm"),)),
+    *_rows("add_norm", "norm", others=(_apex("add_norm"),)),
     *_rows("bias_dropout_add", "norm"),
     *_rows("gelu", "activation"),
     *_rows("swiglu", "activation"),
@@ -184,10 +190,10 @@ TABLE = (
         "sdpa",
         "hybridpar.ops.attention:attention_sdpa",
         "cuda",
-        (torch.bfloat16, torch.float16),
+        _HALF,
         _TRITON.check,
     ),
-    *_rows("attention", "attention", libraries=(_CPP, _TRITON, _HOPPER)),
+    *_rows("attention", "attention", others=(_HOPPER,)),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", libraries=(_CPP, _TRITON, _CUDA)),
     *_rows("dropout", "dropout"),
     *_rows(
@@ -209,7 +215,7 @@ TABLE = (
         "update",
         "Compiled Passes",
         libraries=(_CPP, replace(_TRITON, dtypes=(torch.float64, torch.float32))),
-        apex="FusedAdam",
+        others=(_apex("optimizer", "FusedAdam", (torch.float32,)),),  # tensors of one type
     ),
     *_rows(
         "sparse",

@@ -55,15 +55,9 @@ class LowRank(Method):
         """Return a starting matrix, equal for all parameters of a shape. Shapes: -> [rows,
         rank].
         """
-        return random.normal(
-            0,
-            random.site(f"{self.name} {rows} {rank}"),
-            rows=rows,
-            cols=rank,
-            stride=rank,
-            start=0,
-            dtype=self.dtype,
-        ).to(self.device)
+        site = random.site(f"{self.name} {rows} {rank}")
+        block = random.CounterBlock(rows, rank, stride=rank, start=0)
+        return random.normal(0, site, block, self.dtype).to(self.device)
 
 
 def factor_share(config: Config) -> float:

@@ -23,7 +23,7 @@ from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
 from hybridpar.job.stage_split import inference_split
-from hybridpar.random import random_bits, site
+from hybridpar.random import CounterBlock, random_bits, site
 from hybridpar.train.faults.errors import describe_failure
 from hybridpar.train.inference.decoder import Decoder
 from hybridpar.train.launching.launch import Job, set_threads
@@ -350,5 +350,5 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 def _uniform(key: tuple[int, int, int, int], position: int) -> float:
     """Return a random number between 0 and 1 for a position of a text."""
-    bits = random_bits(*key, num_samples=1, rows=1, cols=1, stride=1, start=position)
+    bits = random_bits(*key, CounterBlock(1, 1, stride=1, start=position))
     return (int(bits) % 2**32 + 0.5) / 2**32

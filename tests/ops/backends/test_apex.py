@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from hybridpar import ops
 from hybridpar.errors import ConfigError
 from hybridpar.ops.backends import apex, registry
-from hybridpar.ops.dropout import make_mask
+from hybridpar.ops.dropout import DropoutSpec, make_mask
+from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.update import AdamStep, Passes, Weights
 from hybridpar.random import RandomKey
 
@@ -120,20 +121,13 @@ def test_add_norm_is_the_sum_and_then_the_norm(norms, centre, with_bias):
     x = torch.randn(2, 4, 6, 8, requires_grad=True)
     residual = torch.randn(2, 4, 6, 8, requires_grad=True)
     weight, bias, of_x = (torch.randn(8, requires_grad=True) for _ in range(3))
-    options = {
-        "bias_of_x": of_x if with_bias else None,
-        "centre": centre,
-        "p": 0.4,
-        "key": RandomKey.of(1, 2, 3),
-    }
+    bias_of_x = of_x if with_bias else None
+    norm = NormWeights(weight, bias if centre else None)
+    drops = DropoutSpec(0.4, RandomKey.of(1, 2, 3))
     inputs = [x, residual, weight, *([bias] if centre else []), *([of_x] if with_bias else [])]
-    expected = ops.add_norm(
-        x, residual, weight, bias if centre else None, **options, backend="torch"
-    )
-    mask = make_mask(x.shape, x.device, 0.4, options["key"], 0)
-    made = apex.add_norm(
-        x, options["bias_of_x"], residual, weight, bias if centre else None, 1e-5, centre, mask
-    )
+    expected = ops.add_norm(x, residual, norm, bias_of_x=bias_of_x, dropout=drops, backend="torch")
+    mask = make_mask(drops, x.shape, x.device)
+    made = apex.add_norm(x, bias_of_x, residual, norm, mask)
     seeds = [torch.randn_like(x) for _ in made]
     for a, b in zip(
         (*made, *torch.autograd.grad(made, inputs, seeds)),

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from hybridpar import native, ops
+from hybridpar.ops.attention import AttentionMask
 from hybridpar.ops.backends import hopper, registry
+from hybridpar.ops.dropout import DropoutMask
 
 (ROW,) = (row for row in registry.backends("attention") if row.name == "cuda")
 REASON = ROW.unsupported("cuda", torch.bfloat16)
@@ -162,11 +164,13 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     monkeypatch.setattr(torch.ops, "hybridpar_triton", Called("triton"))
     q = torch.zeros(1, 2, 3, d, dtype=torch.bfloat16)
     real = torch.ones(1, 3, dtype=torch.bool) if padded else None
-    mask = (1, 2, None, threshold, 1.5, 5)
-    library, _, arguments = hopper.attention(q, q, q, real, [0, 1], 0.5, True, *mask)
+    drops = DropoutMask(1, 2, None, threshold, 1.5, stride=3, start=5)
+    mask = AttentionMask(True, [0, 1], real, drops)
+    library, _, arguments = hopper.HopperPasses().forward(q, q, q, mask)
     assert library == taken
+    plain = ([0, 1], d**-0.5, True)
     assert arguments[3:] == (
-        ([0, 1], 0.5, True) if taken == "hopper" else (real, [0, 1], 0.5, True, *mask)
+        plain if taken == "hopper" else (real, *plain, 1, 2, None, threshold, 1.5, 5)
     )
 
 
