@@ -35,9 +35,9 @@ from hybridpar.nn import (
     ParallelMLP,
     RMSNorm,
     VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
+from hybridpar.nn.cross_entropy import CrossEntropySpec, VocabProjection, split_cross_entropy
 from hybridpar.nn.mlp import activation_function
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, value_of
@@ -290,30 +290,26 @@ class LanguageModelHead(nn.Module):
         Shapes: x [.., h], labels [..] -> 0-d; with `sizes` x is this rank's part of the sequence,
         [b, sizes[rank], h].
         """
-        smoothing = 0.0 if key is None else self.label_smoothing
-        options: dict[str, Any] = {
-            "vocab_start": self.vocab_start,
-            "valid_vocab": self.vocab_size,
-            "label_smoothing": smoothing,
-            "ignore_index": IGNORE_INDEX,
-            "backend": self.kernels.cross_entropy,
-        }
+        spec = CrossEntropySpec(
+            self.axis,
+            self.vocab_start,
+            self.vocab_size,
+            0.0 if key is None else self.label_smoothing,
+            IGNORE_INDEX,
+            self.kernels.cross_entropy,
+        )
+        labels = batch["labels"]
         if self.logits_chunk:
-            loss = vocab_parallel_linear_cross_entropy(
-                value_of(x),
+            projection = VocabProjection(
                 self.projection.weight,
                 self.projection.bias,
-                batch["labels"],
-                self.axis,
-                chunk=self.logits_chunk,
-                sizes=sizes,
-                consumer=self.projection.binding("weight").consumer,
-                **options,
+                self.projection.binding("weight").consumer,
+            )
+            loss = vocab_parallel_linear_cross_entropy(
+                value_of(x), projection, labels, spec, chunk=self.logits_chunk, sizes=sizes
             )
         else:
-            loss = vocab_parallel_cross_entropy(
-                self.projection(x, sizes), batch["labels"], self.axis, overwrite=True, **options
-            )
+            loss = split_cross_entropy(self.projection(x, sizes), labels, spec, overwrite=True)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: HiddenStates) -> Tensor:

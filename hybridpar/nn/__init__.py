@@ -10,6 +10,8 @@ collectives it makes.
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
 from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.cross_entropy import (
+    CrossEntropySpec,
+    VocabProjection,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
@@ -32,6 +34,7 @@ from hybridpar.nn.sequence import SequencePart
 
 __all__ = [
     "ColumnParallelLinear",
+    "CrossEntropySpec",
     "Dropout",
     "HeadLayout",
     "Init",
@@ -47,6 +50,7 @@ __all__ = [
     "SequencePart",
     "Shard",
     "VocabParallelEmbedding",
+    "VocabProjection",
     "column_linear",
     "named_placements",
     "reduce_shared_gradients",

@@ -24,6 +24,43 @@ from hybridpar.nn.embedding import check_range, within
 
 
 @dataclass(frozen=True, slots=True)
+class CrossEntropySpec:
+    """The cross-entropy of logits that are split over an axis by vocabulary.
+
+    Attributes:
+        axis: The tp axis.
+        vocab_start: Global id of this rank's first column.
+        valid_vocab: Number of real ids. Columns beyond take no part and get no gradient. May be
+            left out at tp 1, if all columns are real.
+        label_smoothing: With e the target puts 1 - e on the label and e / V on every real id, as
+            torch.nn.functional.cross_entropy does.
+        ignore_index: Label whose loss is zero.
+        backend: Backend of the local passes (ops.cross_entropy).
+    """
+
+    axis: Axis
+    vocab_start: int = 0
+    valid_vocab: int | None = None
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    backend: str = "auto"
+
+
+class VocabProjection(NamedTuple):
+    """The layer that computes the logits, x W^T + b.
+
+    Shapes: weight [v_local, h], bias [v_local].
+
+    Attributes:
+        consumer: Takes the gradient of the weight. None: autograd does.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    consumer: GradientConsumer | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Columns:
     """A rank's columns: global ids start to start + num_real; further local ones are padding."""
 
@@ -34,13 +71,49 @@ class _Columns:
     smoothing: float
 
     @classmethod
-    def of(cls, axis: Axis, start: int, v_local: int, num_vocab: int, smoothing: float) -> _Columns:
-        return cls(axis, start, min(max(num_vocab - start, 0), v_local), num_vocab, smoothing)
+    def of(cls, spec: CrossEntropySpec, v_local: int) -> _Columns:
+        """Return the columns of a rank that holds `v_local`. Raises: ConfigError."""
+        num_vocab = spec.valid_vocab
+        if num_vocab is None:
+            if spec.axis.size > 1:
+                raise config_error(
+                    "valid_vocab",
+                    None,
+                    "must be given if the vocabulary is split over ranks",
+                    "the model's vocabulary size",
+                )
+            num_vocab = v_local
+        smoothing = spec.label_smoothing
+        if not 0.0 <= smoothing < 1.0:
+            raise config_error(
+                "label_smoothing", smoothing, "must be at least 0 and below 1", "0.1"
+            )
+        num_real = min(max(num_vocab - spec.vocab_start, 0), v_local)
+        return cls(spec.axis, spec.vocab_start, num_real, num_vocab, smoothing)
 
     def column(self, labels: Tensor) -> Tensor:
         """Return the column of each label; below 0 or from num_real on it is on another rank.
         Shapes: [..] -> [rows]."""
         return labels.flatten() - self.start if self.start else labels.flatten()
+
+
+class _Targets(NamedTuple):
+    """Labels, with 0 for ignored ones, and which are ignored; None if none is known to be."""
+
+    labels: Tensor
+    ignored: Tensor | None
+
+    @classmethod
+    def of(cls, labels: Tensor, ignore_index: int, num_vocab: int) -> _Targets:
+        """Check the labels, on the CPU. Raises: DataError."""
+        on_cpu = labels.device.type == "cpu"
+        if on_cpu and within(labels, num_vocab) and not 0 <= ignore_index < num_vocab:
+            return cls(labels, None)
+        ignored = labels == ignore_index
+        labels = labels.masked_fill(ignored, 0)
+        if on_cpu:
+            check_range(labels, num_vocab, "label")
+        return cls(labels, ignored)
 
 
 def vocab_parallel_cross_entropy(
@@ -79,86 +152,49 @@ def vocab_parallel_cross_entropy(
     at tp > 1.
     Source: Megatron-LM (arXiv 1909.08053), section 3; smoothing: arXiv 1512.00567.
     """
-    valid_vocab = _checked(axis, logits.shape[-1], valid_vocab, label_smoothing)
+    spec = CrossEntropySpec(axis, vocab_start, valid_vocab, label_smoothing, ignore_index, backend)
+    return split_cross_entropy(logits, labels, spec, overwrite=overwrite)
+
+
+def split_cross_entropy(
+    logits: Tensor, labels: Tensor, spec: CrossEntropySpec, *, overwrite: bool = False
+) -> Tensor:
+    """Return vocab_parallel_cross_entropy(logits, labels, ..), described by `spec`."""
+    columns = _Columns.of(spec, logits.shape[-1])
     assert labels.shape == logits.shape[:-1], (
         f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
     )
-    labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
-    columns = _Columns.of(axis, vocab_start, logits.shape[-1], valid_vocab, label_smoothing)
-    return _CrossEntropy.apply(logits, labels, ignored, columns, overwrite, backend)
+    targets = _Targets.of(labels, spec.ignore_index, columns.num_vocab)
+    return _CrossEntropy.apply(logits, targets, columns, overwrite, spec.backend)
 
 
 def vocab_parallel_linear_cross_entropy(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    projection: VocabProjection,
     labels: Tensor,
-    axis: Axis,
+    spec: CrossEntropySpec,
     *,
     chunk: int,
-    vocab_start: int = 0,
-    valid_vocab: int | None = None,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
     sizes: Sequence[int] | None = None,
-    backend: str = "auto",
-    consumer: GradientConsumer | None = None,
 ) -> Tensor:
-    """Return vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time.
-
-    `consumer`: takes the gradient of the weight; None: autograd does.
+    """Return the cross-entropy of x W^T + b, of which only `chunk` rows exist at a time.
 
     The logits are computed twice: four matrix products instead of three, and memory for `chunk`
-    rows of
-    logits instead of all.
+    rows of logits instead of all.
 
-    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..].
-    With `sizes` x is [b, sizes[rank], h], this rank's part of the sequence.
+    Shapes: x [.., h], replicated; labels int64 [..] -> [..]. With `sizes` x is [b, sizes[rank], h],
+    this rank's part of the sequence.
     Collectives: forward three all-reduces (see vocab_parallel_cross_entropy); backward one of the
     gradient of x. With `sizes`: forward one all-gather more, backward one reduce_scatter instead.
     Raises: See vocab_parallel_cross_entropy.
     """
-    valid_vocab = _checked(axis, weight.shape[0], valid_vocab, label_smoothing)
+    columns = _Columns.of(spec, projection.weight.shape[0])
     assert chunk > 0, f"chunk must be positive, not {chunk}"
-    x = x if sizes is None else gather_sequence(x, axis, sizes)
+    x = x if sizes is None else gather_sequence(x, spec.axis, sizes)
     assert labels.shape == x.shape[:-1], f"labels {tuple(labels.shape)} for x {tuple(x.shape)}"
-    labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
-    columns = _Columns.of(axis, vocab_start, weight.shape[0], valid_vocab, label_smoothing)
-    return _LinearCrossEntropy.apply(
-        x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend, consumer
-    )
-
-
-def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
-    """Return the number of real ids. Raises: ConfigError."""
-    if valid_vocab is None:
-        if axis.size > 1:
-            raise config_error(
-                "valid_vocab",
-                None,
-                "must be given if the vocabulary is split over ranks",
-                "the model's vocabulary size",
-            )
-        valid_vocab = v_local
-    if not 0.0 <= label_smoothing < 1.0:
-        raise config_error(
-            "label_smoothing", label_smoothing, "must be at least 0 and below 1", "0.1"
-        )
-    return valid_vocab
-
-
-def _without_ignored(
-    labels: Tensor, ignore_index: int, valid_vocab: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return labels with 0 for ignored ones, and which are ignored; None if none is known to be."""
-    on_cpu = labels.device.type == "cpu"
-    if on_cpu and within(labels, valid_vocab) and not 0 <= ignore_index < valid_vocab:
-        return labels, None
-    ignored = labels == ignore_index
-    labels = labels.masked_fill(ignored, 0)
-    if on_cpu:
-        check_range(labels, valid_vocab, "label")
-    return labels, ignored
+    targets = _Targets.of(labels, spec.ignore_index, columns.num_vocab)
+    chunks = _Chunks(chunk, columns, sizes is None, spec.backend, projection.consumer)
+    return _LinearCrossEntropy.apply(x, projection.weight, projection.bias, targets, chunks)
 
 
 class _Rows(NamedTuple):
@@ -183,9 +219,10 @@ class _Rows(NamedTuple):
 
 
 def _combine(
-    statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor | None, columns: _Columns
+    statistics: Tensor, column: Tensor, targets: _Targets, columns: _Columns
 ) -> tuple[Tensor, _Rows]:
     """Combine what every rank knows of its own columns into the loss."""
+    labels, ignored = targets
     axis = columns.axis
     e = columns.smoothing
     top, total, target, *below = statistics
@@ -212,17 +249,16 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any,
         logits: Tensor,
-        labels: Tensor,
-        ignored: Tensor | None,
+        targets: _Targets,
         columns: _Columns,
         overwrite: bool,
         backend: str,
     ) -> Tensor:
-        flat = logits.detach().reshape(labels.numel(), logits.shape[-1]).contiguous()
+        flat = logits.detach().reshape(targets.labels.numel(), logits.shape[-1]).contiguous()
         passes = ops.cross_entropy(flat, backend)
-        column = columns.column(labels)
+        column = columns.column(targets.labels)
         statistics = passes.statistics(flat, column, columns.num_real, columns.smoothing > 0)
-        loss, rows = _combine(statistics, column, labels, ignored, columns)
+        loss, rows = _combine(statistics, column, targets, columns)
         ctx.columns = columns
         ctx.overwrite = overwrite
         ctx.passes = passes
@@ -239,7 +275,25 @@ class _CrossEntropy(Function):
         ctx.passes.gradient_(
             gradient, flat, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real
         )
-        return gradient.view(ctx.shape), None, None, None, None, None
+        return gradient.view(ctx.shape), None, None, None, None
+
+
+class _Chunks(NamedTuple):
+    """How the logits are computed, `size` rows at a time.
+
+    Attributes:
+        size: Rows of a chunk.
+        columns: This rank's columns.
+        reduces_dx: Whether the gradient of x is all-reduced over the axis here.
+        backend: Backend of the local passes.
+        consumer: Takes the gradient of the weight. None: autograd does.
+    """
+
+    size: int
+    columns: _Columns
+    reduces_dx: bool
+    backend: str
+    consumer: GradientConsumer | None
 
 
 class _LinearCrossEntropy(Function):
@@ -249,33 +303,26 @@ class _LinearCrossEntropy(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
-        ignored: Tensor | None,
-        columns: _Columns,
-        chunk: int,
-        sums: bool,
-        backend: str,
-        consumer: GradientConsumer | None,
+        targets: _Targets,
+        chunks: _Chunks,
     ) -> Tensor:
-        flat = x.detach().reshape(labels.numel(), x.shape[-1])
-        column = columns.column(labels)
-        passes = ops.cross_entropy(flat, backend)
+        columns = chunks.columns
+        flat = x.detach().reshape(targets.labels.numel(), x.shape[-1])
+        column = columns.column(targets.labels)
+        passes = ops.cross_entropy(flat, chunks.backend)
         statistics = [
             passes.statistics(
                 matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0
             )
-            for part, at in zip(flat.split(chunk), column.split(chunk), strict=True)
+            for part, at in zip(flat.split(chunks.size), column.split(chunks.size), strict=True)
         ]
-        loss, rows = _combine(torch.cat(statistics, 1), column, labels, ignored, columns)
+        loss, rows = _combine(torch.cat(statistics, 1), column, targets, columns)
         ctx.save_for_backward(flat, weight, bias, *rows)
-        # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.columns = columns
+        ctx.chunks = chunks
         ctx.passes = passes
         ctx.shape = x.shape
-        ctx.chunk = chunk
+        # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.leaf = weight
-        ctx.consumer = consumer
-        ctx.sums = sums
         return loss
 
     @staticmethod
@@ -283,32 +330,26 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *saved = ctx.saved_tensors
         rows = _Rows(*saved)
+        size, columns, reduces_dx, _, consumer = ctx.chunks
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x) if wants_x else None
         dw = None
         db = None
         sums = []
-        for start in range(0, len(x), ctx.chunk):
-            piece = slice(start, start + ctx.chunk)
+        for start in range(0, len(x), size):
+            piece = slice(start, start + size)
             part = x[piece]
-            numbers = rows.numbers(grad, ctx.columns)[:, piece].contiguous()
+            numbers = rows.numbers(grad, columns)[:, piece].contiguous()
             gradient = matmul.linear(part, weight, bias)
-            ctx.passes.gradient_(
-                gradient, gradient, rows.column[piece], numbers, ctx.columns.num_real
-            )
+            ctx.passes.gradient_(gradient, gradient, rows.column[piece], numbers, columns.num_real)
             factor = matmul.factor(gradient)
             if dx is not None:
                 dx[piece] = matmul.input_gradient(factor, weight)
-                if ctx.sums:  # on its way while what follows is computed
-                    sums.append(all_reduce_async(dx[piece], ctx.columns.axis))
+                if reduces_dx:  # on its way while what follows is computed
+                    sums.append(all_reduce_async(dx[piece], columns.axis))
             if wants_weight:
-                product = matmul.weight_gradient(
-                    factor,
-                    part,
-                    ctx.leaf,
-                    ctx.consumer,
-                    now=ctx.columns.axis.size > 1 and ctx.sums,
-                )
+                now = columns.axis.size > 1 and reduces_dx
+                product = matmul.weight_gradient(factor, part, ctx.leaf, consumer, now=now)
                 dw = product if dw is None or product.is_sparse else dw.add_(product)
             if wants_bias:
                 total = gradient.sum(0)
@@ -316,4 +357,4 @@ class _LinearCrossEntropy(Function):
         if dx is not None:
             Works(sums).wait()
             dx = dx.view(ctx.shape)
-        return dx, dw, db, None, None, None, None, None, None, None
+        return dx, dw, db, None, None

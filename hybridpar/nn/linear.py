@@ -14,7 +14,7 @@ Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,7 +223,8 @@ def column_linear(
         return _product(_gathered(x, axis, sizes), weight, bias, binding)
     is_summed = axis.size > 1 and (x.requires_grad or sizes is not None)
     if _is_ours(weight, binding) or make or is_summed:
-        return _Linear.apply(x, weight, bias, axis, None, sizes, make, binding)
+        split = _Split(axis, None, sizes)
+        return _Linear.apply(x, weight, bias, split, make, binding)
     return F.linear(x, weight, bias)
 
 
@@ -248,7 +249,8 @@ def row_linear(
     if not torch.is_grad_enabled():
         return _row_linear(x, weight, bias, axis, sizes, binding)
     if _is_ours(weight, binding) or make or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis, sizes, make, binding)
+        split = _Split(None, axis, sizes)
+        return _Linear.apply(x, weight, bias, split, make, binding)
     return F.linear(x, weight, bias)
 
 
@@ -312,14 +314,25 @@ def _is_ours(weight: Tensor, binding: ParameterBinding) -> bool:
     )
 
 
+class _Split(NamedTuple):
+    """How a linear layer is split over ranks.
+
+    Attributes:
+        dx_axis: The axis over which dx is summed. None: it is complete.
+        y_axis: The axis over which y is summed, before b is added. None: it is complete.
+        sizes: Rows of each rank, if x (with dx_axis) or y (with y_axis) is its part of the sequence.
+    """
+
+    dx_axis: Axis | None
+    y_axis: Axis | None
+    sizes: Sequence[int] | None
+
+
 class _Linear(Function):
     """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db
     meanwhile: also where other gradients of weights wait.
 
-    The rest of a split x arrives while dx is computed.
-
-    `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is
-    added afterwards. `make`: makes x again (None: it is kept).
+    The rest of a split x arrives while dx is computed. `make`: makes x again (None: it is kept).
     """
 
     @staticmethod
@@ -328,29 +341,27 @@ class _Linear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dx_axis: Axis | None,
-        y_axis: Axis | None,
-        sizes: Sequence[int] | None,
+        split: _Split,
         make: RecomputeFn | None,
         binding: ParameterBinding,
     ) -> Tensor:
         ctx.save_for_backward(None if make else x, weight)
+        ctx.split = split
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.axes = (dx_axis, y_axis)
-        ctx.sizes = sizes
         ctx.leaf = weight
         ctx.make = make
         ctx.consumer = binding.consumer
         ctx.fp8_weight = binding.fp8_weight(weight)
-        if y_axis is not None:
-            return _row_linear(x, weight, bias, y_axis, sizes, binding)
-        assert dx_axis is not None
-        return _product(_gathered(x, dx_axis, sizes), weight, bias, binding)
+        if split.y_axis is not None:
+            return _row_linear(x, weight, bias, split.y_axis, split.sizes, binding)
+        assert split.dx_axis is not None
+        return _product(_gathered(x, split.dx_axis, split.sizes), weight, bias, binding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (dx_axis, y_axis), sizes = ctx.saved_tensors, ctx.axes, ctx.sizes
+        x, weight = ctx.saved_tensors
+        dx_axis, y_axis, sizes = ctx.split
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # what it is made from is free once this has run, as saved tensors are
         make = ctx.make
@@ -388,4 +399,4 @@ class _Linear(Function):
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None

@@ -16,6 +16,8 @@ from hybridpar.comm import gather_from
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import (
+    CrossEntropySpec,
+    VocabProjection,
     split_ranges,
     split_sizes,
     vocab_parallel_cross_entropy,
@@ -140,8 +142,10 @@ def in_chunks(axis: Axis) -> None:
             leaves = [t for t in (x, weight, bias) if t is not None]
             if chunked:
                 with traffic(axis, all_reduce=3):
+                    projection = VocabProjection(weight, bias)
+                    spec = CrossEntropySpec(axis, **options)
                     loss = vocab_parallel_linear_cross_entropy(
-                        x, weight, bias, labels, axis, chunk=chunk, **options
+                        x, projection, labels, spec, chunk=chunk
                     )
             else:
                 loss = vocab_parallel_cross_entropy(
