@@ -45,7 +45,8 @@ from hybridpar.config import (
     TrainConfig,
 )
 from hybridpar.cpu import cpu_name
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
@@ -140,8 +141,12 @@ class FixedLoader:
         dp_size: int = 1,
         device: str = "cpu",
     ):
-        synthetic = SyntheticLoader(
-            shape.model, shape.micro_batch, num_microbatches, dp_rank, dp_size, SEED, padding=False
+        synthetic = BatchLoader(
+            SyntheticSamples(shape.model, SEED, padding=False),
+            micro_batch_size=shape.micro_batch,
+            num_microbatches=num_microbatches,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
         )
         self.first_sample = synthetic.first_sample
         self._batches = [

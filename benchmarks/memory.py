@@ -26,7 +26,8 @@ import torch.distributed as dist
 from benchmarks.common import SHAPES, arguments, engine_config, parse, report, run_ranks
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction import measure, predict
@@ -116,7 +117,11 @@ def run(config: Config) -> Run:
     parallel = config.parallel
     m = config.pipeline.num_microbatches
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp)
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, padding=False)
+    loader = BatchLoader(
+        SyntheticSamples(config.model, padding=False),
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=m,
+    )
     gc.collect()
     with measure(CPU) as meter:
         engine = Engine(JobPlan(config), grid, CPU)

@@ -33,6 +33,8 @@ ALONE: Place = MappingProxyType({})
 MODEL = ("pp", "tp")
 """Axes that divide the model: ranks along them hold different parameters, or different shards of
 them."""
+_USUAL = ("pp", "dp", "tp")
+"""Axes that every grid has, the outermost first."""
 BATCH = ("dp",)
 """Axes that divide a batch: ranks along them hold the same parameters, and each computes a part of
 the gradient."""
@@ -160,9 +162,8 @@ class ProcessGrid:
 
     Args:
         sizes: Sizes by axis, the outermost first; missing tp, pp and dp have size 1.
-        tp: Size of tp, without `sizes`.
-        pp: Size of pp, without `sizes`.
-        dp: Size of dp, without `sizes`.
+        axes: Sizes of tp, pp and dp by keyword, in place of `sizes`; pp is the outermost, tp
+            the innermost.
         joined: Groups of axes that are used together.
         device_type: Type of device of the tensors that communicate.
         flight: Notes what this rank waits for.
@@ -193,14 +194,12 @@ class ProcessGrid:
         self,
         sizes: AxisSizes | None = None,
         *,
-        tp: int = 1,
-        pp: int = 1,
-        dp: int = 1,
         joined: Sequence[tuple[str, ...]] = (),
         device_type: str = "cpu",
         flight: Flight = NO_FLIGHT,
+        **axes: int,
     ):
-        self.sizes = _complete({"pp": pp, "dp": dp, "tp": tp} if sizes is None else sizes)
+        self.sizes = _complete(_ordered(axes) if sizes is None else sizes)
         self.device_type = device_type
         self.flight = flight
         num_ranks = prod(self.sizes.values())
@@ -402,6 +401,23 @@ def lines_of(
     return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
 
 
+def _ordered(by_keyword: Mapping[str, int]) -> AxisSizes:
+    """Return sizes of pp, dp and tp in the order of a grid.
+
+    Raises:
+        ConfigError: There are others, whose place in the order is unknown.
+    """
+    for name in by_keyword:
+        if name not in _USUAL:
+            raise config_error(
+                "axis",
+                name,
+                "must be pp, dp or tp; give the sizes of other axes in a dict, the outermost first",
+                f'ProcessGrid({{"{name}": 2, "tp": 2}})',
+            )
+    return {name: by_keyword.get(name, 1) for name in _USUAL}
+
+
 def _complete(sizes: AxisSizes) -> dict[str, int]:
     """Return sizes with pp, dp and tp added if they are missing.
 
@@ -420,7 +436,7 @@ def _complete(sizes: AxisSizes) -> dict[str, int]:
             raise config_error(
                 f"parallel.{name}", size, "must be a whole number of at least 1", "1"
             )
-    return {name: 1 for name in ("pp", "dp", "tp") if name not in sizes} | dict(sizes)
+    return {name: 1 for name in _USUAL if name not in sizes} | dict(sizes)
 
 
 def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 import hybridpar as hp
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class CustomGPT(hp.ModelSpec):
         return self.text_format.num_targets(sample)
 
     def block(self, number: int, build: hp.Build) -> nn.Module:
-        options = {"sequence": build.sequence, "kernels": build.kernels}
-        return build_blocks(self.text_format, build.axis, [number], **options, **build.factory)[
-            number
-        ]
+        options = BlockOptions(build.kernels, build.sequence)
+        blocks = build_blocks(
+            self.text_format, build.axis, [number], options=options, **build.factory
+        )
+        return blocks[number]

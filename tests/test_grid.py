@@ -58,6 +58,10 @@ def test_sizes_that_are_none(sizes: Any) -> None:
         ConfigError, match=r"sizes = 5: must map names of axes to their sizes; try \{"
     ):
         ProcessGrid(5)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"axis = 'cp': must be pp, dp or tp; .*; try ProcessGrid"
+    ):
+        ProcessGrid(tp=1, cp=1)
 
 
 def test_more_ranks_than_processes() -> None:

@@ -15,8 +15,7 @@ from hybridpar.data.mapped import as_arrays
 
 
 class SyntheticLoader(BatchLoader):
-    """A loader of random samples. `padding`: samples end early at random, so replicas have
-    different label counts."""
+    """A loader of SyntheticSamples that end early at random."""
 
     def __init__(
         self,
@@ -26,10 +25,9 @@ class SyntheticLoader(BatchLoader):
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
-        padding: bool = True,
     ):
         super().__init__(
-            _Samples(model, seed, padding),
+            SyntheticSamples(model, seed),
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
             dp_rank=dp_rank,
@@ -38,13 +36,21 @@ class SyntheticLoader(BatchLoader):
 
 
 @dataclass
-class _Samples:
-    """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s];
-    sentence_labels [b]."""
+class SyntheticSamples:
+    """An endless stream of random samples.
+
+    Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b].
+
+    Attributes:
+        model: The model, which says the form of samples.
+        seed: Seed of the samples.
+        padding: Whether samples end early at random, so that replicas have different label counts.
+        fingerprint: See Samples.
+    """
 
     model: ModelSpec
-    seed: int
-    padding: bool
+    seed: int = 0
+    padding: bool = True
     fingerprint: str = "synthetic"
 
     def batch(self, counter: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

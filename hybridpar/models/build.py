@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, ParameterGroup, spec_error
+from hybridpar.config import (
+    AUTO,
+    Config,
+    KernelsConfig,
+    ModelConfig,
+    ModelSpec,
+    ParameterGroup,
+    spec_error,
+)
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
@@ -30,16 +38,34 @@ DTYPES = {
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
+@dataclass(frozen=True)
+class BlockOptions:
+    """What a configuration asks of blocks, besides their model.
+
+    Attributes:
+        kernels: Backends of operators.
+        sequence: Whether each rank holds its rows of every sample between the split layers
+            (parallel.sequence).
+        groups: `optim.groups`, which are written into the placements of parameters.
+    """
+
+    kernels: KernelsConfig = AUTO
+    sequence: bool = False
+    groups: tuple[ParameterGroup, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> BlockOptions:
+        return cls(config.kernels, config.parallel.sequence, config.optim.groups)
+
+
 def build_blocks(
     model: ModelSpec,
     axis: Axis,
     numbers: Iterable[int],
     *,
-    kernels: KernelsConfig = AUTO,
-    sequence: bool = False,
+    options: BlockOptions = BlockOptions(),
     device: str | torch.device = "meta",
     dtype: torch.dtype = torch.float32,
-    groups: tuple[ParameterGroup, ...] = (),
 ) -> dict[int, nn.Module]:
     """Build blocks of `model`, without values, by number.
 
@@ -50,27 +76,24 @@ def build_blocks(
         model: The model.
         axis: The tp axis that layers are split over.
         numbers: Numbers of the blocks.
-        kernels: Backends of operators.
-        sequence: Whether each rank holds its rows of every sample between the split layers
-            (parallel.sequence).
+        options: What the configuration asks of the blocks.
         device: The meta device by default, on which nothing is allocated.
         dtype: Type of the parameters.
-        groups: `optim.groups`, which are written into the placements of parameters.
 
     Raises:
         ConfigError: Heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
     blocks = {}
     for number in numbers:
-        build = Build(axis, f"blocks.{number}", kernels, sequence, device, dtype)
+        build = Build(axis, f"blocks.{number}", options.kernels, options.sequence, device, dtype)
         if isinstance(model, ModelConfig):
             blocks[number] = _transformer_block(model, number, build)
         else:
             blocks[number] = construct(model, number, build)
             adopt(blocks[number], model, number, build)
     _tie(blocks.values())
-    if groups:
-        apply_groups(blocks, groups, _groups_by_name(model, groups))
+    if options.groups:
+        apply_groups(blocks, options.groups, _groups_by_name(model, options.groups))
     return blocks
 
 

@@ -11,7 +11,7 @@ from math import prod
 from hybridpar.config import ModelConfig, ModelSpec, ParameterGroup
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import LABELLED
-from hybridpar.models.build import build_blocks, distinct_blocks
+from hybridpar.models.build import BlockOptions, build_blocks, distinct_blocks
 from hybridpar.models.flops import BlockFlops, count_flops
 from hybridpar.nn.placement import Placement, named_placements
 
@@ -59,9 +59,10 @@ def block_placements(
         groups: `optim.groups`, which may freeze some.
     """
     numbers = range(model.num_blocks) if groups else distinct_blocks(model)
+    options = BlockOptions(groups=groups)
     found = []
     for number in numbers:
-        (block,) = build_blocks(model, Axis("tp"), [number], groups=groups).values()
+        (block,) = build_blocks(model, Axis("tp"), [number], options=options).values()
         found.append(tuple(placement for _, _, placement in named_placements(block)))
     if len(found) == model.num_blocks:
         return tuple(found)

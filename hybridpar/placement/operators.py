@@ -27,7 +27,7 @@ from torch.fx import Node
 from hybridpar.config import Config, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import IGNORE_INDEX
-from hybridpar.models.build import DTYPES, build_blocks
+from hybridpar.models.build import DTYPES, BlockOptions, build_blocks
 from hybridpar.prediction.footprint import sample_microbatch
 
 INPUT = -1
@@ -66,7 +66,8 @@ def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
     model = replace(config.transformer, logits_chunk=0)
     dtype = DTYPES[config.train.dtype]
     kernels = KernelsConfig(**{field.name: "torch" for field in fields(KernelsConfig)})
-    block = build_blocks(model, Axis("tp"), [number], kernels=kernels, dtype=dtype)[number]
+    options = BlockOptions(kernels)
+    block = build_blocks(model, Axis("tp"), [number], options=options, dtype=dtype)[number]
     batch = sample_microbatch(config)
     labelled = int((batch["labels"] != IGNORE_INDEX).sum())
     shape = (config.train.micro_batch_size, model.seq_length, model.hidden_size)

@@ -22,7 +22,7 @@ from hybridpar.config import Config
 from hybridpar.data.mapped import rehearsal
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import LABELLED
-from hybridpar.models.build import Recomputation, build_blocks
+from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS
@@ -197,16 +197,13 @@ class TracedStage:
         self.axis = grid.tp
         job = JobPlan(config)
         policy = job.state_policy(buffers.versions, buffers.gradients)
-        sequence = config.parallel.sequence
         self.stage = Stage(
             build_blocks(
                 model,
                 grid.tp,
                 blocks,
-                kernels=config.kernels,
-                sequence=sequence,
+                options=BlockOptions.of(config),
                 dtype=policy.dtype,
-                groups=config.optim.groups,
             ),
             recompute,
             model,

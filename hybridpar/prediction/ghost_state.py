@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.job import JobPlan
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
@@ -45,10 +45,8 @@ class GhostState:
                 config.model,
                 grid.tp,
                 [number for blocks in held.values() for number in blocks],
-                kernels=config.kernels,
-                sequence=config.parallel.sequence,
+                options=BlockOptions.of(config),
                 dtype=policy.dtype,
-                groups=config.optim.groups,
             )
         )
         return GhostState(

@@ -17,7 +17,7 @@ from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.runtime.executor import Executor
@@ -350,15 +350,8 @@ def build_held_blocks(
 ) -> dict[int, nn.Module]:
     """Build the blocks of this rank's stages on the meta device, keyed by block number."""
     numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
-    return build_blocks(
-        config.model,
-        grid.tp,
-        numbers,
-        kernels=config.kernels,
-        sequence=config.parallel.sequence,
-        dtype=states.dtype,
-        groups=config.optim.groups,
-    )
+    options = BlockOptions.of(config)
+    return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)
 
 
 def build_stages(

@@ -20,7 +20,7 @@ from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import Axis
 from hybridpar.job import JobPlan
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.models.metrics import metrics_of
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import Placement, named_placements
@@ -90,9 +90,9 @@ class Oracle:
                 model,
                 axis,
                 [number],
+                options=BlockOptions(groups=self.config.optim.groups),
                 device="cpu",
                 dtype=torch.float64,
-                groups=self.config.optim.groups,
             )
         self.placements: dict[str, Placement] = {}
         self._names: dict[int, list[tuple[dict[str, nn.Parameter | None], str, str]]] = {}

@@ -11,6 +11,7 @@ from hybridpar.config import Config, ModelConfig, OptimConfig, ParameterGroup, f
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import (
+    BlockOptions,
     build_blocks,
     global_placements,
     require_factors,
@@ -29,7 +30,9 @@ def groups_of(*tables: dict[str, Any]) -> tuple[ParameterGroup, ...]:
 
 
 def placed(model: ModelConfig, groups: tuple[ParameterGroup, ...]) -> dict[str, Placement]:
-    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks), groups=groups)
+    blocks = build_blocks(
+        model, Axis("tp"), range(model.num_blocks), options=BlockOptions(groups=groups)
+    )
     return {
         f"blocks.{number}.{name}": placement
         for number, block in blocks.items()
@@ -56,7 +59,9 @@ def test_the_first_pattern_that_matches_decides() -> None:
 def test_a_tied_parameter_is_one_by_any_of_its_names(pattern: str) -> None:
     groups = groups_of({"pattern": pattern, "frozen": True}, {"pattern": "*", "lr": 0.5})
     for numbers in ([0], [3], range(4)):
-        for number, block in build_blocks(TIED, Axis("tp"), numbers, groups=groups).items():
+        for number, block in build_blocks(
+            TIED, Axis("tp"), numbers, options=BlockOptions(groups=groups)
+        ).items():
             for name, parameter, placement in named_placements(block):
                 tied = f"blocks.{number}.{name}" in ("blocks.0.tokens.weight", HEAD)
                 assert placement.trainable is parameter.requires_grad is not tied

@@ -12,7 +12,7 @@ from tensor_parallel import TOLERANCE, check_gradients, fill, traffic, values
 
 from hybridpar.config import ModelConfig
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.nn import Dropout, named_placements, split_sizes
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.random import RandomKey
@@ -63,7 +63,9 @@ def blocks_are_whole_ones(axis: Axis, model: ModelConfig) -> None:
     model = replace(model, tie_embeddings=False)
     batch = microbatch(model)
     part = SequencePart.of(model.seq_length, axis, True)
-    own = build_blocks(model, axis, range(3), sequence=True, device="cpu", dtype=F64)
+    own = build_blocks(
+        model, axis, range(3), options=BlockOptions(sequence=True), device="cpu", dtype=F64
+    )
     alone = build_blocks(model, Axis("tp"), range(3), device="cpu", dtype=F64)
     x = x_ref = None
     for number, block in own.items():
@@ -105,7 +107,9 @@ def counts_and_bytes(axis: Axis) -> None:
     """A layer sends 4(t-1)/t u forward and 6(t-1)/t u backward, where u = b s h e; all-reduces
     would be 8 in all."""
     t, model = axis.size, replace(GPT, seq_length=12)
-    block = build_blocks(model, axis, [1], sequence=True, device="cpu", dtype=F64)[1]
+    block = build_blocks(
+        model, axis, [1], options=BlockOptions(sequence=True), device="cpu", dtype=F64
+    )[1]
     fill(block, axis)
     u = 3 * 12 * 16 * 8
     x = values("x", 3, 12 // t, 16).requires_grad_()
@@ -133,7 +137,8 @@ def test_on_one_rank_nothing_changes() -> None:
     run_cases(1)
     for model in (GPT, BERT):
         split, whole = (
-            build_blocks(model, Axis("tp"), range(3), sequence=on) for on in (True, False)
+            build_blocks(model, Axis("tp"), range(3), options=BlockOptions(sequence=on))
+            for on in (True, False)
         )
         for number, block in whole.items():
             assert [p for *_, p in named_placements(split[number])] == [

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar.config import ModelConfig, OptimConfig, ParallelConfig
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.ops.dropout import DropoutSpec, dropout
@@ -194,7 +195,8 @@ def stage_memory(
         stage, ProcessGrid(), StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto"), CPU
     )
     state.bind(0, (0,))
-    batch = SyntheticLoader(model, 4, 1, padding=False).microbatch(0, 0)
+    samples = SyntheticSamples(model, padding=False)
+    batch = BatchLoader(samples, micro_batch_size=4, num_microbatches=1).microbatch(0, 0)
     batch |= {n: torch.ones((), dtype=torch.float64) for n in ("num_targets", "num_samples")}
     rows = []
     for _ in range(2):

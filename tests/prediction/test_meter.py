@@ -96,7 +96,8 @@ def test_readings_in_between_lose_nothing() -> None:
 SCRIPT = """
 import ctypes, gc, json, sys, torch
 from hybridpar.config import from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import ProcessGrid
 from hybridpar.prediction import measure
 from hybridpar.job import JobPlan
@@ -107,7 +108,9 @@ counter = ctypes.CDLL(None)
 counter.malloc_current.restype = counter.malloc_peak.restype = ctypes.c_long
 
 def run(config):
-    loader = SyntheticLoader(config.model, 4, 2, padding=False)
+    loader = BatchLoader(
+        SyntheticSamples(config.model, padding=False), micro_batch_size=4, num_microbatches=2
+    )
     Engine(JobPlan(config), ProcessGrid(), torch.device("cpu")).train(loader, 3, lambda step: None)
 
 found = []

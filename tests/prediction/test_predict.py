@@ -21,7 +21,8 @@ from hybridpar.config import (
     from_mapping,
     load_toml,
 )
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
@@ -491,13 +492,12 @@ def peak_of_run(config: Config) -> tuple[int, int]:
     built; with what the tiers of a budget have had of the system at most."""
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    loader = SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        config.pipeline.num_microbatches,
-        grid.dp.rank,
-        grid.dp.size,
-        padding=False,
+    loader = BatchLoader(
+        SyntheticSamples(config.model, padding=False),
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=config.pipeline.num_microbatches,
+        dp_rank=grid.dp.rank,
+        dp_size=grid.dp.size,
     )
     with measure(CPU) as meter:
         engine = Engine(JobPlan(config), grid, CPU)
@@ -737,7 +737,13 @@ def watched(config: Config) -> Any:
     parallel = config.parallel
     grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)
     watch = MemoryWatch(JobPlan(config), CPU)
-    loader = SyntheticLoader(config.model, 4, 4, grid.dp.rank, grid.dp.size, padding=False)
+    loader = BatchLoader(
+        SyntheticSamples(config.model, padding=False),
+        micro_batch_size=4,
+        num_microbatches=4,
+        dp_rank=grid.dp.rank,
+        dp_size=grid.dp.size,
+    )
     engine = Engine(JobPlan(config), grid, CPU)
     engine.train(watch.loader(loader), config.train.num_steps, lambda step: None)
     return watch.compare(grid)

@@ -29,7 +29,7 @@ from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import TransformerLayer
-from hybridpar.models.build import Recomputation, build_blocks
+from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.models.custom_blocks import local_message_shape
 from hybridpar.planner.measuring.profile import BlockCost, Key
 from hybridpar.prediction.fake_neighbours import silent_axis
@@ -81,8 +81,7 @@ class Unit:
                 config.model,
                 tp,
                 [number],
-                kernels=config.kernels,
-                sequence=config.parallel.sequence,
+                options=BlockOptions(config.kernels, config.parallel.sequence),
                 dtype=policy.dtype,
             ),
             KEEP_ALL,

@@ -33,7 +33,7 @@ from hybridpar.config import UNCOMPRESSED, Config, OuterConfig, ParallelConfig
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.planner.measuring.bench import Bench, Beside
 from hybridpar.runtime.stage import Stage
 from hybridpar.state import Partition
@@ -82,7 +82,11 @@ class Shared(Moving):
         parameters = StageParameters(
             Stage(
                 build_blocks(
-                    config.model, Axis("tp"), numbers, kernels=config.kernels, dtype=policy.dtype
+                    config.model,
+                    Axis("tp"),
+                    numbers,
+                    options=BlockOptions(config.kernels),
+                    dtype=policy.dtype,
                 )
             ),
             policy.dtype,
