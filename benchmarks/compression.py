@@ -312,6 +312,7 @@ def losses(
             "data": {
                 "corpus": [text.__file__ for text in TEXTS[1:]],
                 "valid_corpus": [TEXTS[0].__file__],
+                "cache": folder,
             },
             "outer": SITES.get(method, {}),
             "compression": {}
@@ -321,7 +322,7 @@ def losses(
         }
     )
     grid = ProcessGrid(sizes_of(config.parallel))
-    data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
+    data = open_data(config, quiet=True)
     engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     options = {
         "micro_batch_size": 2,

@@ -83,7 +83,7 @@ def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cach
 def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
     """The training in one process, without links; samples to train on, and others."""
     torch.set_num_threads(1)
-    data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
+    data = open_data(config)
     whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
     one = resolve(
         from_mapping(

@@ -90,7 +90,7 @@ class Preprocess:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.data import prepare
+        from hybridpar.data import CorpusOptions, prepare
 
         sources = (*self.sources, *self.input)
         if not sources:
@@ -104,11 +104,10 @@ class Preprocess:
             sources,
             self.output,
             self.vocab_size,
-            kind=self.kind,
             tokenizer=self.tokenizer or None,
-            text_key=self.text_key,
-            max_bytes=self.max_bytes or None,
-            on_bad_record=self.on_bad_record,
+            options=CorpusOptions(
+                self.kind, self.text_key, self.max_bytes or None, self.on_bad_record
+            ),
         )
         plain: dict[str, Any] = {
             "ok": True,

@@ -20,7 +20,14 @@ from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dt
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.loader import FROM_THE_START, BatchLoader, DataStart, Samples
 from hybridpar.data.order import SampleOrder
-from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.prepared import (
+    CorpusOptions,
+    Prepared,
+    check_vocab,
+    open_prepared,
+    prepare,
+    prepare_tokenizer,
+)
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "BertDataset",
     "BertVocabulary",
     "Blend",
+    "CorpusOptions",
     "Data",
     "DataStart",
     "Dataset",

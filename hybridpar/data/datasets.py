@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.config import DataConfig, ModelConfig, ModelSpec, spec_error
+from hybridpar.config import Config, DataConfig, ModelConfig, spec_error
 from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
@@ -21,7 +21,14 @@ from hybridpar.data.files.indexed import IndexedDataset, is_indexed
 from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.loader import Samples
 from hybridpar.data.mapped import MappedDataset
-from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.prepared import (
+    CorpusOptions,
+    Prepared,
+    check_vocab,
+    open_prepared,
+    prepare,
+    prepare_tokenizer,
+)
 from hybridpar.data.stream import StreamedSamples
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
@@ -48,49 +55,59 @@ class Data:
 
 
 def open_data(
-    model: ModelSpec,
-    data: DataConfig,
-    folder: str | Path,
-    *,
-    seed: int,
-    quiet: bool = False,
-    datasets: Mapping[str, Any] = NO_DATASETS,
-    kept: int = 1 << 10,
-    evaluates: bool = True,
+    config: Config, *, quiet: bool = False, datasets: Mapping[str, Any] = NO_DATASETS
 ) -> Data:
-    """Open the corpora, after preparing text corpora in `folder`. Without weights, all text is one
-    corpus.
+    """Open the data of a run, after preparing text corpora in its cache folder.
 
-    Any number of processes may call it at once: on one machine, one works and the others wait.
+    Without weights, all text is one corpus. Any number of processes may call it at once: on one
+    machine, one works and the others wait. A run without evaluations trains on all of a corpus that
+    is too small to hold anything out.
 
     Args:
-        model: The model, which says the form of samples.
-        data: The section [data].
-        folder: Folder of prepared corpora.
-        seed: Seed of the order of samples.
+        config: The configuration. parallel.dp must be resolved, if the data are no corpora.
         quiet: Show no progress.
         datasets: Data sets by split ("train", "valid") that replace the corpora, or a custom
             model's own data sets.
-        kept: Number of samples of a stream that stay in memory.
-        evaluates: Whether the validation sets are used. If not, a corpus that is too small to hold
-            anything out is trained on entirely.
 
     Raises:
         ConfigError: Corpora, weights, tokenizer and model do not match, or a split is too small for
             a sample.
         DataError: A file is damaged or unreadable.
     """
-    if datasets or (text := model.text_format) is None:
-        return replace(
-            _own_data(model, seed, datasets, kept),
-            tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None,
-        )
-    options: Any = {
-        "kind": text.kind,
-        "text_key": data.text_key,
-        "quiet": quiet,
-        "on_bad_record": data.on_bad_record,
-    }
+    text = config.model.text_format
+    if datasets or text is None:
+        data = _open_datasets(config, datasets)
+        path = config.data.tokenizer
+        return replace(data, tokenizer=Tokenizer.load(path) if path else None)
+    return _blend(text, config, _open_corpora(text, config, quiet))
+
+
+@dataclass(frozen=True)
+class _Corpora:
+    """Prepared corpora, and the tokenizer that they share, if it is known.
+
+    Attributes:
+        train: Corpora to train on.
+        valid: Corpora of each validation set, by its name.
+        tokenizer: The tokenizer.
+    """
+
+    train: Sequence[Prepared]
+    valid: Mapping[str, Sequence[Prepared]]
+    tokenizer: Tokenizer | None
+
+    @property
+    def all(self) -> list[Prepared]:
+        """All corpora."""
+        return [*self.train, *chain(*self.valid.values())]
+
+
+def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
+    """Open the corpora that the configuration names, and prepare the ones that are text."""
+    data = config.data
+    folder = config.cache_folder
+    vocab_size = text.vocab_size
+    options = CorpusOptions(text.kind, data.text_key, on_bad_record=data.on_bad_record)
     sources = data.valid_sources
     tokenized = {
         name: open_prepared(_prefix(name))
@@ -105,46 +122,46 @@ def open_data(
     )
     if path is None and own and texts:
         raise _tokenizer_needed(texts[0], str(own[0].prefix))
+
+    def made_of(names: str | Sequence[str], tokenizer: Path | None) -> Prepared:
+        return prepare(names, folder, vocab_size, tokenizer=tokenizer, options=options, quiet=quiet)
+
     made: dict[str, Prepared] = {}
     if data.weights:
         shared = path
         if path is None and len(texts) > 1:
-            shared = prepare_tokenizer(texts, folder, text.vocab_size, **options)
-        made = {
-            name: prepare(name, folder, text.vocab_size, tokenizer=shared, **options)
-            for name in texts
-        }
+            shared = prepare_tokenizer(texts, folder, vocab_size, options=options, quiet=quiet)
+        made = {name: made_of(name, shared) for name in texts}
     elif texts:
-        made = dict.fromkeys(
-            texts, prepare(texts, folder, text.vocab_size, tokenizer=path, **options)
-        )
-    prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
-    prepared = prepared if data.weights else list(dict.fromkeys(prepared))
+        made = dict.fromkeys(texts, made_of(texts, path))
+    train = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
+    train = train if data.weights else list(dict.fromkeys(train))
     tokenizer = None
     if path:
         tokenizer = Tokenizer.load(path)
     elif texts:
-        tokenizer = prepared[0].tokenizer()
-    sets: dict[str, list[Prepared]] = {}
+        tokenizer = train[0].tokenizer()
+    valid: dict[str, list[Prepared]] = {}
     for name, of_set in sources.items():
-        texts, sets[name] = _parted(of_set, tokenized)
+        texts, valid[name] = _parted(of_set, tokenized)
         if texts:
-            used = path or prepared[0].tokenizer_path
+            used = path or train[0].tokenizer_path
             if used is None:
                 raise _tokenizer_needed(texts[0], "data.corpus")
-            sets[name].append(prepare(texts, folder, text.vocab_size, tokenizer=used, **options))
-    _check(text, [*prepared, *chain(*sets.values())], tokenizer, path)
-    return _blend(text, data, prepared, sets, tokenizer, seed, evaluates=evaluates)
+            valid[name].append(made_of(texts, used))
+    corpora = _Corpora(train, valid, tokenizer)
+    _check(text, corpora, path)
+    return corpora
 
 
-def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: int) -> Data:
+def _open_datasets(config: Config, datasets: Mapping[str, Any]) -> Data:
+    """Open data sets that are given, or the custom model's own."""
+    model = config.model
     found = {
         part: datasets[part] if part in datasets else model.dataset(part)
         for part in ("train", "valid")
     }
-    train = (
-        None if found["train"] is None else _own_samples(model, found["train"], "train", seed, kept)
-    )
+    train = None if found["train"] is None else _samples_of(config, found["train"], "train")
     sets = found["valid"] if isinstance(found["valid"], Mapping) else {"": found["valid"]}
     valid: dict[str, Samples] = {}
     for name, dataset in sets.items():
@@ -156,9 +173,7 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
                 '{"train": .., "valid": {"wiki": .., "code": ..}}',
             )
         if dataset is not None:
-            valid[name] = _own_samples(
-                model, dataset, f"valid/{name}" if name else "valid", seed, kept
-            )
+            valid[name] = _samples_of(config, dataset, f"valid/{name}" if name else "valid")
     if train is None and model.text_format is not None:
         raise config_error(
             "datasets",
@@ -172,7 +187,9 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
     return Data(train, valid, (), None)
 
 
-def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int) -> Samples:
+def _samples_of(config: Config, dataset: Any, part: str) -> Samples:
+    """Return the samples of a data set. A stream keeps two batches in memory."""
+    model = config.model
     if isinstance(dataset, Mapping):
         names = shown(sorted(map(str, dataset)))
         raise DataError(
@@ -180,9 +197,9 @@ def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int
             f"arrays; it is a dict of {names}"
         )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return Blend([MappedDataset(model, dataset, part)], seed=seed)
+        return Blend([MappedDataset(model, dataset, part)], seed=config.train.seed)
     if callable(dataset) or hasattr(dataset, "__iter__"):
-        return StreamedSamples(model, dataset, part, kept)
+        return StreamedSamples(model, dataset, part, 2 * config.global_batch_size)
     raise DataError(
         f"dataset({part!r}) of {model.kind} must be a map-style dataset (len(d), d[i]), an "
         f"iterable, or a function of the first sample's number; it is a {type(dataset).__name__}"
@@ -264,16 +281,15 @@ def _prefix(name: str) -> str:
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
-def _check(
-    model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | None, used: Path | None
-) -> None:
-    """Check that corpora, tokenizer and model match.
+def _check(model: ModelConfig, corpora: _Corpora, used: Path | None) -> None:
+    """Check that corpora, their tokenizer (from the file `used`) and model match.
 
     Raises:
         ConfigError: Names everything that does not.
     """
+    tokenizer = corpora.tokenizer
     problems: list[Problem] = []
-    for one in prepared:
+    for one in corpora.all:
         try:
             check_vocab(one, model.vocab_size)
         except ConfigError as error:
@@ -300,16 +316,12 @@ def _check(
         raise ConfigError(*problems)
 
 
-def _blend(
-    model: ModelConfig,
-    data: DataConfig,
-    prepared: list[Prepared],
-    sets: Mapping[str, list[Prepared]],
-    tokenizer: Tokenizer | None,
-    seed: int,
-    *,
-    evaluates: bool,
-) -> Data:
+def _blend(model: ModelConfig, config: Config, corpora: _Corpora) -> Data:
+    """Split the corpora into training and validation samples, and blend them."""
+    tokenizer = corpora.tokenizer
+    seed = config.train.seed
+    weights = config.data.weights
+
     def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
         if model.kind == "gpt":
             return GPTDataset(indexed, model.seq_length, part, seed=order_seed)
@@ -325,26 +337,25 @@ def _blend(
 
     train: list[Dataset] = []
     held_out: list[Dataset] = []
-    for indexed in (one.open() for one in prepared):
+    fraction = 0.0 if corpora.valid else config.data.split
+    for indexed in (one.open() for one in corpora.train):
         try:
-            trained, part = split_tokens(indexed, 0.0 if sets else data.split, model.seq_length + 1)
+            trained, part = split_tokens(indexed, fraction, model.seq_length + 1)
         except ConfigError:
-            if evaluates:
+            if config.train.eval_interval:
                 raise
             trained = (0, indexed.num_tokens)
             part = None
         train.append(dataset(indexed, trained, seed))
         if part is not None:
             held_out.append(dataset(indexed, part, None))
-    valid = {"": Blend(held_out, data.weights, seed=seed)} if held_out else {}
-    for name, of_set in sets.items():
+    valid = {"": Blend(held_out, weights, seed=seed)} if held_out else {}
+    for name, of_set in corpora.valid.items():
         texts = [one.open() for one in of_set]
         valid[name] = Blend(
             [dataset(text, (0, text.num_tokens), None) for text in texts], (), seed=seed
         )
-    notes = (
-        line for one in dict.fromkeys([*prepared, *chain(*sets.values())]) for line in one.notes()
-    )
+    notes = (line for one in dict.fromkeys(corpora.all) for line in one.notes())
     return Data(
-        Blend(train, data.weights, seed=seed), valid, tuple(prepared), tokenizer, tuple(notes)
+        Blend(train, weights, seed=seed), valid, tuple(corpora.train), tokenizer, tuple(notes)
     )

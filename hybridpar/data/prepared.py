@@ -112,17 +112,36 @@ class Prepared:
         return Tokenizer.load(self.tokenizer_path)
 
 
+@dataclass(frozen=True)
+class CorpusOptions:
+    """How the text of a corpus is read, and for which models it is prepared.
+
+    Attributes:
+        kind: Model family that the corpus is for.
+        text_key: Field or column with the text, for formats that have any.
+        max_bytes: Use only so much text. None: all.
+        on_bad_record: What to do with a record that cannot be read (bad_records.py).
+    """
+
+    kind: Kind = "gpt"
+    text_key: str = TEXT_KEY
+    max_bytes: int | None = None
+    on_bad_record: OnBadRecord = "error"
+
+    @property
+    def skips(self) -> bool:
+        """Whether bad records are left out."""
+        return self.on_bad_record == "skip"
+
+
 def prepare(
     sources: str | Path | Sequence[str | Path],
     folder: str | Path,
     vocab_size: int,
     *,
-    kind: Kind = "gpt",
     tokenizer: str | Path | None = None,
-    text_key: str = TEXT_KEY,
-    max_bytes: int | None = None,
+    options: CorpusOptions = CorpusOptions(),
     quiet: bool = False,
-    on_bad_record: OnBadRecord = "error",
 ) -> Prepared:
     """Tokenize a corpus into `folder`, or find it there; train a tokenizer of `vocab_size` entries
     if none is given.
@@ -135,18 +154,17 @@ def prepare(
         sources: Files, folders or data sets (corpus.py).
         folder: Folder of prepared corpora.
         vocab_size: Entries of the vocabulary, and most that a given tokenizer may have.
-        kind: Model family that the corpus is for.
         tokenizer: A tokenizer.json; None: train one.
-        text_key: Field or column with the text, for formats that have any.
-        max_bytes: Use only so much text.
+        options: How the text is read.
         quiet: Show no progress on stderr.
-        on_bad_record: What to do with a record that cannot be read (bad_records.py).
 
     Raises:
         DataError: Sources are unreadable, files in `folder` are damaged, or it cannot be written.
         ConfigError: The vocabulary is too small.
     """
-    files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources, text_key)
+    named = [sources] if isinstance(sources, (str, Path)) else sources
+    files = corpus_files(named, options.text_key)
+    kind = options.kind
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
     if loaded is None:
         check_vocab_size(vocab_size, kind)
@@ -154,14 +172,14 @@ def prepare(
         check_vocab_fits(loaded.vocab_size, vocab_size, f"the tokenizer {tokenizer}")
         _ = loaded.bert() if kind == "bert" else loaded.special(END)  # fail now rather than halfway
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
-    skips = on_bad_record == "skip"
-    inputs = [_FORMAT, kind, name, max_bytes, corpus_key(files), *[on_bad_record] * skips]
+    policy = [options.on_bad_record] * options.skips
+    inputs = [_FORMAT, kind, name, options.max_bytes, corpus_key(files), *policy]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     target = Path(folder) / f"{kind}-{key}"
     with _lock(Path(folder), target.name):
         if not target.exists():
             with _progress(quiet) as progress:
-                _build(files, target, _Job(kind, loaded, vocab_size, max_bytes, progress, skips))
+                _build(files, target, _Job(options, loaded, vocab_size, progress))
     return open_prepared(target / "corpus")
 
 
@@ -170,35 +188,26 @@ def prepare_tokenizer(
     folder: str | Path,
     vocab_size: int,
     *,
-    kind: Kind = "gpt",
-    text_key: str = TEXT_KEY,
+    options: CorpusOptions = CorpusOptions(),
     quiet: bool = False,
-    on_bad_record: OnBadRecord = "error",
 ) -> Path:
     """Train one tokenizer for several corpora, with equal shares of each, or find it; return its
     tokenizer.json. For arguments and errors see `prepare`."""
+    kind = options.kind
     check_vocab_size(vocab_size, kind)
-    groups = [source_files(source, text_key) for source in sources]
-    skips = on_bad_record == "skip"
-    name = json.dumps(
-        [
-            _FORMAT,
-            kind,
-            vocab_size,
-            [corpus_key(files) for files in groups],
-            *[on_bad_record] * skips,
-        ]
-    )
-    target = (
-        Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
-    )
+    groups = [source_files(source, options.text_key) for source in sources]
+    keys = [corpus_key(files) for files in groups]
+    policy = [options.on_bad_record] * options.skips
+    inputs = json.dumps([_FORMAT, kind, vocab_size, keys, *policy])
+    key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+    target = Path(folder) / f"tokenizer-{kind}-{key}.json"
     with _lock(Path(folder), target.stem):
         if not target.exists():
             share = _TRAINING_BYTES // len(groups)
             parts = (
                 part
                 for files in groups
-                for part in read_parts(files, share, BadRecords(skips=skips))
+                for part in read_parts(files, share, BadRecords(skips=options.skips))
             )
             with _progress(quiet) as progress:
                 trained = _train(parts, vocab_size, kind, (progress, share * len(groups)))
@@ -253,36 +262,40 @@ def check_vocab(prepared: Prepared, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    kind: Kind
+    """A corpus to build. `tokenizer` None: one of `vocab_size` entries is trained."""
+
+    options: CorpusOptions
     tokenizer: Tokenizer | None
     vocab_size: int
-    max_bytes: int | None
     progress: Progress
-    skips: bool
-    """Whether bad records are left out."""
 
 
 def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
-    total = min(num_bytes(files), job.max_bytes or num_bytes(files))
+    options = job.options
+    total = min(num_bytes(files), options.max_bytes or num_bytes(files))
     with scratch_folder(_SCRATCH, target.parent) as scratch:
         aside = scratch / target.name
         aside.mkdir()
         tokenizer = job.tokenizer
         if tokenizer is None:
-            limit = min(_TRAINING_BYTES, job.max_bytes or _TRAINING_BYTES)
-            parts = read_parts(files, limit, BadRecords(skips=job.skips))
-            tokenizer = _train(parts, job.vocab_size, job.kind, (job.progress, min(limit, total)))
+            limit = min(_TRAINING_BYTES, options.max_bytes or _TRAINING_BYTES)
+            parts = read_parts(files, limit, BadRecords(skips=options.skips))
+            tokenizer = _train(
+                parts, job.vocab_size, options.kind, (job.progress, min(limit, total))
+            )
         tokenizer.save(aside / "tokenizer.json")
         with (
             IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer,
             (aside / BAD_RECORDS).open("w", encoding="utf-8") as journal,
         ):
-            bad = BadRecords(skips=job.skips, journal=journal)
-            parts = _tracked(read_parts(files, job.max_bytes, bad), job.progress, "encoding", total)
-            _encode(parts, tokenizer, writer, job.kind)
+            bad = BadRecords(skips=options.skips, journal=journal)
+            parts = _tracked(
+                read_parts(files, options.max_bytes, bad), job.progress, "encoding", total
+            )
+            _encode(parts, tokenizer, writer, options.kind)
         if not bad.count:
             (aside / BAD_RECORDS).unlink()
-        made = _opened(aside / "corpus", job.kind, tokenizer.vocab_size)
+        made = _opened(aside / "corpus", options.kind, tokenizer.vocab_size)
         manifest = {
             "format": _FORMAT,
             **{field: getattr(made, field) for field in _FIELDS if field != "format"},

@@ -197,16 +197,7 @@ def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data
     """Open the data; the first process of each machine prepares the corpus for the others."""
 
     def opened() -> Data:
-        return open_data(
-            config.model,
-            config.data,
-            config.cache_folder,
-            seed=config.train.seed,
-            quiet=job.launch.rank != 0,
-            datasets=datasets,
-            kept=2 * config.global_batch_size,
-            evaluates=config.train.eval_interval > 0,
-        )
+        return open_data(config, quiet=job.launch.rank != 0, datasets=datasets)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)

@@ -241,13 +241,7 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
             "none",
         )
     config = alone(bundle.config)
-    data = open_data(
-        config.model,
-        config.data,
-        config.cache_folder,
-        seed=config.train.seed,
-        evaluates=config.train.eval_interval > 0,
-    )
+    data = open_data(config)
     _check_data(bundle, data)
     judge = RecordedAnomalies(bundle.skipped)
     job = JobPlan(config)

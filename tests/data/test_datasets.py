@@ -1,14 +1,24 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from data.documents import add_document
 
-from hybridpar.config import DataConfig, ModelConfig
+from hybridpar.config import Config, DataConfig, ModelConfig, TrainConfig
 from hybridpar.data import BatchLoader, BertDataset, GPTDataset, IndexedWriter, open_data
 from hybridpar.errors import ConfigError, DataError
 
 MODEL = {"vocab_size": 400, "seq_length": 32}
+
+
+def opened(data, folder, **model):
+    config = Config(
+        ModelConfig(**MODEL | model),
+        data=replace(data, cache=str(folder)),
+        train=TrainConfig(seed=1, eval_interval=1),
+    )
+    return open_data(config, quiet=True)
 
 
 @pytest.fixture
@@ -26,13 +36,7 @@ def texts(tmp_path):
 
 @pytest.mark.parametrize(("kind", "dataset"), [("gpt", GPTDataset), ("bert", BertDataset)])
 def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
-    data = open_data(
-        ModelConfig(kind=kind, **MODEL),
-        DataConfig(texts, split=0.1),
-        tmp_path / "c",
-        seed=1,
-        quiet=True,
-    )
+    data = opened(DataConfig(texts, split=0.1), tmp_path / "c", kind=kind)
     assert len(data.prepared) == len(data.train.datasets) == 1
     assert data.prepared[0].num_documents == 120
     assert isinstance(data.train.datasets[0], dataset)
@@ -44,52 +48,43 @@ def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
 
 def test_weights_blend_corpora_that_share_a_tokenizer(texts, tmp_path):
     config = DataConfig(texts, weights=(3.0, 1.0), split=0.1)
-    data = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+    data = opened(config, tmp_path / "c")
     assert data.train.shares == data.valid[""].shares == (3, 1)
     assert len({p.tokenizer().fingerprint for p in data.prepared}) == 1
 
 
 def test_prepared_corpora_can_be_named(texts, tmp_path):
     config = DataConfig(texts[:1], split=0)
-    first = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+    first = opened(config, tmp_path / "c")
     assert not first.valid
     for name in (str(first.prepared[0].prefix), f"{first.prepared[0].prefix}.bin"):
-        again = open_data(
-            ModelConfig(**MODEL), DataConfig((name,), split=0), tmp_path / "d", seed=1, quiet=True
-        )
+        again = opened(DataConfig((name,), split=0), tmp_path / "d")
         assert again.train.fingerprint == first.train.fingerprint
         assert again.tokenizer is None or again.tokenizer.fingerprint == first.tokenizer.fingerprint
-    mixed = open_data(
-        ModelConfig(**MODEL),
-        DataConfig((name, texts[1]), split=0),
-        tmp_path / "d",
-        seed=1,
-        quiet=True,
-    )
+    mixed = opened(DataConfig((name, texts[1]), split=0), tmp_path / "d")
     assert len(mixed.train.datasets) == 2
     assert mixed.tokenizer.fingerprint == first.tokenizer.fingerprint
 
 
 def test_a_validation_corpus_of_its_own(texts, tmp_path):
-    def opened(corpus, **options):
-        config = DataConfig(corpus, **options)
-        return open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
+    def of(corpus, **options):
+        return opened(DataConfig(corpus, **options), tmp_path / "c")
 
-    whole = opened(texts[:1], split=0)
-    data = opened(texts[:1], valid_corpus=texts[1:])
+    whole = of(texts[:1], split=0)
+    data = of(texts[:1], valid_corpus=texts[1:])
     assert data.train.fingerprint == whole.train.fingerprint  # nothing of the corpus is held out
     assert len(data.valid[""].datasets) == 1
     assert data.tokenizer.fingerprint == whole.tokenizer.fingerprint
     held_out = data.valid[""].datasets[0].batch(np.arange(3), np.zeros(3, np.int64))["tokens"]
     assert "two text" in data.tokenizer.decode(held_out.reshape(-1))
     again = (
-        opened(texts[:1], valid_corpus=texts[1:])
+        of(texts[:1], valid_corpus=texts[1:])
         .valid[""]
         .datasets[0]
         .batch(np.arange(3), np.full(3, 7))["tokens"]
     )
     np.testing.assert_array_equal(again, held_out)  # at every evaluation
-    weighted = opened(
+    weighted = of(
         texts,
         weights=(3.0, 1.0),
         valid_corpus=(str(data.prepared[0].prefix), __file__),
@@ -107,49 +102,39 @@ def theirs(tmp_path):
 
 
 def test_files_of_megatron(theirs, tmp_path):
-    data = open_data(ModelConfig(**MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1)
+    data = opened(DataConfig((theirs,), split=0.2), tmp_path)
     assert data.tokenizer is None
     assert len(data.train.datasets[0]) == 7
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '': must be set: BERT"):
-        open_data(
-            ModelConfig(kind="bert", **MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1
-        )
+        opened(DataConfig((theirs,), split=0.2), tmp_path, kind="bert")
     with pytest.raises(ConfigError, match=r"vocab_size = 299"):
-        open_data(
-            ModelConfig(vocab_size=299, seq_length=32),
-            DataConfig((theirs,), split=0),
-            tmp_path,
-            seed=1,
-        )
+        opened(DataConfig((theirs,), split=0), tmp_path, vocab_size=299)
 
 
 def test_what_does_not_go_together(texts, theirs, tmp_path):
-    def opened(kind="gpt", corpus=texts, split=0.1, **options):
-        config = DataConfig(corpus, split=split, **options)
-        return open_data(
-            ModelConfig(kind=kind, **MODEL), config, tmp_path / "c", seed=1, quiet=True
-        )
+    def of(kind="gpt", corpus=texts, split=0.1, **options):
+        return opened(DataConfig(corpus, split=split, **options), tmp_path / "c", kind=kind)
 
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '': must be set for .*one\.jsonl"):
-        opened(corpus=(texts[0], theirs))
+        of(corpus=(texts[0], theirs))
     with pytest.raises(DataError, match="does not exist"):
-        opened(corpus=("missing.txt",))
+        of(corpus=("missing.txt",))
     with pytest.raises(
         ConfigError,
         match=r"data\.tokenizer = '': must be set for .*one\.jsonl, because data\.corpus is",
     ):
-        opened(corpus=(theirs,), valid_corpus=texts[:1])
+        of(corpus=(theirs,), valid_corpus=texts[:1])
     with pytest.raises(DataError, match=r"missing\.txt: does not exist"):
-        opened(valid_corpus=("missing.txt",))
-    gpt = str(opened().prepared[0].prefix)
+        of(valid_corpus=("missing.txt",))
+    gpt = str(of().prepared[0].prefix)
     with pytest.raises(ConfigError, match="was prepared for gpt, which does not match this bert"):
-        opened(
+        of(
             kind="bert",
             corpus=(gpt,),
-            tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path),
+            tokenizer=str(of(kind="bert").prepared[0].tokenizer_path),
         )
-    other = str(opened(corpus=texts[:1]).prepared[0].tokenizer_path)
+    other = str(of(corpus=texts[:1]).prepared[0].tokenizer_path)
     with pytest.raises(ConfigError, match="does not match the tokenizer that"):
-        opened(corpus=(gpt,), tokenizer=other)
+        of(corpus=(gpt,), tokenizer=other)
     with pytest.raises(ConfigError, match=r"data\.split"):
-        opened(corpus=(gpt,), split=0.001)
+        of(corpus=(gpt,), split=0.001)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridpar.config import DataConfig, ModelSpec
+from hybridpar.config import Config, DataConfig, ModelSpec, ParallelConfig
 from hybridpar.data import BatchLoader, Blend, open_data
 from hybridpar.data.mapped import MappedDataset, rehearsal
 from hybridpar.errors import ConfigError, DataError
@@ -110,9 +110,10 @@ def test_samples_of_different_forms_are_named() -> None:
 
 
 def test_data_come_from_the_model_or_are_given(tmp_path: Any) -> None:
+    config = Config(Model(), ParallelConfig(dp=1), data=DataConfig(cache=str(tmp_path)))
     with pytest.raises(ConfigError, match="must return training samples"):
-        open_data(Model(), DataConfig(), tmp_path, seed=0)
-    data = open_data(Model(), DataConfig(), tmp_path, seed=0, datasets={"train": Samples(5)})
+        open_data(config)
+    data = open_data(config, datasets={"train": Samples(5)})
     assert not data.valid
     assert data.train.batch([0, 1])["x"].shape == (2, 2)
 

@@ -15,10 +15,17 @@ from data.documents import add_document
 from hybridpar.data import prepared as module
 from hybridpar.data.files import pieces
 from hybridpar.data.files.indexed import IndexedWriter
-from hybridpar.data.prepared import check_vocab, open_prepared, prepare, prepare_tokenizer
+from hybridpar.data.prepared import (
+    CorpusOptions,
+    check_vocab,
+    open_prepared,
+    prepare,
+    prepare_tokenizer,
+)
 from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
 
+BERT = CorpusOptions("bert")
 TEXTS = [
     f"def function_{i}(a, b):\n    return a + b * {i}\n\n\nprint('One. Two! Three?')\n"
     for i in range(40)
@@ -48,7 +55,7 @@ def test_gpt_documents_come_back_and_end_with_end_of_text(corpus, tmp_path):
 
 
 def test_bert_sequences_are_sentences(corpus, tmp_path):
-    prepared = prepare(corpus, tmp_path / "cache", 400, kind="bert", quiet=True)
+    prepared = prepare(corpus, tmp_path / "cache", 400, options=BERT, quiet=True)
     tokenizer = prepared.tokenizer()
     indexed = prepared.open()
     found = [tokenizer.decode(ids) for ids in indexed]
@@ -87,12 +94,16 @@ def test_a_second_call_finds_the_result(corpus, tmp_path, monkeypatch):
 
 
 def test_other_inputs_give_another_result(corpus, tmp_path):
-    def folder(**options):
-        return prepare(
-            corpus, tmp_path / "cache", quiet=True, **{"vocab_size": 400, **options}
-        ).prefix.parent
+    def folder(vocab_size=400, **inputs):
+        cache = tmp_path / "cache"
+        return prepare(corpus, cache, vocab_size, quiet=True, **inputs).prefix.parent
 
-    folders = [folder(), folder(vocab_size=300), folder(kind="bert"), folder(max_bytes=1000)]
+    folders = [
+        folder(),
+        folder(vocab_size=300),
+        folder(options=BERT),
+        folder(options=CorpusOptions(max_bytes=1000)),
+    ]
     folders.append(folder(tokenizer=folders[1] / "tokenizer.json"))
     corpus.write_text(corpus.read_text() + "\n")
     folders.append(folder())
@@ -112,7 +123,7 @@ def test_a_given_tokenizer_is_used(corpus, tmp_path):
             corpus,
             tmp_path / "cache",
             300,
-            kind="bert",
+            options=BERT,
             tokenizer=tmp_path / "mine.json",
             quiet=True,
         )

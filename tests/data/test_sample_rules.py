@@ -12,7 +12,7 @@ import torch
 from train.runs import fork_ranks, tiny
 
 from hybridpar import ModelConfig, Trainer
-from hybridpar.config import DataConfig, Launch
+from hybridpar.config import Config, DataConfig, Launch, ParallelConfig
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.train.job import train
@@ -31,8 +31,12 @@ def bert(**entries: Any) -> dict[str, Any]:
     return gpt(**{"token_types": IDS // 4, "sentence_labels": 1, "padding_mask": IDS < 7} | entries)
 
 
+def config_of(model: ModelConfig, folder: Path) -> Config:
+    return Config(model, ParallelConfig(dp=1), data=DataConfig(cache=str(folder)))
+
+
 def opened(model: ModelConfig, train: Any, folder: Path) -> Data:
-    return open_data(model, DataConfig(), folder, seed=0, datasets={"train": train})
+    return open_data(config_of(model, folder), datasets={"train": train})
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_what_are_no_samples_at_all(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"datasets = \['valid'\]: must have training samples under \"train\""
     ):
-        open_data(GPT, DataConfig(), tmp_path, seed=0, datasets={"valid": [gpt()]})
+        open_data(config_of(GPT, tmp_path), datasets={"valid": [gpt()]})
 
 
 def test_other_integers_are_the_same_data(tmp_path: Path) -> None:

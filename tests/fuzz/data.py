@@ -13,6 +13,7 @@ import numpy as np
 
 from hybridpar.data import (
     BertDataset,
+    CorpusOptions,
     GPTDataset,
     IndexedDataset,
     IndexedWriter,
@@ -59,7 +60,7 @@ def read_indexed(folder: Path) -> None:
 def make_prepared(folder: Path) -> list[Path]:
     text = folder_with(folder / "text", a__txt=TEXT) / "a.txt"
     made = [
-        prepare(text, folder / kind, 300, kind=kind, quiet=True).prefix.parent
+        prepare(text, folder / kind, 300, options=CorpusOptions(kind), quiet=True).prefix.parent
         for kind in ("gpt", "bert")
     ]  # type: ignore[arg-type]
     return made

@@ -19,6 +19,7 @@ from hybridpar.config import (
     DataConfig,
     Launch,
     ModelConfig,
+    TrainConfig,
     from_mapping,
     load_toml,
     to_toml,
@@ -227,19 +228,16 @@ def test_the_best_set_has_a_name(tmp_path: Path) -> None:
 def test_a_small_text_is_trained_on_where_nothing_is_evaluated(tmp_path: Path) -> None:
     text = tmp_path / "small.txt"
     text.write_text("Once upon a time there was a river. " * 30)
-    options: dict[str, Any] = {"seed": 1, "quiet": True}
-    whole = open_data(
-        MODEL, DataConfig((str(text),)), tmp_path / "data", evaluates=False, **options
-    )
+    data = DataConfig((str(text),), cache=str(tmp_path / "data"))
+    config = Config(MODEL, data=data)
+    whole = open_data(config, quiet=True)
     assert not whole.valid
     assert len(whole.train.datasets[0]) > 0  # type: ignore[attr-defined]
     with pytest.raises(
         ConfigError, match=r"data\.split = 0\.02: splits .*, but a sample " r"requires 17"
     ):
-        open_data(MODEL, DataConfig((str(text),)), tmp_path / "data", **options)
-    enough = open_data(
-        MODEL, DataConfig((str(text),), split=0.3), tmp_path / "data", evaluates=False, **options
-    )
+        open_data(replace(config, train=TrainConfig(eval_interval=1)), quiet=True)
+    enough = open_data(replace(config, data=replace(data, split=0.3)), quiet=True)
     assert enough.valid, (
         "what can be held out is, so that training goes on with the same samples once it is "
         "evaluated"

@@ -13,7 +13,7 @@ from train.runs import tiny
 
 from hybridpar.cli import main
 from hybridpar.config import Config, DataConfig, Launch, ModelConfig, from_mapping
-from hybridpar.data import open_data, prepare, prepare_tokenizer
+from hybridpar.data import CorpusOptions, open_data, prepare, prepare_tokenizer
 from hybridpar.data.corpus import corpus_files, read_parts
 from hybridpar.data.files import readers
 from hybridpar.data.files.bad_records import NUM_NAMED, BadRecords
@@ -21,6 +21,7 @@ from hybridpar.data.prepared import BAD_RECORDS, open_prepared
 from hybridpar.errors import DataError
 from hybridpar.train.job import train
 
+SKIP = CorpusOptions(on_bad_record="skip")
 FINE = '{"text": "fine"}'
 LINES = [
     (b'{"text": "\\ud800x"}', "character 0 of the text is half of a surrogate pair"),
@@ -252,7 +253,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_they_are_kept_with_the_prepared_corpus(corpus: Path, tmp_path: Path) -> None:
-    made = prepare(corpus, tmp_path / "out", 300, on_bad_record="skip", quiet=True)
+    made = prepare(corpus, tmp_path / "out", 300, options=SKIP, quiet=True)
     assert made.num_documents == 40
     assert (made.num_bad, len(made.first_bad)) == (9, NUM_NAMED)
     journal = made.prefix.with_name(BAD_RECORDS).read_text().splitlines()
@@ -277,8 +278,8 @@ def test_they_are_kept_with_the_prepared_corpus(corpus: Path, tmp_path: Path) ->
 
 
 def test_a_policy_has_a_corpus_of_its_own(corpus: Path, tmp_path: Path) -> None:
-    prepare(corpus, tmp_path / "out", 300, on_bad_record="skip", quiet=True)
-    prepare_tokenizer([corpus, corpus], tmp_path / "out", 300, on_bad_record="skip", quiet=True)
+    prepare(corpus, tmp_path / "out", 300, options=SKIP, quiet=True)
+    prepare_tokenizer([corpus, corpus], tmp_path / "out", 300, options=SKIP, quiet=True)
     for call in (
         lambda: prepare(corpus, tmp_path / "out", 300, quiet=True),
         lambda: prepare_tokenizer([corpus, corpus], tmp_path / "out", 300, quiet=True),
@@ -289,9 +290,9 @@ def test_a_policy_has_a_corpus_of_its_own(corpus: Path, tmp_path: Path) -> None:
         "\n".join(line for line in corpus.read_text().splitlines() if "null" not in line)
     )
     made = [
-        prepare(corpus, tmp_path / "out", 300, on_bad_record=policy, quiet=True)
-        for policy in ("error", "skip")
-    ]  # type: ignore[arg-type]
+        prepare(corpus, tmp_path / "out", 300, options=options, quiet=True)
+        for options in (CorpusOptions(), SKIP)
+    ]
     assert made[0].prefix != made[1].prefix
     assert made[0].fingerprint == made[1].fingerprint
     assert not made[1].prefix.with_name(BAD_RECORDS).exists()
@@ -324,10 +325,13 @@ def test_those_of_validation_are_said_too(corpus: Path, tmp_path: Path) -> None:
         "\n".join(json.dumps({"text": f"Stone {i}. " * 9}) for i in range(40))
     )
     data = DataConfig(
-        (str(tmp_path / "fine.jsonl"),), valid_corpus=(str(corpus),), on_bad_record="skip"
+        (str(tmp_path / "fine.jsonl"),),
+        valid_corpus=(str(corpus),),
+        on_bad_record="skip",
+        cache=str(tmp_path / "out"),
     )
-    model = ModelConfig(seq_length=8, vocab_size=300)
-    opened = open_data(model, data, tmp_path / "out", seed=0, quiet=True)
+    config = Config(ModelConfig(seq_length=8, vocab_size=300), data=data)
+    opened = open_data(config, quiet=True)
     assert "9 bad records were left out" in opened.notes[0]
     assert Config().data.on_bad_record == "error"
 

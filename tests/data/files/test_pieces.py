@@ -122,10 +122,11 @@ def test_sentences_of_a_long_line_are_cut_as_those_of_a_short_one(words: list[st
 
 _PEAKS = """
 import pathlib, sys
-from hybridpar.data import prepare
+from hybridpar.data import CorpusOptions, prepare
 kind, tokenizer, *texts = sys.argv[1:]
+options = CorpusOptions(kind)
 for text in texts:
-    prepare(text, text + "-prepared", 300, kind=kind, tokenizer=tokenizer, quiet=True)
+    prepare(text, text + "-prepared", 300, tokenizer=tokenizer, options=options, quiet=True)
     print(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 

@@ -19,7 +19,7 @@ import pytest
 from data.test_corpus import read
 
 from hybridpar.config import DataConfig
-from hybridpar.data import prepare
+from hybridpar.data import CorpusOptions, prepare
 from hybridpar.data.datasets import absent_sources
 from hybridpar.data.files import readers
 from hybridpar.data.files.pieces import PART
@@ -195,7 +195,13 @@ def test_another_key(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(data)
         assert read(tmp_path / name, text_key="body") == TEXTS
-    made = prepare(tmp_path / "c.parquet", tmp_path / "out", 300, text_key="body", quiet=True)
+    made = prepare(
+        tmp_path / "c.parquet",
+        tmp_path / "out",
+        300,
+        options=CorpusOptions(text_key="body"),
+        quiet=True,
+    )
     assert made.num_documents == len(TEXTS)
     with pytest.raises(
         DataError,
