@@ -32,6 +32,7 @@ from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.state import RankState
 from hybridpar.state.policy import cut_into_parts
+from hybridpar.state.residency.chunks import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class TracedStage:
             model,
         )
         parts = cut_into_parts(config, blocks) if policy.moves else ()
-        self.state = RankState(self.stage, grid, policy, device, parts=parts)
+        self.state = RankState(self.stage, grid, policy, Memory(device), parts=parts)
         self.state.allocate()
         self.shared = frozenset(
             name
@@ -347,7 +348,7 @@ class TracedStage:
         left = self.tracker.read()
         return (
             left.peak - before,
-            left.current - self._empty if self.state.gradients.factored else 0,
+            left.current - self._empty if self.state.gradients.rules.factored else 0,
         )
 
     def norm(self) -> int:

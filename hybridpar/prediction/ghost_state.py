@@ -18,6 +18,7 @@ from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.state.residency.chunks import Memory
 from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shared_access import SharedAccesses
 from hybridpar.state.residency.tiered import ItemMemory
@@ -49,11 +50,8 @@ class GhostState:
                 dtype=policy.dtype,
             )
         )
-        return GhostState(
-            parts,
-            RankState(stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory),
-            memory,
-        )
+        state = RankState(stage, grid, policy, memory or Memory(tracker.device), parts=parts.ranges)
+        return GhostState(parts, state, memory)
 
     @property
     def division(self) -> Division:

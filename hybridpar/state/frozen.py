@@ -32,7 +32,6 @@ class FrozenWeights:
         parameters: The parameters of the stage.
         partition: The shards of the frozen layout that this rank keeps.
         memory: Allocates buffers.
-        uses: Returns how a parameter is used, by its name.
         splits: Replicas shard the weights (ZeRO-3).
 
     Attributes:
@@ -45,7 +44,6 @@ class FrozenWeights:
         parameters: StageParameters,
         partition: Partition,
         memory: Memory,
-        uses: Callable[[str], BufferUsage],
         *,
         splits: bool = False,
     ):
@@ -54,11 +52,13 @@ class FrozenWeights:
         self.master_dtype = parameters.master_dtype
         self.partition = partition
         self.memory = memory
-        self._uses = uses
+        self._uses = partition.uses
         self.buffers: list[Buffer] = []
         self.leaves: dict[str, Tensor] = {}
         if layout.names:
-            self.buffers.append(Buffer(layout, self.dtype, memory, cut(layout, uses), FROZEN))
+            self.buffers.append(
+                Buffer(layout, self.dtype, memory, cut(layout, partition.uses), FROZEN)
+            )
             self.leaves = {name: view.detach() for name, view in self.buffers[0].views().items()}
         self.shares = Shares.of(
             partition, self.buffers, memory, FROZEN.partition("/")[0], split=splits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,27 @@ from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.matmul import add_
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
+
+
+@dataclass(frozen=True)
+class AccumulationRules:
+    """Which gradients are added up, and when.
+
+    Attributes:
+        defers: Parts of weight gradients may be added after the backward.
+        tied: Parameters that are used in several places.
+        factored: Parameters whose parts are never added up: `GradientAccumulator.parts` has them,
+            in the order of the backwards, and the caller who takes them writes the view.
+        absent: Parameters without a view and without memory.
+        method: The value of compression.gradients, for the error that is raised if a `factored`
+            parameter gets a dense gradient.
+    """
+
+    defers: bool = False
+    tied: frozenset[str] = frozenset()
+    factored: frozenset[str] = frozenset()
+    absent: frozenset[str] = frozenset()
+    method: str = "none"
 
 
 class GradientAccumulator:
@@ -33,23 +55,17 @@ class GradientAccumulator:
     is not reported. Backward must not build a graph itself (create_graph), and gradients must come
     from `backward`, not from torch.autograd.grad.
 
-    With `defers`, `bind` comes before every backward, and gradient parts that layers hand to a
+    With `rules.defers`, `bind` comes before every backward, and gradient parts that layers hand to a
     `consumer` may be deferred: the parts of the backward that follows `collect(key)` are added by
     `apply(key)`, in the same order, to the same bits. Some parts are still added at once, but none
-    of the parameters in `tied`, which are used in several places.
+    of the tied parameters.
 
     Args:
         layout: Places of the trained parameters in the flat buffers.
         memory: Allocates the buffers.
         num_buffers: Batches that may accumulate or reduce at the same time.
         chunks: The buffers' chunks.
-        defers: Parts of weight gradients may be added after the backward.
-        factored: Parameters whose parts are never added up: `parts(index)` has them, in the order
-            of the backwards, and the caller who takes them writes the view.
-        absent: Parameters without a view and without memory in `chunks`.
-        tied: Parameters that are used in several places.
-        method: The value of compression.gradients, for the error that is raised if a `factored`
-            parameter gets a dense gradient.
+        rules: Which gradients are added up, and when.
     """
 
     def __init__(
@@ -59,19 +75,11 @@ class GradientAccumulator:
         num_buffers: int = 1,
         *,
         chunks: Sequence[Chunk] = (),
-        defers: bool = False,
-        factored: frozenset[str] = frozenset(),
-        absent: frozenset[str] = frozenset(),
-        tied: frozenset[str] = frozenset(),
-        method: str = "none",
+        rules: AccumulationRules = AccumulationRules(),
     ):
         assert num_buffers in (1, 2), num_buffers
         self.layout = layout
-        self.defers = defers
-        self.factored = factored
-        self.method = method
-        self.absent = absent
-        self.tied = tied
+        self.rules = rules
         self.buffers = tuple(
             Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
             for i in range(num_buffers)
@@ -86,7 +94,9 @@ class GradientAccumulator:
             Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None] | None
         ) = None
         self._parts: tuple[dict[str, list[GradientPart]], ...] = tuple({} for _ in self.buffers)
-        self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
+        self._views = tuple(
+            buffer.views(set(layout.names) - rules.absent) for buffer in self.buffers
+        )
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)
         """Parameters without a gradient so far, by buffer."""
         self._bound_leaves: Mapping[str, Tensor] | None = None
@@ -130,7 +140,7 @@ class GradientAccumulator:
         self._bound_leaves = leaves
         self._bound_index = index
         views = self._views[index]
-        names = views.keys() | self.absent
+        names = views.keys() | self.rules.absent
         assert leaves.keys() == names, f"leaves and layout differ: {sorted(leaves.keys() ^ names)}"
         for name, leaf in leaves.items():
             hook = self._hook(name, leaf)
@@ -140,7 +150,7 @@ class GradientAccumulator:
     def _hook(self, name: str, leaf: Tensor) -> _Report:
         """Return the hook of a leaf, registered once."""
         if leaf not in self._hooks:
-            in_place = leaf.dtype == self.layout.dtype and not self.defers
+            in_place = leaf.dtype == self.layout.dtype and not self.rules.defers
             hook = (_Report if in_place else _AddAndReport)(self, name)
             leaf.register_post_accumulate_grad_hook(hook)
             self._hooks[leaf] = hook
@@ -148,13 +158,13 @@ class GradientAccumulator:
 
     def waits(self, name: str) -> bool:
         """Return whether parts of a parameter are deferred, or may come from other uses of it."""
-        return name in self.tied or any(name in parts for _, parts in self._waiting.values())
+        return name in self.rules.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
         """Defer the parts that consumers take in the next backward through the bound leaves, until
         `apply`.
         """
-        assert self.defers, "parts of gradients are added at once"
+        assert self.rules.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}
         self._waiting[key] = self._bound_index, self.collecting
@@ -192,7 +202,7 @@ class GradientAccumulator:
         """
         index = self._bound_index if index is None else index
         void = self._void[index]
-        if name in self.factored:
+        if name in self.rules.factored:
             self._parts[index].setdefault(name, []).append(_detached(part))
         else:
             part.add_to(self._views[index][name], name in void)
@@ -240,7 +250,7 @@ class GradientAccumulator:
         none.
         """
         void = self._void[index]
-        for name in void.intersection(names) - self.absent:
+        for name in void.intersection(names) - self.rules.absent:
             self._views[index][name].zero_()
         void.difference_update(names)
 
@@ -251,7 +261,7 @@ class LayerGradients:
     def __init__(self, owner: GradientAccumulator, name: str):
         self._owner = owner
         self._name = name
-        self.wants_factors = name in owner.factored or name in owner.tied
+        self.wants_factors = name in owner.rules.factored or name in owner.rules.tied
         """Parts of a tied parameter are added in the order of its uses, in one backward or more."""
 
     def add(self, part: GradientPart, now: bool = False) -> None:
@@ -295,13 +305,13 @@ class _Report:
         self.owner.report(self.name)
 
     def _store(self, gradient: Tensor) -> None:
-        if not gradient.is_sparse and self.name in self.owner.factored:
+        if not gradient.is_sparse and self.name in self.owner.rules.factored:
             rule = (
                 f"requires the gradient of {self.name} as factors, but a block uses this "
                 f"weight outside its layer's forward"
             )
             other = other_gradients(lambda row: not row.takes_factors)
-            raise config_error("compression.gradients", self.owner.method, rule, other)
+            raise config_error("compression.gradients", self.owner.rules.method, rule, other)
         if self.view is None:
             return
         if self.name in self.void:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.nn.placement import Placement, named_placements
+from hybridpar.state.fp8 import fp8_parameters
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import block_of
 from hybridpar.state.residency.uses import layout_run
@@ -44,11 +45,13 @@ class StageParameters:
     Attributes:
         layout: Layout of the trained parameters, in the dtype of gradients and of the master copy.
         frozen: Layout of the frozen parameters, in `dtype`.
+        quantizable: Hidden matrices that fp8 products can use.
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype):
         self.dtype = dtype
         self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        self.quantizable = fp8_parameters(stage)
         self.placements: dict[str, Placement] = {}
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}

@@ -27,8 +27,7 @@ from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.state import kinds
 from hybridpar.state.compression import Compression
-from hybridpar.state.fp8 import fp8_parameters
-from hybridpar.state.gradients import GradientAccumulator
+from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.parameters import StageParameters, move_buffers
@@ -40,7 +39,7 @@ from hybridpar.state.reduction.squares import Squares
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.shares import Shares, room
 from hybridpar.state.residency.uses import uses_of
-from hybridpar.state.weights import WeightStore
+from hybridpar.state.weights import HostedParameters, WeightStore
 
 
 class RankState:
@@ -53,9 +52,8 @@ class RankState:
         stage: All blocks of the rank, built on the meta device, with global names.
         grid: The process grid.
         policy: How much state to keep.
-        device: The rank's device.
+        memory: Holds the state, on the rank's device.
         parts: Blocks that compute at a time; empty: all. An update then has `num_groups` parts.
-        memory: Holds the state; None: the device's memory.
         host_work: Runs the host's work, with a host optimizer.
 
     Attributes:
@@ -72,16 +70,15 @@ class RankState:
         stage: nn.Module,
         grid: ProcessGrid,
         policy: StatePolicy,
-        device: torch.device,
+        memory: Memory,
         *,
         parts: Sequence[range] = (),
-        memory: Memory | None = None,
         host_work: HostWork | None = None,
     ):
         self.grid = grid
         self._backend = policy.backend
-        self.memory = memory or Memory(device)
-        move_buffers(stage, device)
+        self.memory = memory
+        move_buffers(stage, memory.device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
@@ -117,32 +114,26 @@ class RankState:
         self.weights = WeightStore(
             parameters,
             self.partition,
-            policy.num_versions,
-            self.memory,
-            predict=policy.predicts,
-            uses=self.uses,
-            splits=policy.splits_weights,
-            host=UpdatedMemory(self.memory) if policy.on_host else None,
-            hosted=hosted,
-            frozen=frozen,
-            fp8=fp8_parameters(stage) if policy.fp8 else (),
+            frozen,
+            policy,
+            memory,
+            HostedParameters(hosted, UpdatedMemory(memory)) if policy.on_host else None,
         )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        factored = frozenset[str]()
-        absent = frozenset[str]()
+        rules = AccumulationRules(policy.defers, tied)
         if self.compression is not None:
-            factored = self.compression.factored
-            absent = self.compression.absent
+            rules = replace(
+                rules,
+                factored=self.compression.factored,
+                absent=self.compression.absent,
+                method=policy.compression.gradients,
+            )
         self.gradients = GradientAccumulator(
             parameters.layout,
-            self.memory,
+            memory,
             policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses, absent),
-            defers=policy.defers,
-            factored=factored,
-            absent=absent,
-            method=policy.compression.gradients,
-            tied=tied,
+            chunks=cut(parameters.layout, self.uses, rules.absent),
+            rules=rules,
         )
         self.shares = Shares.of(
             self.partition,

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,110 +34,118 @@ from hybridpar.ops.update import Weights
 from hybridpar.state.fp8 import Fp8Weights
 from hybridpar.state.frozen import FrozenWeights
 from hybridpar.state.parameters import StageParameters
+from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import EMPTY, WHOLE, Buffer, BufferUsage, Memory, cut
+from hybridpar.state.residency.chunks import EMPTY, Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.shares import Shares
 
 Update = Callable[[Weights], None]
 
 
+@dataclass(frozen=True)
+class HostedParameters:
+    """The parameters that the host updates (host.py).
+
+    Attributes:
+        names: Their names.
+        memory: Holds their master copy and their new weights.
+    """
+
+    names: Collection[str]
+    memory: Memory
+
+
 class WeightStore:
     """Owns every version of a stage's trained parameters, and its frozen parameters (`frozen`).
 
-    bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any
+    bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does prediction, in any
     precision: micro-batches then run on W + (W - W before the last update), a prediction of the
     weights their gradient will be applied to. Source of prediction: PipeOptim, arXiv 2312.00839. An
     update is made group by group.
 
     Args:
         parameters: The parameters of the stage.
-        partition: Which shards this rank updates, and how it gets the others.
-        num_versions: Number of live versions.
+        partition: Which shards of the trained parameters this rank updates, and how it gets the
+            others. Its uses cut the buffers into chunks.
+        frozen: Which shards of the frozen parameters this rank keeps.
+        policy: Number of versions, and whether they are predicted, sharded or quantized.
         memory: Holds the buffers.
-        predict: Run micro-batches on predicted weights.
-        uses: Returns a parameter's use by its name; uses cut the buffers into chunks.
-        splits: Replicas shard the weights; `shares` then has this rank's shard of each buffer.
-        host: Memory of the parameters that the host updates (host.py); None: all are updated on the
-            device.
-        hosted: Names of these parameters.
-        frozen: The partition of the frozen parameters; None: there are none.
-        fp8: Hidden matrices, trained or frozen, of which each live version is quantized once.
+        hosted: The parameters that the host updates; None: the device updates all.
 
     Attributes:
         places: The modules that hold each parameter.
+        shares: This rank's shard of each buffer, if replicas shard the weights.
     """
 
     def __init__(
         self,
         parameters: StageParameters,
         partition: Partition,
-        num_versions: int,
+        frozen: Partition,
+        policy: StatePolicy,
         memory: Memory,
-        *,
-        predict: bool = False,
-        uses: Callable[[str], BufferUsage] = lambda name: WHOLE,
-        splits: bool = False,
-        host: Memory | None = None,
-        hosted: Collection[str] = (),
-        frozen: Partition | None = None,
-        fp8: Collection[str] = (),
+        hosted: HostedParameters | None = None,
     ):
         self.placements = parameters.placements
         self.layout = parameters.layout
-        self.predicts = predict
+        self.predicts = policy.predicts
         self.dtype = parameters.dtype
         self.master_dtype = parameters.master_dtype
         self.partition = partition
         self.memory = memory
-        self._uses = uses
-        self._host = host
-        self.keeps_master = predict or self.dtype != self.master_dtype
+        self._uses = uses = partition.uses
+        self._host = None if hosted is None else hosted.memory
+        self.keeps_master = self.predicts or self.dtype != self.master_dtype
         """Whether the master copy differs from every version of the weights."""
         chunks = cut(self.layout, uses)
         self.buffers = [
             Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}")
-            for i in range(num_versions)
+            for i in range(policy.num_versions)
         ]
         self.leaves = [
             {name: view.detach().requires_grad_() for name, view in buffer.views().items()}
             for buffer in self.buffers
         ]
+        splits = policy.splits_weights
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
-        self.frozen = FrozenWeights(
-            parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits
-        )
-        self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], fp8) if fp8 else None
-        """Quantized copies, by slot; frozen parameters come last."""
+        self.frozen = FrozenWeights(parameters, frozen, memory, splits=splits)
+        self.fp8: Fp8Weights | None = None
+        """Quantized copies of hidden matrices, by slot; frozen parameters come last."""
+        if policy.fp8 and parameters.quantizable:
+            self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], parameters.quantizable)
         self._own_layout = own_layout = partition.layout_of_owned(
             self.master_dtype, offset_dtype=self.dtype
         )
         self.master = None
-        if self.keeps_master or host is not None:
-            own_chunks = cut(own_layout, lambda name: replace(uses(name), hosted=name in hosted))
+        host_names: Collection[str] = () if hosted is None else hosted.names
+        if self.keeps_master or hosted is not None:
+            own_chunks = cut(
+                own_layout, lambda name: replace(uses(name), hosted=name in host_names)
+            )
             self.master = Buffer(
-                own_layout, self.master_dtype, host or memory, own_chunks, "master"
+                own_layout, self.master_dtype, self._host or memory, own_chunks, "master"
             )
         self.made: Buffer | None = None
-        if self.keeps_master and host is not None:
+        if self.keeps_master and hosted is not None:
             self.made = self.on_host("weights", self.dtype)
         """New weights on the host, in the versions' dtype, if the master copy has another."""
-        self._host_spans = list(self._merged_spans(hosted))
+        self._host_spans = list(self._merged_spans(host_names))
         # numbers of owned parameters, by group and whether the host updates them
         self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(own_layout.names):
-            self._indices[self.group_of(name), name in hosted].append(i)
+            self._indices[self.group_of(name), name in host_names].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
             list(partition.owned_views(buffer)) for buffer in self.buffers
         ]
         """This rank's shards of the working buffers, in order."""
         if self.master is not None:
-            self._views = [self.master.views()] * num_versions
+            self._views = [self.master.views()] * self.num_versions
         else:
             self._views = [
                 dict(zip(own_layout.names, views, strict=True)) for views in self._working
             ]
         self._lists = [list(views.values()) for views in self._views]
-        self._made = {} if self.made is None else self.made.views(hosted)
+        self._made = {} if self.made is None else self.made.views(host_names)
         self.places = [place for place in parameters.places if self.placements[place[2]].trainable]
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None

@@ -34,6 +34,7 @@ from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
 from hybridpar.state.residency.access_map import AccessMap
+from hybridpar.state.residency.chunks import Memory
 from hybridpar.state.residency.device_tier import state_memory
 from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import WholeChunks
@@ -137,9 +138,8 @@ class Engine:
             self.stage,
             grid,
             states,
-            device,
+            memory or Memory(device),
             parts=self.segments.ranges,
-            memory=memory,
             host_work=residency.host_work,
         )
         warn_of_unquantized_layers(config, grid, self.stage)

@@ -25,6 +25,7 @@ from hybridpar.prediction import measure, predict
 from hybridpar.runtime.stage import Stage
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
+from hybridpar.state.residency.chunks import Memory
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine
 from hybridpar.train.launching.launch import set_precision
@@ -291,7 +292,7 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
             }
     for parameter in blocks[1].parameters():
         parameter.requires_grad_(requires_grad=False)
-    state = RankState(Stage(blocks), ProcessGrid(), StatePolicy.of(config, 2, 1), CPU)
+    state = RankState(Stage(blocks), ProcessGrid(), StatePolicy.of(config, 2, 1), Memory(CPU))
     refreshed = list[int]()
     refresh = Fp8Weight.refresh
 

@@ -22,6 +22,7 @@ from hybridpar.prediction.ghost import Ghost, Tracker
 from hybridpar.random import RandomKey
 from hybridpar.runtime.stage import Stage
 from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.residency.chunks import Memory
 
 CPU = torch.device("cpu")
 
@@ -191,9 +192,8 @@ def stage_memory(
         return meter.read().peak
 
     stage = Stage(build_blocks(model, Axis("tp"), blocks, dtype=dtype), recompute)
-    state = RankState(
-        stage, ProcessGrid(), StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto"), CPU
-    )
+    policy = StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto")
+    state = RankState(stage, ProcessGrid(), policy, Memory(CPU))
     state.bind(0, (0,))
     samples = SyntheticSamples(model, padding=False)
     batch = BatchLoader(samples, micro_batch_size=4, num_microbatches=1).microbatch(0, 0)

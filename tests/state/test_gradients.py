@@ -10,7 +10,7 @@ from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.embedding import _LocalRows
 from hybridpar.nn.linear import column_linear, row_linear
 from hybridpar.prediction.fake_neighbours import silent_axis, silent_group
-from hybridpar.state import GradientAccumulator
+from hybridpar.state import AccumulationRules, GradientAccumulator
 from hybridpar.state.layout import FlatLayout
 
 AXIS = Axis("tp")
@@ -105,7 +105,8 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
     for defers in (False, True):
         leaves = {name: x.clone().requires_grad_() for name, x in layers.items()}
         accumulator = GradientAccumulator(
-            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers
+            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer),
+            rules=AccumulationRules(defers=defers),
         )
         final = []
         waiting = []
@@ -164,7 +165,8 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
     layers = {"column": torch.randn(6, 4), "row": torch.randn(4, 6)}
     leaves = {name: x.requires_grad_() for name, x in layers.items()}
     accumulator = GradientAccumulator(
-        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32), defers=True
+        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32),
+        rules=AccumulationRules(defers=True),
     )
     take = accumulator.take
     monkeypatch.setattr(
@@ -189,7 +191,8 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
 def test_what_waits_keeps_no_graph_alive():
     leaves = make_leaves(torch.float32)
     accumulator = GradientAccumulator(
-        FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32), defers=True
+        FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32),
+        rules=AccumulationRules(defers=True),
     )
     accumulator.begin(0)
     accumulator.bind(leaves, 0)

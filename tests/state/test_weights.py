@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.config import Config, OptimConfig, from_mapping
+from hybridpar.config import Config, OptimConfig, ParallelConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
@@ -21,6 +21,7 @@ from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.prediction import measure
 from hybridpar.runtime.stage import Stage
 from hybridpar.state.parameters import StageParameters
+from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition, Route
 from hybridpar.state.residency.chunks import Memory
 from hybridpar.state.residency.uses import uses_of
@@ -88,9 +89,13 @@ def make_store(
     parameters = StageParameters(
         Stage(build_blocks(model, Axis("tp"), range(6), dtype=dtype)), dtype
     )
-    alone = Partition(parameters.layout, dict.fromkeys(parameters.layout.names, Route(Axis("dp"))))
     uses = uses_of(parts, parameters.placements, parameters.blocks, elementwise=True)
-    return WeightStore(parameters, alone, 2, Memory(CPU), predict=predict, uses=uses)
+    routes = dict.fromkeys(parameters.layout.names, Route(Axis("dp")))
+    alone = Partition(parameters.layout, routes, uses=uses)
+    frozen = Partition(parameters.frozen, {})
+    optim = OptimConfig(staleness="prediction" if predict else "none")
+    policy = StatePolicy(dtype, 2, 1, optim, ParallelConfig(), "auto")
+    return WeightStore(parameters, alone, frozen, policy, Memory(CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

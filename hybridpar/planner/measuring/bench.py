@@ -39,6 +39,7 @@ from hybridpar.random import RandomKey
 from hybridpar.runtime.recording import Clock, make_clock
 from hybridpar.runtime.stage import KEEP_ALL, Stage
 from hybridpar.state import RankState
+from hybridpar.state.residency.chunks import Memory
 
 _MOST_ALIKE = 6
 _UPDATES = 3
@@ -89,7 +90,7 @@ class Unit:
         )
         self._dtype = policy.dtype
         self._device = device
-        self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
+        self.state = RankState(self.stage, ProcessGrid.of(tp), policy, Memory(device))
         self.state.initialize(0)
         self.state.allocate()
         self.num_parameters = sum(p.numel() for p in self.stage.parameters() if p.requires_grad)

@@ -103,7 +103,7 @@ class Shared(Moving):
         memory = WholeChunks(torch.device("cpu"), policy)
         dtype = parameters.dtype if kind == "weights" else parameters.master_dtype
         whole = Buffer(parameters.layout, dtype, memory, cut(parameters.layout, uses), f"{kind}/0")
-        self.shares = Shares(partition, whole, dtype, memory)
+        self.shares = Shares(partition, whole, memory)
         self.chunks = [
             [chunk for chunk in memory.chunks if chunk.use.parts[0] == i]
             for i in range(len(numbers))

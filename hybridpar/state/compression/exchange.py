@@ -135,8 +135,6 @@ class Compression:
                 axis,
                 settings,
                 self.feedback,
-                memory.device,
-                layout.dtype,
                 kernels,
             )
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True)

@@ -33,6 +33,9 @@ class Feedback:
             these and the unsent rests are multiplied by the loss scale; afterwards they are divided
             again, because the next batch may have another scale.
         in_place: A batch's gradients become its unsent rest, which then needs no other memory.
+
+    Attributes:
+        device: Device of the tensors.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Feedback:
         *,
         in_place: bool = False,
     ):
+        self.dtype = dtype
+        self.device = memory.device
         layouts = [
             FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)
         ]

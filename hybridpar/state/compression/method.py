@@ -112,22 +112,20 @@ class Method(ABC):
         axis: Axis,
         settings: CompressionConfig,
         feedback: Feedback,
-        device: torch.device,
-        dtype: torch.dtype,
         kernels: KernelsConfig,
     ):
         self.axis = axis
         self.settings = settings
         self.takes_factors = settings.takes_factors
         self.feedback = feedback
-        self.device = device
-        self.dtype = dtype
+        self.device = feedback.device
+        self.dtype = feedback.dtype
         self.kernels = kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         main, other = self.most_bytes()
-        self.wire = Wire(self._dense_numel * dtype.itemsize + main, axis, device)
-        self.other = Wire(other, axis, device)
+        self.wire = Wire(self._dense_numel * self.dtype.itemsize + main, axis, self.device)
+        self.other = Wire(other, axis, self.device)
         self.sent = Sent()
         self.parts: dict[str, list[GradientPart]] = {}
         self.sums: Shares | None = None

@@ -151,6 +151,7 @@ class Buffer:
         kind: str = "",
     ):
         self.layout = layout
+        self.dtype = dtype
         self.memory = memory
         self.chunks = tuple(chunks) or (Chunk(0, layout.numel),)
         self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]

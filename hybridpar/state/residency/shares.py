@@ -172,7 +172,6 @@ class Shares:
     Args:
         partition: The shards that this rank updates.
         whole: The unsharded buffer.
-        dtype: Type of the shards.
         memory: Allocates the shards.
         kind: Kind of state of the unsharded buffer.
         of_all: Also have shards of the chunks that stay.
@@ -187,7 +186,6 @@ class Shares:
         self,
         partition: Partition,
         whole: Buffer,
-        dtype: torch.dtype,
         memory: Memory,
         kind: str = "",
         *,
@@ -198,9 +196,13 @@ class Shares:
         self.whole = whole
         self.memory = memory
         self._of_all = of_all
-        layout = partition.layout_of_owned(dtype, wanted=self.has)
+        layout = partition.layout_of_owned(whole.dtype, wanted=self.has)
         self.buffer = buffer or Buffer(
-            layout, dtype, memory, () if of_all else cut(layout, partition.uses), f"{SHARES}{kind}"
+            layout,
+            whole.dtype,
+            memory,
+            () if of_all else cut(layout, partition.uses),
+            f"{SHARES}{kind}",
         )
         self.views = self.buffer.views()
         self._owned = {o.name: o for o in partition.owned}
@@ -230,7 +232,6 @@ class Shares:
                 Shares(
                     partition,
                     whole,
-                    whole.tensors[0].dtype,
                     memory,
                     f"{kind}/{i}",
                     of_all=of_all,

@@ -40,7 +40,7 @@ def test_chunks_come_and_go() -> None:
     partition = Partition(
         LAYOUT, dict.fromkeys(LAYOUT.names, Route(Axis("dp"))), uses=USES.__getitem__
     )
-    shares = Shares(partition, whole, torch.float32, memory)
+    shares = Shares(partition, whole, memory)
     assert [view.shape for view in shares.owned()] == [(1000,), (300, 300), (400, 500)]
     shares.views["a"].normal_()
     leaf = views["a"].detach().requires_grad_()
