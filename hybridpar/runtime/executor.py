@@ -102,6 +102,22 @@ class Tiers(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Offloading:
+    """What moves memory of a rank to a slower tier and back.
+
+    Attributes:
+        state: Moves state; None: all state is always resident.
+        activations: Offloads activations; None: none are offloaded.
+    """
+
+    state: Tiers | None = None
+    activations: ActivationOffloader | None = None
+
+
+NO_OFFLOADING = Offloading()
+
+
 class Executor:
     """Runs the actions of one rank.
 
@@ -110,8 +126,7 @@ class Executor:
         weights: The rank's weights.
         transport: Sends and receives between stages.
         shape: The shape of the pipeline.
-        tiers: Moves state; None: all state is always resident.
-        offloader: Offloads activations; None: none are offloaded.
+        offloading: What moves state and activations.
         graphs: Replays the micro-batches that it can; None: all run kernel by kernel.
     """
 
@@ -122,15 +137,14 @@ class Executor:
         transport: StageTransport,
         shape: PipelineShape,
         *,
-        tiers: Tiers | None = None,
-        offloader: ActivationOffloader | None = None,
+        offloading: Offloading = NO_OFFLOADING,
         graphs: MicroBatchGraphs | None = None,
     ):
         self.stages = stages
         self.weights = weights
         self.transport = transport
-        self.tiers = tiers
-        self.offloader = offloader
+        self.tiers = offloading.state
+        self.offloader = offloading.activations
         self.graphs = graphs
         self.shape = shape
         self.num_microbatches = shape.num_microbatches

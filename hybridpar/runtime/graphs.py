@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import all_reduce
-from hybridpar.grid import Axis, ProcessGrid, Traffic
+from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.metrics import each, metrics_of
@@ -77,20 +77,10 @@ def recorder(
 ) -> MicroBatchGraphs | None:
     """Return the recorder of a rank's micro-batches on a GPU; None, and a line in the log, if it
     cannot record them."""
-    config = job.config
     if reason := unsupported(job, grid.pp.rank):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
-    return MicroBatchGraphs(
-        stages,
-        gradients,
-        config.pipeline.num_microbatches,
-        device,
-        buckets,
-        num_places(config.parallel.pp, len(stages)),
-        grid.tp,
-        distrusts=not config.model.cuda_graph_safe,
-    )
+    return MicroBatchGraphs(job, stages, gradients, device, buckets, grid)
 
 
 def num_places(num_ranks: int, num_stages: int) -> int:
@@ -200,47 +190,45 @@ class _Recorded:
 class MicroBatchGraphs:
     """Runs the forward and backward passes of a rank's stages into `gradients`.
 
+    A forward of a model that is not `cuda_graph_safe` may read Python values that change, while a
+    graph keeps the captured ones. So the first, second, fourth, eighth .. replay of each forward is
+    compared with a run kernel by kernel.
+
     Args:
+        job: The job's plan.
         stages: The rank's stages, by number.
         gradients: Accumulates the gradients.
-        num_microbatches: Micro-batches of a batch.
         device: The GPU.
         buckets: Parameters that are reduced over replicas together, if reductions may start before
             a backward has ended.
-        num_places: Micro-batches in flight on a stage that have memory for graphs; others are not
-            replayed. If more than one, the rank has neighbours whose transfers it may wait for.
-        tp: The axis on which the stages communicate; None: they do not.
-        distrusts: A forward may read Python values that change, while a graph keeps the captured
-            ones. So the first, second, fourth, eighth .. replay of each forward is compared with a
-            run kernel by kernel.
+        grid: The process grid.
     """
 
     def __init__(
         self,
+        job: JobPlan,
         stages: Mapping[int, Stage],
         gradients: Gradients,
-        num_microbatches: int,
         device: torch.device,
-        buckets: Buckets = (),
-        num_places: int = 1,
-        tp: Axis | None = None,
-        *,
-        distrusts: bool = False,
+        buckets: Buckets,
+        grid: ProcessGrid,
     ):
-        self._distrusts = distrusts
+        self._distrusts = not job.config.model.cuda_graph_safe
         # attributes of modules, by stage, before its first micro-batch
         self._attributes: dict[int, dict[str, Any]] = {}
         self._stages = stages
         self._gradients = gradients
-        self._m = num_microbatches
+        self._m = job.shape.num_microbatches
         self._buckets = buckets
-        self._tp = tp or Axis("tp")
-        self._has_neighbours = num_places > 1
+        self._tp = grid.tp
+        places = num_places(grid.pp.size, len(stages))
+        # a capture may wait for their transfers
+        self._has_neighbours = places > 1
         self._stream = torch.cuda.Stream(device)
         self._pools = {
             (stage, place): torch.cuda.graph_pool_handle()
             for stage in stages
-            for place in range(num_places)
+            for place in range(places)
         }
         self._beside = torch.cuda.Stream(device)  # reductions start on it
         self._seen: set[Kind] = set()

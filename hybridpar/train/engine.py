@@ -20,7 +20,7 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader
-from hybridpar.runtime.executor import Executor
+from hybridpar.runtime.executor import Executor, Offloading
 from hybridpar.runtime.graphs import MicroBatchGraphs
 from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.runtime.stage import Stage
@@ -160,8 +160,7 @@ class Engine:
             self.state.weights,
             StageTransport.of(job, grid, states.dtype, device),
             self.shape,
-            tiers=self.replicas or self.tiers,
-            offloader=self._build_offloader(residency),
+            offloading=Offloading(self.replicas or self.tiers, self._build_offloader(residency)),
             graphs=build_graphs(job, stages, self.segments, self.state, device),
         )
         self.batch_actions = BatchActions(

@@ -94,7 +94,7 @@ def train(
     engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     if replay:
         engine.executor.graphs = MicroBatchGraphs(
-            {0: engine.stage}, engine.state.gradients, 3, CPU, distrusts=True
+            engine.job, {0: engine.stage}, engine.state.gradients, CPU, (), engine.grid
         )
     numbers: list[tuple[float, dict[str, float]]] = []
     engine.train(

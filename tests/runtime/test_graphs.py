@@ -23,7 +23,7 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.runtime import graphs
-from hybridpar.runtime.graphs import MicroBatchGraphs, num_places, recorder, unsupported
+from hybridpar.runtime.graphs import MicroBatchGraphs, recorder, unsupported
 from hybridpar.runtime.stage import Stage
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.layout import Bucket, FlatLayout
@@ -141,7 +141,7 @@ def test_what_is_replayed_takes_nothing_from_python(
     fake_cuda.install(monkeypatch)
     engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     recording = engine.executor.graphs = MicroBatchGraphs(
-        {0: engine.stage}, engine.state.gradients, config.pipeline.num_microbatches, CPU
+        engine.job, {0: engine.stage}, engine.state.gradients, CPU, (), engine.grid
     )
     losses, weights = train(engine)
     assert recording.num_replayed > 0
@@ -217,12 +217,12 @@ def replicas(
             Event.watched = engine.state.gradients.buffers[0]
             stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
             engine.executor.graphs = MicroBatchGraphs(
+                engine.job,
                 stages,
                 engine.state.gradients,
-                4,
                 CPU,
                 engine.state.reducer.summed_beside,
-                num_places(grid.pp.size, len(stages)),
+                grid,
             )
         losses: list[float] = []
         loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
@@ -327,13 +327,7 @@ def train_grid(
             fake_cuda.install(patch, f"{sections}{broken}")
             stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
             engine.executor.graphs = MicroBatchGraphs(
-                stages,
-                engine.state.gradients,
-                engine.shape.num_microbatches,
-                CPU,
-                (),
-                num_places(grid.pp.size, len(stages)),
-                grid.tp,
+                engine.job, stages, engine.state.gradients, CPU, (), grid
             )
         if broken is not None and grid.world.rank == broken[0]:
             Graph.breaks = lambda *place: place == broken[1:]
