@@ -62,6 +62,7 @@ from hybridpar.train.launching.launch import (
     set_threads,
 )
 from hybridpar.train.reporting.progress import PlainReporter, Reporter, make_reporter
+from hybridpar.train.reporting.run_report import RunReport
 from hybridpar.train.run import Outcome, Run
 from hybridpar.validate import resolve
 
@@ -324,9 +325,8 @@ def _train_on_grid(
             run_folder.begin(config, data.tokenizer)
             options.write(config.run.folder, reporter.say)
         _introduce(config, place, grid, reporter, resumed)
-        with contextlib.closing(
-            Run(engine, data, reporter, resumed, watch, links, place.callbacks)
-        ) as run:
+        report = RunReport(engine, reporter, resumed, links)
+        with contextlib.closing(Run(engine, data, report, watch, place.callbacks)) as run:
             injector.attach(engine, run.saver)
             started = True
             outcome = run.go()

@@ -34,11 +34,9 @@ from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
 from hybridpar.train.faults.errors import CallbackError
-from hybridpar.train.faults.links import LinkWatch
 from hybridpar.train.faults.rollback import AnomalyHandler
 from hybridpar.train.faults.watchdog import SAVING
 from hybridpar.train.reporting.history import History
-from hybridpar.train.reporting.progress import Reporter
 from hybridpar.train.reporting.run_metrics import BatchClock, evaluation_at
 from hybridpar.train.reporting.run_report import RunReport, is_evaluated
 from hybridpar.train.saves import Saves
@@ -125,7 +123,14 @@ def _memory_log(engine: Engine, resumed: int, say: Callable[[str], None]) -> Mem
 
 
 class Run:
-    """Training of a job whose engine stands at step `resumed`.
+    """Training of a job from the step that its engine stands at.
+
+    Args:
+        engine: The engine.
+        data: The data sets.
+        report: Reports the run.
+        watch: Measures memory; None: it is not measured.
+        callbacks: Functions of the program to call.
 
     Collectives: `go` and the constructor, on all ranks.
     """
@@ -134,38 +139,35 @@ class Run:
         self,
         engine: Engine,
         data: Data,
-        reporter: Reporter,
-        resumed: int,
+        report: RunReport,
         watch: MemoryWatch | None = None,
-        links: LinkWatch | None = None,
         callbacks: Callbacks = SILENT,
     ):
         config = self.config = engine.config
         self.callbacks = CallbackRunner(callbacks, self._stop_soon)
         self.engine = engine
         self.grid = engine.grid
-        self.reporter = reporter
+        self.report = report
+        self.reporter = report.reporter
         self.watch = watch
-        self.resumed = resumed
-        self.report = RunReport(engine, reporter, resumed, links)
         self.train_loader = batch_loader(engine, data.train)
         self.train_loader.start_at(engine.data_start)
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
-        self.memory = _memory_log(engine, resumed, reporter.say)
+        self.memory = _memory_log(engine, report.resumed, self.reporter.say)
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.evaluator = Evaluator(engine, data.valid)
-        self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
+        self.anomalies = AnomalyHandler(engine, data.train, report.log, self.reporter.say)
         self.saving = Flight()
         run_folder.open_flight(engine.job, self.grid.rank, self.saving, SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS,
             engine,
             data.train.fingerprint,
-            reporter.say,
+            self.reporter.say,
             self.saving,
             self.callbacks.on_save,
         )
-        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
+        self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
         """Step of the last evaluation, and the validation loss that compares checkpoints."""
@@ -222,7 +224,7 @@ class Run:
             self.config.run.folder,
             engine.batches_done,
             end,
-            self.resumed,
+            self.report.resumed,
             self.report.loss,
             self.report.val_loss,
             stop.signal,

@@ -64,6 +64,7 @@ class RunReport:
         config = self.config = engine.config
         self.engine = engine
         self.reporter = reporter
+        self.resumed = resumed
         self.links = links
         self._traffic = links.traffic() if links else Traffic()
         self.writes = engine.grid.rank == 0
