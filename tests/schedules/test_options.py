@@ -226,7 +226,7 @@ def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
     plan = make_plan(
         find_schedule(schedule).with_options(clip=clip, gather=gather), sizes, first, num_batches
     )
-    report = check(plan, sizes, schedule, first, num_batches)
+    report = check(plan, sizes, schedule, range(first, first + num_batches))
     ends = (
         (Kind.NORM, Kind.UPDATE) if clip else (Kind.UPDATE,)
     )  # one NORM under way at a time: stopping counts on it
@@ -250,8 +250,7 @@ def test_1f1b_may_run_ahead_too(p, m, first, clip):
         make_plan(find_schedule(schedule).with_options(clip=clip), sizes, first, 3),
         sizes,
         schedule,
-        first,
-        3,
+        range(first, first + 3),
     )
     assert report.peaks == tuple(Live(min(2 * (p - 1 - r) + 1, m), 1, 1) for r in range(p))
 

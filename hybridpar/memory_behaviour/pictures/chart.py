@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log, log10
 
-from hybridpar.schedules.draw.shapes import IDLE, rect
+from hybridpar.schedules.draw.shapes import IDLE, Area, rect
 
 _APART = 56
 """Smallest distance in pixels between two ticks of an axis."""
@@ -85,10 +85,10 @@ class Axis:
 def axes(x: Axis, y: Axis) -> Iterator[str]:
     """Yield grid lines, labels and titles of a chart; y grows upwards."""
     for at, text in y.ticks():
-        yield rect(x.first, at, x.last - x.first, 1, IDLE)
+        yield rect(Area(x.first, at, x.last - x.first, 1), IDLE)
         yield f'<text class="muted end" x="{x.first - 8:.1f}" y="{at + 4:.1f}">{escape(text)}</text>'
     for at, text in x.ticks():
-        yield rect(at, y.last, 1, y.first - y.last + 4, IDLE)
+        yield rect(Area(at, y.last, 1, y.first - y.last + 4), IDLE)
         yield f'<text class="muted mid" x="{at:.1f}" y="{y.first + 18:.1f}">{escape(text)}</text>'
     yield f'<text class="muted" x="{x.first}" y="{y.first + 36:.1f}">{escape(x.title)}</text>'
     middle = (y.first + y.last) / 2
@@ -111,7 +111,7 @@ def legend(
             at = x
             y = y + 22
         parts += [
-            rect(at, y, 14, 14, colour),
+            rect(Area(at, y, 14, 14), colour),
             f'<text x="{at + 21:.1f}" y="{y + 11.5}">{escape(name)}</text>',
         ]
         at += width

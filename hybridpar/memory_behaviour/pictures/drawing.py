@@ -21,7 +21,7 @@ from hybridpar.memory_behaviour.pictures.chart import (
     sized,
 )
 from hybridpar.schedules.action import Kind, parse_action
-from hybridpar.schedules.draw.shapes import IDLE, INK, page, rect
+from hybridpar.schedules.draw.shapes import IDLE, INK, Area, page, rect
 
 COLOURS = {
     Category.WEIGHTS: "#2c6ab1",
@@ -120,10 +120,7 @@ def draw_blocks(account: Account) -> Picture:
     for box in seen:
         shapes.append(
             rect(
-                box.x,
-                box.y,
-                box.width,
-                round(box.height, 2),
+                Area(box.x, box.y, box.width, round(box.height, 2)),
                 COLOURS[box.life.category],
                 _block_tip(box.life, account),
                 ' fill-opacity="0.85" stroke="#fff" stroke-width="0.4"',
@@ -254,7 +251,7 @@ def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[li
                 f'y="{y(high) - 6 - number % 2 * 13:.1f}">{link.name}</text>',
             ]
         shapes += [
-            rect(_LEFT, top + 4, 22, 2, colour),
+            rect(Area(_LEFT, top + 4, 22, 2), colour),
             note(
                 f"{link.name}: in {under:,} intervals, below its line, a block could leave and be "
                 "back without "
@@ -302,7 +299,7 @@ def _actions(account: Account, time: Axis) -> Iterator[str]:
     """Yield the row of actions above a picture."""
     y = _TOP - 30
     height = 18
-    yield rect(_LEFT, y, _WIDTH - _RIGHT - _LEFT, height, IDLE)
+    yield rect(Area(_LEFT, y, _WIDTH - _RIGHT - _LEFT, height), IDLE)
     drawn = [
         (parse_action(span.action), left, right)
         for span in account.spans
@@ -313,7 +310,7 @@ def _actions(account: Account, time: Axis) -> Iterator[str]:
     ]
     for action, left, right in drawn:
         colour, css = _SHADES.get(action.kind, (_BESIDE, ""))
-        yield rect(left, y, max(right - left - 0.6, 0.3), height, colour, str(action))
+        yield rect(Area(left, y, max(right - left - 0.6, 0.3), height), colour, str(action))
         if right - left > 7.5 * len(text := str(action.microbatch)) + 3 and action.kind in _SHADES:
             yield f'<text class="mid {css}" x="{(left + right) / 2:.1f}" y="{y + 13.5}">{text}</text>'
     yield f'<text class="muted end" x="{_LEFT - 8}" y="{y + 13.5}">actions</text>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 
 INK = "#1f2733"
@@ -29,12 +30,20 @@ def page(width: float, height: float, body: str) -> str:
     return _SVG.format(width=round(width), height=round(height), ink=INK, muted=MUTED, body=body)
 
 
-def rect(
-    x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = ""
-) -> str:
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A rectangular area of a picture, from its left upper corner. Units: pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def rect(area: Area, fill: str, tip: str = "", more: str = "") -> str:
     """Return a box with `tip` as its tooltip. more: further attributes, each after a blank."""
     shape = (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" '
-        f'fill="{fill}"{more}'
+        f'<rect x="{area.x:.2f}" y="{area.y:.2f}" width="{max(area.width, 0.1):.2f}" '
+        f'height="{area.height}" fill="{fill}"{more}'
     )
     return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"

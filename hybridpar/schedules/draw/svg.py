@@ -8,7 +8,7 @@ from html import escape
 
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
-from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, page, rect
+from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, Area, page, rect
 from hybridpar.schedules.kinds import (
     ACTION_SPECS,
     COMPUTE,
@@ -145,15 +145,12 @@ def _colours(version: int) -> tuple[str, str]:
 def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterator[str]:
     y = scale.y(rank)
     yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
-    yield rect(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT, IDLE)
+    yield rect(Area(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT), IDLE)
     idle = f"{100 * timeline.idle_share(rank):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
     for action, start, stall in timeline.item_waits(rank):
         yield rect(
-            scale.x(start - stall),
-            y,
-            stall * scale.per_unit,
-            _HEIGHT,
+            Area(scale.x(start - stall), y, stall * scale.per_unit, _HEIGHT),
             _STALL,
             f"{action} waits for the slow tier, {start - stall:.6g} to {start:.6g}",
         )
@@ -188,7 +185,7 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
     gap = min(1.0, width / 8)
     forward = action.kind is Kind.F
     shade = ' rx="2"' + ' fill-opacity="0.7"' * (action.kind is Kind.W)
-    yield rect(x, y, width - gap, _HEIGHT, _colours(action.version)[not forward], tip, shade)
+    yield rect(Area(x, y, width - gap, _HEIGHT), _colours(action.version)[not forward], tip, shade)
     if action.kind in scale.labels:
         css = f"mid {scale.labels[action.kind]} {'' if forward else 'on-dark'}".strip()
         label = number_of(action, scale.shape.num_ranks)
@@ -208,7 +205,9 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
             "way, "
             f"{start:.6g} to {end:.6g}"
         )
-        yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
+        yield rect(
+            Area(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2), colour, tip
+        )
 
 
 def _svg_update(
@@ -221,28 +220,19 @@ def _svg_update(
     batch = action.microbatch
     light, dark = _colours(action.version)
     yield rect(
-        scale.x(reduced),
-        y + _HEIGHT + 3,
-        (start - reduced) * scale.per_unit,
-        4,
+        Area(scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4),
         light,
         f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at "
         f"{start:.6g}",
     )
     yield rect(
-        scale.x(reduced),
-        y + _HEIGHT + 3,
-        (normed - reduced) * scale.per_unit,
-        4,
+        Area(scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4),
         dark,
         f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}",
     )
     if end > start:
         yield rect(
-            scale.x(start),
-            y,
-            (end - start) * scale.per_unit,
-            _HEIGHT,
+            Area(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT),
             INK,
             f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}",
             ' rx="2"',
@@ -297,13 +287,13 @@ def _svg_legend(
     items += [
         (_swatch(0), "forward, backward"),
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{INK}"/>'], "update"),
-        *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")]
+        *[([rect(Area(0, 0, 26, 14), INK)], "optimizer makes the new weights")]
         * (Kind.UPDATE in visible),
         (
-            [rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")],
+            [rect(Area(0, 5, 13, 4), MUTED), rect(Area(13, 5, 13, 4), "#c9d0d8")],
             "gradients reduced, then ready for the update",
         ),
-        ([rect(0, 0, 26, 14, IDLE)], "idle"),
+        ([rect(Area(0, 0, 26, 14), IDLE)], "idle"),
     ]
     for kinds, what in (
         ((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
@@ -312,11 +302,12 @@ def _svg_legend(
         ((Kind.HOST,), "the host makes the new weights"),
     ):
         if visible & set(kinds):
-            items.append(
-                ([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what)
-            )
+            lines = [
+                rect(Area(0, 4 + 4 * i, 26, 2), _LINES[kind][1]) for i, kind in enumerate(kinds)
+            ]
+            items.append((lines, what))
     if any(True for rank in timeline.plan for _ in timeline.item_waits(rank)):
-        items.append(([rect(0, 0, 26, 14, _STALL)], "waits for the slow tier"))
+        items.append(([rect(Area(0, 0, 26, 14), _STALL)], "waits for the slow tier"))
     parts = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>']
     x = float(_LEFT)
     y += 10
@@ -336,4 +327,4 @@ def _svg_legend(
 
 def _swatch(version: int) -> list[str]:
     light, dark = _colours(version)
-    return [rect(0, 0, 13, 14, light), rect(13, 0, 13, 14, dark)]
+    return [rect(Area(0, 0, 13, 14), light), rect(Area(13, 0, 13, 14), dark)]

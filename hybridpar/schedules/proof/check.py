@@ -88,14 +88,13 @@ def check(
     plan: Plan,
     shape: PipelineShape,
     schedule: str | Schedule,
-    first_batch: int | None = None,
-    num_batches: int | None = None,
+    batches: range | None = None,
     *,
     serial_links: bool = True,
     residency: Mapping[int, Residency | SharedItems] | None = None,
 ) -> CheckReport:
-    """Prove that `plan` runs the given range of batches (default: the range of its forwards) by the
-    schedule's rules.
+    """Prove that `plan` runs `batches` by the schedule's rules. batches: None: the batches of its
+    forwards.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
     NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one
@@ -109,7 +108,8 @@ def check(
     p = shape.num_ranks
     if sorted(plan) != list(range(p)):
         raise PlanError(f"the plan has ranks {sorted(plan)}, but parallel.pp = {p}", plan, [])
-    batches = _range_of_batches(plan, shape, first_batch, num_batches)
+    if batches is None:
+        batches = _batches_of(plan, shape)
     kinds = _kinds_in(plan[0])
     for rank in range(p):
         parts = PartCounts(plan[rank])
@@ -156,20 +156,17 @@ _MOVES = PER_ITEM.union(OFFLOAD_KINDS)
 """Kinds that may occur any number of times in a plan."""
 
 
-def _range_of_batches(
-    plan: Plan, shape: PipelineShape, first_batch: int | None, num_batches: int | None
-) -> range:
+def _batches_of(plan: Plan, shape: PipelineShape) -> range:
+    """Return the batches, from the first to the last, that the plan has forwards of."""
     microbatches = [
         action.microbatch
         for actions in plan.values()
         for action in actions
         if action.kind is Kind.F
     ]
-    if first_batch is None:
-        first_batch = min(microbatches, default=0) // shape.num_microbatches
-    if num_batches is None:
-        num_batches = max(microbatches, default=-1) // shape.num_microbatches + 1 - first_batch
-    return range(first_batch, first_batch + num_batches)
+    first = min(microbatches, default=0) // shape.num_microbatches
+    last = max(microbatches, default=-1) // shape.num_microbatches
+    return range(first, last + 1)
 
 
 def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:

@@ -62,7 +62,7 @@ def _prove(schedule: Schedule, shape: PipelineShape, start: int) -> CheckReport:
     num_batches = _num_batches(schedule, shape)
     parts = _PARTS if schedule.options.host else 1
     plan = make_plan(schedule, shape, start, num_batches, parts)
-    report = check(plan, shape, schedule, start, num_batches)
+    report = check(plan, shape, schedule, range(start, start + num_batches))
     allowed = min_send_window(shape.num_ranks)
     if report.send_window > allowed and not schedule.outruns_sends(shape):
         raise PlanError(

@@ -169,7 +169,7 @@ def test_any_fault_is_found(fault, setting, skipped, split, data):
     faulty = fault(plan[rank], i, data)
     assume(faulty is not None)
     with pytest.raises(PlanError) as error:
-        check(plan | {rank: faulty}, sizes, schedule, first_batch, 3)
+        check(plan | {rank: faulty}, sizes, schedule, range(first_batch, first_batch + 3))
     assert error.value.cells
     assert ">" in str(error.value)
 
@@ -286,7 +286,7 @@ def test_wrong_ranks_and_sizes():
     with pytest.raises(ConfigError):
         check(plan, PipelineShape(3, 1), "2bw")
     with pytest.raises(PlanError, match="F4@0v2 is missing"):
-        check(make_plan("1f1b", PipelineShape(2, 2), 0, 2), PipelineShape(2, 2), "1f1b", 0, 3)
+        check(make_plan("1f1b", PipelineShape(2, 2), 0, 2), PipelineShape(2, 2), "1f1b", range(3))
 
 
 def test_message_draws_the_place():
