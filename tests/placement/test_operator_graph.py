@@ -29,7 +29,7 @@ from hybridpar.placement.operators import Operator, block_operators
 from hybridpar.planner.machines.cluster import count_parameters, estimate, machine_of
 from hybridpar.planner.machines.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machines.machine import Machine
-from hybridpar.planner.searching.split import best_split
+from hybridpar.planner.searching.split import BlockCosts, best_split
 from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.prediction.work import KINDS
 from hybridpar.validate import problems
@@ -84,7 +84,8 @@ def planned(
     """The planner's split: the stage of each block, and what each stage takes of a micro-batch."""
     times = block_times(config, machine)
     backward = [b * training for _, b in times]
-    split = best_split([f for f, _ in times], backward, [0.0] * len(times), stages)
+    costs = BlockCosts([f for f, _ in times], backward, [0.0] * len(times))
+    split = best_split(costs, stages)
     assert split is not None
     ends = list(accumulate(split.sizes))
     stage_of = [sum(number >= end for end in ends) for number in range(len(times))]

@@ -190,7 +190,7 @@ class MemoryCheck:
                 if whole and impossible and not self._state_fits(cost, room):
                     return None
                 found = best_split(
-                    *block_costs(cost),
+                    block_costs(cost),
                     cost.shape.num_stages,
                     self._peaks(cost, whole),
                     room / cost.shape.virtual_stages,
@@ -241,7 +241,7 @@ class MemoryCheck:
         help."""
         return (
             best_split(
-                *block_costs(cost),
+                block_costs(cost),
                 cost.shape.num_stages,
                 self._peaks(cost, False, state_alone=True),
                 room / cost.shape.virtual_stages,

@@ -18,7 +18,7 @@ from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.planner.machines.stragglers import Spread, spread
 from hybridpar.planner.searching.bound import least_time
-from hybridpar.planner.searching.split import Matrix, best_split, sums
+from hybridpar.planner.searching.split import BlockCosts, Matrix, best_split, sums
 from hybridpar.prediction import StageMemory
 from hybridpar.schedules.orders import vee
 from hybridpar.schedules.schedule_table import WARMUPS, find_schedule
@@ -328,13 +328,13 @@ def balanced(config: Config, machine: Machine) -> Candidate:
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
-        found = best_split(*costs, cost.shape.num_stages, _held(cost), slowness=cost.slowness)
+        found = best_split(costs, cost.shape.num_stages, _held(cost), slowness=cost.slowness)
         assert found is not None, "there are as many blocks as stages"
         split = (
             found.sizes
             if machine.others
             else even_out(
-                tuple(sum(of_block) for of_block in zip(*costs, strict=True)),
+                costs.totals,
                 found.sizes,
                 cost.pp,
                 config.pipeline.stage_layout,
@@ -381,11 +381,10 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     return lambda stage, again: of_rank(sizes.rank_of(stage))
 
 
-def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of each block: forward, backward, and a micro-batch's share of norm and
-    update."""
+def block_costs(cost: StepCost) -> BlockCosts:
+    """Return the seconds of each block; of norm and update, a micro-batch's share."""
     blocks = range(cost.config.model.num_blocks)
     m = cost.shape.num_microbatches
     times = [cost.block_time(n) for n in blocks]
     updates = [(cost.block(n).norm + cost.block(n).update / cost.zero_share) / m for n in blocks]
-    return [f for f, _ in times], [b for _, b in times], updates
+    return BlockCosts([f for f, _ in times], [b for _, b in times], updates)

@@ -36,10 +36,29 @@ class Split:
     period: float
 
 
+@dataclass(frozen=True)
+class BlockCosts:
+    """Seconds of each block.
+
+    Attributes:
+        forward: Of a forward.
+        backward: Of a backward.
+        update: Added to a period for norm and update.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    update: Sequence[float]
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """Seconds that each block takes of a period, without recomputation."""
+        blocks = zip(self.forward, self.backward, self.update, strict=True)
+        return tuple(f + b + u for f, b, u in blocks)
+
+
 def best_split(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    per_batch: Sequence[float],
+    costs: BlockCosts,
     num_stages: int,
     peaks: Callable[[int, bool], Matrix] | None = None,
     limit: float = math.inf,
@@ -51,19 +70,18 @@ def best_split(
     stage; of these, the fewest blocks on later stages.
 
     Args:
-        forward: Seconds of each block's forward.
-        backward: Seconds of each block's backward.
-        per_batch: Seconds that each block adds to a period for its update.
+        costs: Seconds of each block.
         num_stages: Number of stages.
         peaks: peaks(stage, recomputed)[i, j] is the bytes that blocks i .. j-1 take there. None:
             zero.
         limit: Bytes that a stage may take.
         slowness: Factor on the seconds of each stage. Empty: 1.
     """
-    if not 1 <= num_stages <= len(forward):
+    count = len(costs.forward)
+    if not 1 <= num_stages <= count:
         return None
-    plain = sums([f + b + u for f, b, u in zip(forward, backward, per_batch, strict=True)])
-    again = plain + sums(forward)
+    plain = sums(costs.totals)
+    again = plain + sums(costs.forward)
     slowness = slowness or [1.0] * num_stages
     stops = np.arange(len(plain))
     blocks = stops - stops[:, None]
@@ -76,22 +94,22 @@ def best_split(
     # limit may force it to
     whole = plain if math.isinf(limit) else again
     even = max(slowness) * float(whole[0, -1] / num_stages + np.diag(whole, 1).max())
-    for most in (longest(even), len(forward)):
-        costs, uses, memory = _stages(
+    for most in (longest(even), count):
+        periods, uses, memory = _stages(
             _band(plain, most), _band(again, most), slowness, peaks, limit
         )
-        period, cuts = _smallest_largest(costs, most)
+        period, cuts = _smallest_largest(periods, most)
         if period <= even:
             break
     if not np.isfinite(period):
         return None
     if memory:
         most = longest(period * _EQUAL)
-        peak, _ = _smallest_largest(_within(costs, period, memory), most)
-        period, cuts = _smallest_largest(_within(memory, peak, costs), most)
+        peak, _ = _smallest_largest(_within(periods, period, memory), most)
+        period, cuts = _smallest_largest(_within(memory, peak, periods), most)
     sizes = []
     recomputed = []
-    stop = len(forward)
+    stop = count
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
         sizes.append(stop - start)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.planner.searching.split import best_split, sums
+from hybridpar.planner.searching.split import BlockCosts, best_split, sums
 
 TIMES = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8)
 
@@ -23,7 +23,7 @@ def all_splits(count: int, stages: int) -> list[tuple[range, ...]]:
 
 @given(TIMES, st.integers(1, 8))
 def test_is_as_fast_as_the_fastest_of_all_splits(times: list[float], stages: int) -> None:
-    found = best_split(times, [2 * t for t in times], [1.0] * len(times), stages)
+    found = best_split(BlockCosts(times, [2 * t for t in times], [1.0] * len(times)), stages)
     if stages > len(times):
         assert found is None
         return
@@ -48,7 +48,7 @@ def test_recomputes_only_where_memory_asks_for_it(
     def peaks(stage: int, again: bool) -> np.ndarray:
         return sums([1.0] * count) / (room[stage] * (2 if again else 1))
 
-    found = best_split(times, times, [0.0] * count, stages, peaks, 1.0)
+    found = best_split(BlockCosts(times, times, [0.0] * count), stages, peaks, 1.0)
     periods = []
     for split in all_splits(count, stages) if stages <= count else []:
         if all(len(blocks) <= 2 * room[s] for s, blocks in enumerate(split)):
@@ -66,7 +66,7 @@ def test_recomputes_only_where_memory_asks_for_it(
 
 
 def test_of_equal_splits_takes_that_with_fewer_blocks_at_the_end() -> None:
-    found = best_split([1.0] * 5, [0.0] * 5, [0.0] * 5, 2)
+    found = best_split(BlockCosts([1.0] * 5, [0.0] * 5, [0.0] * 5), 2)
     assert found is not None
     assert found.sizes == (3, 2)
 
@@ -79,7 +79,7 @@ def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
     stages = min(stages, len(times))
     kept = bytes_of[: len(times)]
     found = best_split(
-        times, times, times, stages, lambda stage, again: (stages - stage) * sums(kept)
+        BlockCosts(times, times, times), stages, lambda stage, again: (stages - stage) * sums(kept)
     )
     assert found is not None
 
