@@ -112,47 +112,57 @@ class Assignment:
         }
 
 
-def make_assignment(
-    workload: Workload,
-    solver: str,
-    devices: Ints,
-    bound: float,
-    seconds: float,
-    *,
-    note: str = "",
-    exact: bool = False,
-    stats: Mapping[str, float] | None = None,
-    slots: Ints | None = None,
-) -> Assignment:
-    """Score and check a solver's placement.
+@dataclass(frozen=True, eq=False)
+class SolverResult:
+    """A placement that a solver has found, not scored yet.
 
-    Args:
-        workload: The workload.
-        solver: Name of the solver.
+    Attributes:
         devices: The device of each node.
         bound: Lower bound on the objective.
-        seconds: Time that the solver took.
-        note: Reason why the placement is not proven optimal.
-        exact: Whether the solver proves that its result is optimal.
+        exact: Whether the solver proves that the placement is optimal.
+        note: Reason why it is not proven optimal.
         stats: Numbers about the search.
         slots: The accelerator call of each node; then the objective is the latency of one sample.
+    """
+
+    devices: Ints
+    bound: float
+    exact: bool = False
+    note: str = ""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    slots: Ints | None = None
+
+
+def make_assignment(
+    workload: Workload, solver: str, found: SolverResult, seconds: float
+) -> Assignment:
+    """Score and check the placement that a solver has found in so many seconds.
 
     Raises:
         ConfigError: The placement breaks a rule. Only split files of the user can.
     """
-    devices = np.asarray(devices, np.int64)
+    devices = np.asarray(found.devices, np.int64)
     if wrong := problems(workload, devices):
         raise config_error(
             "split", wrong[0].value, f"{solver}: {wrong[0].rule}", wrong[0].suggestion
         )
     result = score(workload, devices)
-    if slots is not None:
-        result = replace(result, objective=latency(workload, devices, slots))
-    bound = float(min(result.objective, max(bound, result.objective if exact else 0.0)))
-    proven = bool(exact or result.objective - bound <= GAP * result.objective)
-    note = "" if proven else note
+    if found.slots is not None:
+        result = replace(result, objective=latency(workload, devices, found.slots))
+    bound = float(min(result.objective, max(found.bound, result.objective if found.exact else 0.0)))
+    proven = bool(found.exact or result.objective - bound <= GAP * result.objective)
+    note = "" if proven else found.note
     return Assignment(
-        workload, solver, devices, result, bound, proven, seconds, note, stats or {}, slots
+        workload,
+        solver,
+        devices,
+        result,
+        bound,
+        proven,
+        seconds,
+        note,
+        found.stats,
+        found.slots,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.placement.classes import ClassGraph, class_graph
 from hybridpar.placement.ideals import MAX_IDEALS, Ideals, OutOfTime, enumerate_ideals
-from hybridpar.placement.result import Assignment, make_assignment
+from hybridpar.placement.result import Assignment, SolverResult, make_assignment
 from hybridpar.placement.scoring import score
 from hybridpar.placement.solvers.baselines import one_accelerator, packed_evenly, pipedream_groups
 from hybridpar.placement.solvers.bound import check_possible, work_bound
@@ -152,9 +152,8 @@ def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Assig
         return _packed(w, graph, solver, clock, OUT_OF_TIME)
     if not np.isfinite(value):
         raise _no_fit(w, "no split of the order of operators")
-    return make_assignment(
-        w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds
-    )
+    found = SolverResult(graph.devices(device), work_bound(class_graph(w)))
+    return make_assignment(w, solver, found, clock.seconds)
 
 
 def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Assignment:
@@ -167,14 +166,12 @@ def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: 
             f"{reason} before any placement was found",
             f"{10 * clock.limit:g}",
         )
-    return make_assignment(
-        w,
-        solver,
+    found = SolverResult(
         graph.devices(device),
         work_bound(class_graph(w)),
-        clock.seconds,
         note=f"{reason}: this is packed greedily, in order",
     )
+    return make_assignment(w, solver, found, clock.seconds)
 
 
 def _dpl(w: Workload, options: Options) -> Assignment:
@@ -219,15 +216,13 @@ def _dp(w: Workload, options: Options) -> Assignment:
         return _of_orders(w, graph, clock, reason)
     if not np.isfinite(best[-1, -1, -1]):
         raise _no_fit(w, "no pipeline")
-    return make_assignment(
-        w,
-        "dp",
+    found = SolverResult(
         graph.devices(trace(graph, ideals, best)),
-        0.0,
-        clock.seconds,
+        bound=0.0,
         exact=True,
         stats={"classes": graph.num_classes, "ideals": len(ideals)},
     )
+    return make_assignment(w, "dp", found, clock.seconds)
 
 
 def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinished) -> Assignment:
@@ -247,15 +242,13 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinishe
             f"{reason}, and no split of {tried} orders of the operators fits",
             "milp-contiguous",
         )
-    return make_assignment(
-        w,
-        "dp",
+    found = SolverResult(
         graph.devices(device),
         work_bound(graph),
-        clock.seconds,
         note=f"{reason}: this is the best split of {tried} order{'s' * (tried > 1)}",
         stats={"classes": graph.num_classes},
     )
+    return make_assignment(w, "dp", found, clock.seconds)
 
 
 def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
@@ -317,15 +310,11 @@ def _milp(w: Workload, options: Options, contiguous: bool) -> Assignment:
             f"{solution.note} before any placement was found",
             f"{10 * options.time_limit:g}",
         )
-    return make_assignment(
-        w,
-        "milp-contiguous" if contiguous else "milp",
-        graph.devices(solution.device),
-        solution.bound,
-        clock.seconds,
-        exact=solution.proven,
-        note=solution.note,
+    solver = "milp-contiguous" if contiguous else "milp"
+    found = SolverResult(
+        graph.devices(solution.device), solution.bound, solution.proven, solution.note
     )
+    return make_assignment(w, solver, found, clock.seconds)
 
 
 def _greedy(w: Workload, options: Options) -> Assignment:
@@ -335,7 +324,8 @@ def _greedy(w: Workload, options: Options) -> Assignment:
     device = packed_evenly(graph)
     if device is None:
         raise _no_fit(w, "what is greedily packed in order never")
-    return make_assignment(w, "greedy", graph.devices(device), work_bound(graph), clock.seconds)
+    found = SolverResult(graph.devices(device), work_bound(graph))
+    return make_assignment(w, "greedy", found, clock.seconds)
 
 
 def _local_search(w: Workload, options: Options) -> Assignment:
@@ -357,16 +347,14 @@ def _local_search(w: Workload, options: Options) -> Assignment:
             "solver = 'dpl', or more restarts",
         )
     note = OUT_OF_TIME if time.monotonic() > clock.deadline else ""
-    return make_assignment(
-        w, "local-search", graph.devices(device), work_bound(graph), clock.seconds, note=note
-    )
+    found = SolverResult(graph.devices(device), work_bound(graph), note=note)
+    return make_assignment(w, "local-search", found, clock.seconds)
 
 
 def _one_accelerator(w: Workload, options: Options) -> Assignment:
     clock = _Clock(options.time_limit)
-    devices = one_accelerator(w)
-    bound = work_bound(class_graph(w, pipeline=False))
-    return make_assignment(w, "one-accelerator", devices, bound, clock.seconds)
+    found = SolverResult(one_accelerator(w), work_bound(class_graph(w, pipeline=False)))
+    return make_assignment(w, "one-accelerator", found, clock.seconds)
 
 
 def _expert(w: Workload, options: Options) -> Assignment:
@@ -375,9 +363,8 @@ def _expert(w: Workload, options: Options) -> Assignment:
         raise config_error(
             "split", None, "the expert's placement must be given", "read_split(workload, path)"
         )
-    return make_assignment(
-        w, "expert", options.split, work_bound(class_graph(w, pipeline=False)), clock.seconds
-    )
+    found = SolverResult(options.split, work_bound(class_graph(w, pipeline=False)))
+    return make_assignment(w, "expert", found, clock.seconds)
 
 
 SOLVERS: dict[str, Callable[[Workload, Options], Assignment]] = {

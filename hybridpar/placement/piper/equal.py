@@ -13,7 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybridpar.placement.piper.instance import PLAIN, RECOMPUTED, Instance
-from hybridpar.placement.piper.stage_scoring import LayerGroup, StagePlan, make_plan, score_stages
+from hybridpar.placement.piper.stage_scoring import (
+    LayerGroup,
+    PlannerResult,
+    StagePlan,
+    make_plan,
+    score_stages,
+)
 from hybridpar.placement.workload import order_of
 
 
@@ -50,7 +56,8 @@ def plan_equal_stages(instance: Instance, allowed: Allowed | None = None) -> Sta
             score = score_stages(instance, stages)
             if not score.problems and score.time < best[0]:
                 best = score.time, stages
-    return make_plan(instance, "equi", best[1], time.monotonic() - start, {"tried": tried})
+    found = PlannerResult(best[1], {"tried": tried})
+    return make_plan(instance, "equi", found, time.monotonic() - start)
 
 
 def _splits(instance: Instance) -> Iterator[list[list[int]]]:

@@ -134,19 +134,37 @@ class StagePlan:
 NOTHING = StageScore(float("inf"), (), (), (), ())
 
 
-def make_plan(
-    instance: Instance,
-    planner: str,
-    stages: Sequence[LayerGroup],
-    seconds: float,
-    stats: dict[str, float] | None = None,
-    note: str = "",
-    bound: float = 0.0,
-) -> StagePlan:
-    """Return a scored plan from a planner's stages, which may be empty."""
-    score = score_stages(instance, stages) if stages else NOTHING
+@dataclass(frozen=True, slots=True)
+class PlannerResult:
+    """Stages that a planner has found, not scored yet.
+
+    Attributes:
+        stages: The stages, first to last; empty: nothing fits.
+        stats: Numbers about the search.
+        note: Reason why there may be faster plans, such as the time limit.
+        bound: Lower bound on the time of any plan.
+    """
+
+    stages: Sequence[LayerGroup]
+    stats: dict[str, float]
+    note: str = ""
+    bound: float = 0.0
+
+
+def make_plan(instance: Instance, planner: str, found: PlannerResult, seconds: float) -> StagePlan:
+    """Score the stages that a planner has found in so many seconds."""
+    score = score_stages(instance, found.stages) if found.stages else NOTHING
     assert not score.problems, f"{planner}: {score.problems[0]}"
-    return StagePlan(instance, planner, tuple(stages), score, seconds, stats or {}, note, bound)
+    return StagePlan(
+        instance,
+        planner,
+        tuple(found.stages),
+        score,
+        seconds,
+        found.stats,
+        found.note,
+        found.bound,
+    )
 
 
 def score_stages(instance: Instance, stages: Sequence[LayerGroup]) -> StageScore:

@@ -28,7 +28,7 @@ from hybridpar.placement.piper.equal import Allowed, plan_equal_stages
 from hybridpar.placement.piper.free import without_free
 from hybridpar.placement.piper.instance import RECOMPUTED, Instance, Way
 from hybridpar.placement.piper.knapsack import leaner
-from hybridpar.placement.piper.stage_scoring import LayerGroup, StagePlan, make_plan
+from hybridpar.placement.piper.stage_scoring import LayerGroup, PlannerResult, StagePlan, make_plan
 from hybridpar.placement.solvers.exact import OutOfTime
 from hybridpar.placement.workload import Bools, Floats, Ints
 
@@ -85,7 +85,8 @@ def plan_stages(
     seconds = time.monotonic() - start
     stats = {"downsets": float(len(best.downsets))}
     note = f"{reason}: this is the best of {what}" if reason else ""
-    plan = make_plan(instance, allowed.name, stages, seconds, stats, note, best.least())
+    found = PlannerResult(stages, stats, note, best.least())
+    plan = make_plan(instance, allowed.name, found, seconds)
     return (
         plan if plan.time <= equal.time else replace(plan, stages=equal.stages, score=equal.score)
     )

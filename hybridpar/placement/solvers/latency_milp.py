@@ -24,7 +24,7 @@ import numpy as np
 from hybridpar.errors import config_error
 from hybridpar.placement.classes import ClassGraph, class_graph
 from hybridpar.placement.ideals import OutOfTime
-from hybridpar.placement.result import GAP, Assignment, make_assignment
+from hybridpar.placement.result import GAP, Assignment, SolverResult, make_assignment
 from hybridpar.placement.scoring import latency, problems
 from hybridpar.placement.solvers.bound import check_possible
 from hybridpar.placement.solvers.highs import Highs
@@ -77,9 +77,8 @@ def minimise_latency(
                 "solver", name, "what is packed in order does not fit", "latency-milp"
             )
         best = min(found, key=lambda x: latency(workload, *x))
-        return make_assignment(
-            workload, name, best[0], bound, time.monotonic() - start, slots=best[1]
-        )
+        result = SolverResult(best[0], bound, slots=best[1])
+        return make_assignment(workload, name, result, time.monotonic() - start)
     with Highs() as highs:
         simple = [x for x, _ in found]
         known = min((latency(workload, *x) for x in found), default=np.inf)
@@ -102,16 +101,14 @@ def minimise_latency(
         )
         raise config_error(*wrong, rule, "maxCPUs = 1, which has no limit")
     best = min(found, key=lambda x: latency(workload, *x))
-    return make_assignment(
-        workload,
-        name,
+    result = SolverResult(
         best[0],
         max(bound, solution.bound),
-        time.monotonic() - start,
         exact=solution.proven,
-        slots=best[1],
         note=solution.note,
+        slots=best[1],
     )
+    return make_assignment(workload, name, result, time.monotonic() - start)
 
 
 # -- integer program
