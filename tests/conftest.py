@@ -4,14 +4,16 @@ import hashlib
 import io
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hybridpar.train import job as loop
-from hybridpar.train.reporting import peak
+from hybridpar.train.reporting import peak, run_report
 
 _BEGAN = time.monotonic()
 
@@ -141,11 +143,22 @@ def _one_thread(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def _little_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes longer than most of the runs here, on their forked ranks, too: 200 tokens of text
-    at the end, and a peak that is measured for 0.15 s."""
+def _little_beside_training(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leave out of all training, on forked ranks too, what takes longer than most runs here: 200
+    tokens of text at the end, a plot from a process of its own, and a peak that is measured for
+    0.4 s. Tests marked `full_report` keep the plot and the peak."""
     monkeypatch.setattr(loop, "Sampling", partial(loop.Sampling, max_tokens=8))
-    monkeypatch.setattr(peak, "_PROBE_SECONDS", 0.0)
+    if request.node.get_closest_marker("full_report") is None:
+        monkeypatch.setattr(run_report, "draw_loss", _draw_nothing)
+        monkeypatch.setattr(peak, "_PROBE_SECONDS", 0.0)
+        monkeypatch.setattr(peak, "_PROBE_PRODUCTS", 1)
+        monkeypatch.setattr(peak, "_PROBE_SIZES", {"cpu": (384,), "cuda": (4096,)})
+
+
+def _draw_nothing(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.fixture(scope="session")

@@ -194,6 +194,7 @@ def test_a_first_page_works_in_its_order(
 
 
 @pytest.mark.thorough
+@pytest.mark.full_report
 def test_the_site_builds_without_warnings(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

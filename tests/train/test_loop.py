@@ -45,6 +45,7 @@ def named(config: Config, name: str) -> Config:
     return replace(config, run=replace(config.run, name=name))
 
 
+@pytest.mark.full_report
 def test_a_run_leaves_everything_in_its_folder(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:

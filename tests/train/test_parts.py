@@ -125,12 +125,14 @@ def test_the_legend_names_what_each_line_ends_at(
         assert f"{line.get_ydata()[-1]:.3f} at the end" in text.get_text()
 
 
+@pytest.mark.full_report
 def test_the_peak_is_measured_in_plausible_units() -> None:
     peak, source = peak_flops(Config(), torch.device("cpu"), Axis("world"))
     assert 1e6 < peak < 1e14
     assert "fp32" in source
 
 
+@pytest.mark.full_report
 def test_the_peak_is_that_of_the_fastest_product_of_a_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

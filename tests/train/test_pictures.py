@@ -14,6 +14,8 @@ from hybridpar.train.reporting import plot
 from hybridpar.train.reporting import run_report as report
 from hybridpar.train.reporting.log import TensorBoard
 
+pytestmark = pytest.mark.full_report
+
 OPENBLAS = b"OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n"
 """What OpenBLAS says before it ends the process."""
 

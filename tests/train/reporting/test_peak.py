@@ -13,6 +13,8 @@ from hybridpar.grid import Axis
 from hybridpar.train.reporting import peak
 from hybridpar.train.reporting.peak import PEAKS, Peak
 
+pytestmark = pytest.mark.full_report
+
 
 class Machine:
     """One whose measured peak is `flops`, and what is said on it."""
