@@ -7,10 +7,12 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ import torch
 from checkpoint.exchange import make_theirs
 from data import foreign
 from ranks import run_ranks
-from train.forked import supervised
+from train import forked
+from train.forked import Job, supervised
 from train.runs import fork_ranks, metrics, steps
 
+import hybridpar
 from hybridpar import ProcessGrid, Tokenizer, Trainer, load_toml
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.cli import main
@@ -37,6 +41,7 @@ from hybridpar.job import JobPlan
 from hybridpar.prediction import MemoryWatch
 from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.engine import Engine
+from hybridpar.train.reporting import progress
 from hybridpar.validate import problems, resolve
 from hybridpar.watch import Board
 
@@ -81,14 +86,14 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
     assert path.with_suffix(".toml").is_file() or 'if __name__ == "__main__":' in lines
 
 
-SHORTER = """
-import runpy, sys
-import hybridpar
-whole = hybridpar.Trainer
-few = {"num_steps": 4, "eval_interval": 2}
-hybridpar.Trainer = lambda *args, train, **rest: whole(*args, train=train | few, **rest)
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+def run_shortened(words: list[str]) -> int:
+    """Run an example as its file's main program, for a few small steps alone."""
+    unshortened = hybridpar.Trainer
+    few = {"num_steps": 4, "micro_batch_size": 2, "eval_interval": 2, "eval_batches": 2}
+    hybridpar.Trainer = lambda *args, train, **rest: unshortened(*args, train=train | few, **rest)  # type: ignore[misc,assignment]
+    with open("stdout", "w") as file, redirect_stdout(file):
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
 
 
 @pytest.mark.thorough(keep=1)
@@ -103,19 +108,20 @@ runpy.run_path(sys.argv[1], run_name="__main__")
     ],
 )
 def test_a_program_verifies_trains_evaluates_and_has_its_weights(
-    tmp_path: Path, name: str, num_grids: int, ends_with: str
+    tmp_path: Path, name: str, num_grids: int, ends_with: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user starts it, but for a few steps alone."""
+    """As a user starts it, but in a fork of this process, which imports nothing again."""
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 80
-    done = subprocess.run(
-        [sys.executable, "-c", SHORTER, path], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("one process: True") == num_grids
-    assert "validation: {'loss': " in done.stdout
-    assert re.search(f"{ends_with}$", done.stdout), done.stdout
-    assert "step 4/4" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(forked.MAINS, "example", run_shortened)
+    code, said = Job("example", path).end()
+    assert code == 0, said
+    stdout = Path("stdout").read_text()
+    assert stdout.count("one process: True") == num_grids
+    assert "validation: {'loss': " in stdout
+    assert re.search(f"{ends_with}$", stdout), stdout
+    assert "step 4/4" in said
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
@@ -360,7 +366,7 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(
 
 
 def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) -> None:
-    """In a fork, which imports rich anew."""
+    """In a fork, which imports rich again."""
 
     def states() -> list[Any]:
         return [
@@ -371,11 +377,7 @@ def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) ->
         ]
 
     def fit() -> None:
-        for name in [
-            name
-            for name in sys.modules
-            if name.startswith(("rich", "hybridpar.train.", "hybridpar.data."))
-        ]:
+        for name in [name for name in sys.modules if name.startswith(("rich", progress.__name__))]:
             del sys.modules[name]
         before = states()
         Trainer(config=config_of("mixer", train={"threads": 2}, run={"dir": str(tmp_path)})).fit()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from train.forked import Job
 
 from hybridpar.cli import main
 from hybridpar.config import Config, ModelConfig, UnloadedModel, read_run_config, to_mapping
@@ -82,13 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "crafted_code.py").write_text(MODULE.format(mark=str(folder / "mark")))
     (folder / "my.toml").write_text(CONFIG)
-    job = subprocess.run(
-        [sys.executable, "-m", "hybridpar", "train", "my.toml"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
+    in_process_of_its_own(["train", "my.toml"], folder)
     return folder
 
 
@@ -155,11 +149,13 @@ def test_commands_import_what_they_are_told_to_trust(
 
 
 def in_process_of_its_own(args: list[str], folder: Path) -> None:
-    """A class that one process has imported stays known there. This one is to know of none."""
-    job = subprocess.run(
-        [sys.executable, "-m", "hybridpar", *args], cwd=folder, capture_output=True, text=True
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
+    """Run `python -m hybridpar` in a folder. A class that one process has imported stays known
+    there: this process is to know of none, so a fork of it imports them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        code, said = Job("hybridpar", *args).end()
+    assert code == 0, said
 
 
 def test_replay_takes_the_code_where_the_user_stands(sent: Path) -> None:
