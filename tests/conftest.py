@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "ours",
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
-            max_examples=60 if thorough else 15,
+            max_examples=60 if thorough else 8,
             derandomize=not thorough,
         )
         settings.load_profile("ours")

@@ -168,12 +168,13 @@ def test_a_first_page_works_in_its_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On one run folder. Training is of fewer steps, on a small text, and its ranks are forks of
-    this process."""
+    this process. README's model is smaller, too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     few: list[str] = []
     if page != "own_models.md":
         few = ["--data.corpus", str(shared / "my_text.jsonl"), "--train.threads", "1"]
+    small = ["--model.hidden_size", "48", "--model.seq_length", "32"] * (page == "README.md")
     num_steps = 0
     for _, language, body in (snippet for snippet in SNIPPETS if snippet[0] == page):
         name = re.match(r"# (\w+\.\w+)\n", body)
@@ -181,14 +182,15 @@ def test_a_first_page_works_in_its_order(
             Path(name[1] if name else f"my.{language}").write_text(body)
         for words in commands_of(body) if language == "bash" else ():
             if words[1] != "train":
-                assert main(words[1:]) == 0, capsys.readouterr()
+                takes_it = words[1] in ("check", "verify", "simulate")
+                assert main(words[1:] + small * takes_it) == 0, capsys.readouterr()
                 continue
             num_steps += 12  # of fewer nothing is measured
             at = words.index("--ranks")
             ranks = int(words[at + 1])
-            run_job(
-                ranks, *words[1:at], *words[at + 2 :], *few, "--train.num_steps", str(num_steps)
-            )
+            following = words[at + 2 :]
+            flags = [*following, *few, *small, "--train.num_steps", str(num_steps)]
+            run_job(ranks, *words[1:at], *flags)
     (rows,) = Path("runs").glob("*/metrics.jsonl")
     assert [step for step, _, _ in steps(metrics(rows.parent))] == list(range(1, num_steps + 1))
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
 ]
 ARCHITECTURES = ("80", "90a", "120")
-"""The default of setup.py, and a GPU of the generation behind it."""
+"""The default of setup.py, and a GPU of the generation behind it. Each takes 15 s, so without
+--thorough one is compiled."""
 OPERATORS = {"attention_hopper", "cross_entropy", "cross_entropy_backward_", "rotary"}
 """Operators with a version in CUDA C++: where it is faster than Triton's."""
 
@@ -55,18 +57,28 @@ print(json.dumps({
 """
 
 
+@pytest.fixture(
+    scope="module",
+    params=[("90a",), pytest.param(ARCHITECTURES, marks=pytest.mark.thorough)],
+    ids=str,
+)
+def architectures(request) -> tuple[str, ...]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def built(built_once) -> tuple[Path, str]:
+def built(architectures, built_once) -> tuple[Path, str]:
     """The folder of the extension that setup.py built, and the compilers' output."""
-    folder = built_once("cuda", build)
+    name = "-".join(["cuda", *architectures])
+    folder = built_once(name, partial(build, architectures))
     return folder / "lib" / "hybridpar", (folder / "log").read_text()
 
 
-def build(folder: Path) -> None:
+def build(architectures: tuple[str, ...], folder: Path) -> None:
     env = {
         **os.environ,
         "HYBRIDPAR_BUILD": "cuda",
-        "HYBRIDPAR_CUDA_ARCHS": ";".join(ARCHITECTURES),
+        "HYBRIDPAR_CUDA_ARCHS": ";".join(architectures),
         "NVCC_APPEND_FLAGS": "-Xptxas=-v,-warn-spills,--warning-as-error",
     }
     command = [
@@ -86,7 +98,7 @@ def build(folder: Path) -> None:
     (folder / "log").write_text(run.stdout)
 
 
-def test_compiles_without_spills(built, record_property):
+def test_compiles_without_spills(built, architectures, record_property):
     found = re.findall(
         r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes "
         r"spill stores, "
@@ -95,7 +107,7 @@ def test_compiles_without_spills(built, record_property):
         re.DOTALL,
     )
     names = demangled([name for name, *_ in found])
-    assert {architecture for _, architecture, *_ in found} == set(ARCHITECTURES)
+    assert {architecture for _, architecture, *_ in found} == set(architectures)
     for source in [*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "csrc").rglob("*.cuh")]:
         text = source.read_text()
         kernels = re.findall(r"__global__ .*?(\w+_kernel)\(", text)
@@ -104,7 +116,7 @@ def test_compiles_without_spills(built, record_property):
         )
         for kernel in kernels:
             found_in = sum(kernel in name for name in names)
-            assert found_in >= 4 * len(ARCHITECTURES), (
+            assert found_in >= 4 * len(architectures), (
                 f"{kernel}: for 4 types, or uses, and each architecture"
             )
     for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(
@@ -118,7 +130,7 @@ def test_compiles_without_spills(built, record_property):
 
 
 @pytest.mark.parametrize("newer", ["100", "120"])
-def test_newer_gpus_compile_what_the_default_has(built, newer, tmp_path):
+def test_newer_gpus_compile_what_the_default_has(built, architectures, newer, tmp_path):
     """As their driver does when it loads the extension, for which a build has PTX of the GPUs that
     it is for."""
     tools = Path(os.path.realpath(NVCC)).parent, triton_tools()
@@ -135,7 +147,7 @@ def test_newer_gpus_compile_what_the_default_has(built, newer, tmp_path):
     texts = {path: path.read_text() for path in tmp_path.glob("*.ptx")}
     by_target = {
         target: [path for path, text in texts.items() if f".target sm_{target}\n" in text]
-        for target in ("80", "90")
+        for target in {"80", "90"} & {name[:2] for name in architectures}
     }
     assert all(by_target.values()), f"PTX of {by_target}"
     kernels = set()

@@ -131,11 +131,13 @@ RANKS = {
 }
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", RANKS)
 def test_pipelines_come_within_a_twentieth(name: str) -> None:
     is_little_larger(list(RANKS[name].spans()))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", ["interleaved", "2bw"])
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str) -> None:
@@ -156,6 +158,7 @@ def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str)
     is_little_larger(predict_trace(config, steps=2)[1])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -207,6 +210,7 @@ def test_logits_that_are_a_fifth_of_all() -> None:
     assert arena.num_bytes < replay(event for span in spans for event in span.events).reserved
 
 
+@pytest.mark.thorough
 def test_recomputed_interleaved_last_stages_waste_a_fifth_of_a_cache() -> None:
     """A cache wastes 8 to 9 % of what is alive here; on first stages mostly next to nothing, of
     which no share counts."""

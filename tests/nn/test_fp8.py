@@ -139,6 +139,7 @@ def test_hidden_matrices_are_multiplied_so() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "sections",
     [
@@ -197,6 +198,7 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", LIVES)
 def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
     """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting
@@ -343,7 +345,7 @@ def test_its_memory_is_predicted() -> None:
     config = make(model={"hidden_size": 256, "seq_length": 128, "num_layers": 4})
     with measure(CPU) as meter:
         engine = Engine(JobPlan(config), ProcessGrid(), CPU)
-        engine.train(SyntheticLoader(config.model, 4, 2), 3, lambda step: None)
+        engine.train(SyntheticLoader(config.model, 4, 2), 2, lambda step: None)
         peak = meter.read().peak
     assert peak == pytest.approx(predict(JobPlan(config), device=CPU)[0].total, rel=0.05)
 

@@ -100,6 +100,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("name", "machine_for"), [(name, measured) for name in CONFIGS] + [("gpt", estimated)]
@@ -209,6 +210,7 @@ def test_sizes_are_what_memory_predicts(dtype: str) -> None:
 # -- placed
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) -> None:
@@ -226,6 +228,7 @@ def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) 
     assert is_contiguous(w, devices)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: bool) -> None:

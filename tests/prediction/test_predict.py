@@ -415,7 +415,7 @@ def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
     assert (on_cpu.checkpoint, on_cpu.host) == (first.host, 0)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("fast_products")
 @pytest.mark.parametrize("paper", ["", "_paper"])
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ RUNS: list[
 ]
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("sections", RUNS, ids=str)
 def test_runs(sections: dict[str, Any]) -> None:
