@@ -4,8 +4,13 @@
 #   --slice 3/12   the third of twelve shares of what only --thorough runs
 export EXTRAS=plot,hf,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+# tests start hundreds of processes, which read bytecode instead of compiling hybridpar again; the tests' own is written
+# on one core while the other one checks types
+export PYTHONDONTWRITEBYTECODE=
+"$PYTHON" -m pytest --collect-only -qq "$@" >/dev/null &
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
+wait
 # three workers on two cores: ranks wait for each other, and supervisors for ranks
 OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n $((3 * $(nproc) / 2)) --dist worksteal "$@"

@@ -16,6 +16,18 @@ from hybridpar.train import job as loop
 from hybridpar.train.reporting import peak, run_report
 
 _BEGAN = time.monotonic()
+_SLOW_FILES = {
+    "test_cuda_build.py",
+    "test_cuda_emulated.py",
+    "test_folders.py",
+    "test_instructions.py",
+    "test_interpreter.py",
+    "test_readme.py",
+    "test_reshard.py",
+    "test_supervisor.py",
+    "test_examples.py",
+}
+"""Files whose tests run first, so that no worker ends alone with a test of half a minute."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(_thorough(items))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.name not in _SLOW_FILES)
 
 
 def _thorough(items: list[pytest.Item]) -> set[Any]:

@@ -135,8 +135,10 @@ def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
 
 
 @needs_source
-def test_modes_that_cannot_be_met_fail_and_say_why():
-    for env, message in [
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
         ({"HYBRIDPAR_BUILD": "gpu"}, "must be one of auto, cpu, cuda, none"),
         ({"HYBRIDPAR_BUILD": "cuda", "CUDA_HOME": "/nowhere"}, "no nvcc (looked in /nowhere/bin"),
         (
@@ -144,10 +146,12 @@ def test_modes_that_cannot_be_met_fail_and_say_why():
             "must be compute capabilities of 8.0 or more",
         ),
         ({"HYBRIDPAR_BUILD": "cpu", "CXX": "/nowhere/c++"}, "no C++ compiler"),
-    ]:
-        status, stderr = build(**env)
-        assert status != 0, env
-        assert message in stderr, (env, stderr)
+    ],
+)
+def test_modes_that_cannot_be_met_fail_and_say_why(env, message):
+    status, stderr = build(**env)
+    assert status != 0, env
+    assert message in stderr, (env, stderr)
 
 
 @needs_source

@@ -380,7 +380,7 @@ def test_a_misspelled_flag_is_told_one_that_is_known(
         assert {*near} <= known, said
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("command", [Plan, Check, Simulate])
 @pytest.mark.parametrize(
     "words", [["-1"], ["0"], ["1.5"], ["many"], ["nan"], ["inf"], ["99999999999"], []]

@@ -48,7 +48,7 @@ def speeds() -> Speeds:
     return simulated_speeds(Machine(), GPT)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "i", range(len(CLAIMS)), ids=[f"{claim.name}, {claim.place}" for claim in CLAIMS]
 )

@@ -30,7 +30,7 @@ from hybridpar.verify.replay import replay
 
 KEEP_ONE = CheckpointConfig(keep=1)
 ALL = make({}, checkpoint={"keep": 99})
-NUM_READS = 25
+NUM_READS = 5
 
 
 # -- readers beside a job

@@ -123,7 +123,7 @@ def start_and_save(start: Path, tp: int, pp: int, root: Path) -> dict[str, Tenso
     return logits
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "tp", "pp"), CASES)
 def test_logits_are_equal_on_every_grid_and_the_way_back_changes_no_bit(

@@ -103,6 +103,7 @@ def test_a_pythia_trains_alike_on_every_grid(tmp_path: Path) -> None:
             assert step == pytest.approx(expected, rel=1e-9)  # float64: sums in another order
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("gpt2", GPT2), ("bert", BERT | {"head": "ForMaskedLM"})]
 )

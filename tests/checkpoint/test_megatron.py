@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("name", "layout"),
     CASES,

@@ -93,7 +93,7 @@ def save_a_bad_state(
     return []
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
     )
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("before", "after", "sections"),
     [

@@ -86,7 +86,7 @@ def compare_stretches(config: Config, folder: Path, parts: tuple[int, ...] = (3,
     assert any(name.startswith("optimizer/") for name in state)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "dtype"), [*product(SCHEDULES, ("fp32", "bf16")), ("2bw", "fp16")]
@@ -102,7 +102,7 @@ def test_resuming_changes_no_bit_on_a_whole_grid(tmp_path: Path) -> None:
     run_ranks(compare_stretches, 4, make_config(tp=2, pp=2, optimizer="lamb", model=bert), tmp_path)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(

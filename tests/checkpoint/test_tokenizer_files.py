@@ -468,6 +468,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_chat_template_and_the_roles_leave_as_they_came(tmp_path: Path, form: str) -> None:
     """Through an import, a run that goes on from it, and an export."""

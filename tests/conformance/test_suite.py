@@ -274,6 +274,7 @@ def test_a_framework_that_refuses_is_not_wrong() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_the_published_bug_of_label_smoothing_is_found_in_megatron_core() -> None:
     """7452 (1), in the version that the tests install. It computes in float32. In a process of its
     own: forks of one that has compiled may wait for ever in Megatron."""

@@ -95,6 +95,7 @@ def test_an_interrupt_ends_the_runs_under_way(base: Config, tmp_path: Path) -> N
     assert state_of(longer, folders.results) == LEFT
 
 
+@pytest.mark.thorough
 def test_a_study_from_start_to_report(base: Config, tmp_path: Path) -> None:
     folders = Folders(tmp_path / "results", tmp_path / "work")
     items = list(items_of(base, [SYNC, STALE], seeds=[1]))

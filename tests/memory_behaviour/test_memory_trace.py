@@ -193,7 +193,7 @@ def assert_peak(predicted: list[Span], stage: StageMemory, tolerance: float = 0.
     assert max(numbers.values()) < 100
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
@@ -230,7 +230,7 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
         assert freed <= also <= freed | last
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, Any], ...]) -> None:
     config = config_of(case, 3)

@@ -109,6 +109,7 @@ def test_an_iteration_of_the_paper_s_mlp() -> None:
 BASIC = {"basic resnet": lambda: (resnet(width=4, blocks=(1, 1), bottleneck=False), (3, 32, 32))}
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("make", {**MODELS, **BASIC}.values(), ids={**MODELS, **BASIC})
 def test_ghosts_tell_the_same_events(make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) -> None:
     predicted, real = (

@@ -51,7 +51,7 @@ PADDING = torch.tensor(
 )
 
 
-@pytest.mark.thorough(keep=24)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])

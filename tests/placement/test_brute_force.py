@@ -41,6 +41,7 @@ def objective(w: Workload, solver: str, **options: object) -> float:
     return placement.objective
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("training", [False, True])
 def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
     for seed in range(80):
@@ -61,6 +62,7 @@ def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
                 ), seed
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_milp_finds_the_best_placement(training: bool, contiguous: bool) -> None:
@@ -78,6 +80,7 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
         assert found == pytest.approx(best_latency(w, slots), rel=1e-5, abs=1e-9), seed
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -> None:
     """They are most often what the best placement takes, where a path has ways around parts of
@@ -133,6 +136,7 @@ def test_colours_on_cpus_need_not_be_one_call() -> None:
     assert objective(w, "latency-milp") == best_latency(w, 1) == 21
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("solver", ["dpl", "pipedream", "greedy", "local-search"])
 def test_heuristics_are_valid_and_not_below_the_best(solver: str) -> None:
     fits = 0

@@ -95,6 +95,7 @@ def test_a_process_that_does_not_start_is_not_waited_for(
         assert process._process.poll() is None
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("solver", ["milp", "milp-contiguous", "latency-milp"])
 def test_a_stuck_program_leaves_what_was_found_before(
     solver: str, instead: Callable[[str], None], only_highs_takes_time: None
@@ -121,6 +122,7 @@ def test_a_stuck_program_leaves_what_was_found_before(
         assert placement.objective <= place(w, "dpl").objective
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("death", "note"),
     [
@@ -137,6 +139,7 @@ def test_a_process_that_dies_is_said(death: str, note: str, instead: Callable[[s
     assert not answer.infeasible
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("started", [False, True])
 def test_it_ends_with_its_parent(started: bool, capfd: pytest.CaptureFixture[str]) -> None:
     process = Highs()

@@ -98,7 +98,7 @@ def two_thousand_nodes(training: bool) -> Workload:
     )
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("limit", [0.01, 50.0, 500.0])
 @pytest.mark.parametrize(
     "solver",

@@ -137,6 +137,7 @@ def test_a_knob_that_is_not_valid_is_not_offered() -> None:
     assert not knobs(broken, 0, STAGE)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("rank", "sections"),
     [

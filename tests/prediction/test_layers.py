@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [range(0, 6), range(2, 8), range(5, 11), range(10, 11)])
 @pytest.mark.parametrize("recompute", ["none", "layers", "whole"])
@@ -60,7 +60,7 @@ def test_equals_the_traced_stage(name: str, blocks: range, recompute: str) -> No
     assert few == traced
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "all", "0-1,5", "stage:1"])
 def test_predictions_are_those_without(zero: int, recompute: str) -> None:
@@ -95,6 +95,7 @@ def test_rough_footprints_are_near() -> None:
             assert rough[name] == pytest.approx(traced[name], rel=0.05), name
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", ["gpt", "bf16 tp"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "whole"])
 def test_split_backwards_tell_what_whole_ones_take(

@@ -130,6 +130,7 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
     return losses, {name: tensor.cpu() for name, tensor in engine.state.tensors().items()}
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_replayed_takes_nothing_from_python(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +249,7 @@ class Trained:
     log: str = ""
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("sections", [TP, PP], ids=["tp", "pp"])
 def test_ranks_of_a_grid_replay_what_they_compute_and_send(sections: Sections) -> None:
     """To the bit, with as many messages, but for one sum over tp for each capture."""
@@ -285,7 +287,7 @@ def gallery() -> list[Sections]:
     return found
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("number", range(len(gallery())))
 def test_every_plan_of_the_gallery_is_replayed(number: int) -> None:
     for expected, found in run_ranks(train_both, 2, gallery()[number]):
@@ -388,6 +390,7 @@ BROKEN: dict[str, tuple[Sections, tuple[tuple[int, int], ...]]] = {
 inputs and to weights, before and after others have worked."""
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
     """All go on to the same bits."""
@@ -431,6 +434,7 @@ def test_graphs_of_micro_batches_in_flight_are_replayed_after_a_capture_has_fail
         assert (one.losses, one.sums) == (plain.losses, plain.sums)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> None:
     """The stand-in waits for posted receives as NCCL's do; torch.cuda.graph, with which we captured

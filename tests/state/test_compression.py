@@ -289,7 +289,7 @@ CASES = {
 }
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_feedback(case: str) -> None:

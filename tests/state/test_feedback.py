@@ -109,7 +109,7 @@ def add(total: dict[str, Tensor], slot: Any, x: Tensor) -> None:
         whole += x
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -29,9 +29,6 @@ from hybridpar.schedules.action import Action
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.launching.launch import Job
 
-with suppress(ImportError):
-    import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job
-
 TOML = """
 [model]
 num_layers = 2

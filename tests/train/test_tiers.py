@@ -258,7 +258,7 @@ def resumed(config: Config, folder: Path) -> int:
     return close(first) + close(second)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

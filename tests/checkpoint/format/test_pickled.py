@@ -246,6 +246,7 @@ def nested(operations: bytes, path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "operations",
     [

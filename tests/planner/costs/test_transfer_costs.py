@@ -121,6 +121,7 @@ def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
     )  # weights twice, and the rest once, there and back
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     base = made.config(dp=2, m=4, b=1, zero=zero, schedule="gpipe", **LARGE)
@@ -283,6 +284,7 @@ def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
     assert not found(base, accelerators, schedules=("1f1b",)).ranked  # where it cannot run
 
 
+@pytest.mark.thorough
 def test_with_a_slow_link_blocks_go_one_by_one() -> None:
     base = made.config(dp=2, m=2, b=1, **{**LARGE, "seq_length": 4})
     split = replace(

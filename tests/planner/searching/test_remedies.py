@@ -55,6 +55,7 @@ def test_what_is_not_in_the_profile_has_no_time() -> None:
     assert budget.slower is None
 
 
+@pytest.mark.thorough
 def test_several_together_where_one_is_not_enough() -> None:
     base = made.config(dp=2, m=4, b=4, **{**LARGE, "seq_length": 64})
     alone = min(

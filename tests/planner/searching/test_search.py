@@ -43,6 +43,7 @@ def known(
     return every
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(made.config(schedule=schedule, m=16, b=1), parallel=made.ParallelConfig(dp=0))
@@ -62,6 +63,7 @@ def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("latency", [0.1, 4.0])
 def test_round_trips_bound_and_change_nothing_else(
     latency: float, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +334,7 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
 # -- what is preferred though it is not the fastest
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("m", "chosen"), [(8, "2bw"), (64, "1f1b")])
 def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
     """The bubble of two stages is 1 / m of the work: 12 % of 8 micro-batches, 1.6 % of 64."""
@@ -369,6 +372,7 @@ def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
     )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("top", [1, 5])
 def test_a_plan_that_nearly_fills_the_memory_must_be_faster_than_predictions_err(

@@ -149,6 +149,7 @@ def test_norm_leaves_the_slack_to_the_reduction(p, m, pairs):
     )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("latency", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("early_switch", [None, 8])
 def test_a_longer_warmup_hides_the_latency(latency, early_switch):

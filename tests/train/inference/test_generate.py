@@ -82,6 +82,7 @@ def texts(generator: Generator, prompts: Sequence[str], sampling: Sampling) -> l
     return made
 
 
+@pytest.mark.thorough(keep=2)
 def test_greedy_text_is_that_of_transformers(imported: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(imported[0]).eval()
@@ -114,6 +115,7 @@ def note(choose: Any, chosen: list[list[int]]) -> Any:
     return noted
 
 
+@pytest.mark.thorough(keep=1)
 def test_several_prompts_are_each_as_alone(imported: tuple[Path, Path]) -> None:
     generator = Generator.load(imported[1], print)
     for sampling in (GREEDY, Sampling(LENGTH, temperature=1.0, top_k=0, top_p=0.95, seed=3)):
@@ -139,7 +141,7 @@ def texts_on_grid(
     return [texts(generator, PROMPTS, way) for way in ways], numbers, bool(grid.pp.traffic.calls)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 3), (2, 2)])
 def test_a_grid_says_the_same_and_each_rank_reads_its_part(
