@@ -109,6 +109,7 @@ def test_it_runs_again_under_the_same_autocast_and_draws_the_same_numbers(
         assert torch.equal(plain, again)
 
 
+@pytest.mark.thorough
 def test_a_run_that_recomputes_imports_no_compiler() -> None:
     """Each would take up to a second of every start."""
     text = """import sys, torch, hybridpar.train.job; from hybridpar.autograd import backward_from, recomputed

@@ -201,7 +201,7 @@ def train_watched(config: Config) -> Any:
     return found.measured, found.predicted, sent
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "other"),
@@ -296,6 +296,7 @@ def test_a_run_is_started_again_and_replayed(
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.thorough
 def test_commands_that_predict_take_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,6 +366,7 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(
     assert Path.cwd() == tmp_path
 
 
+@pytest.mark.thorough
 def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) -> None:
     """In a fork, which imports rich again."""
 
@@ -386,6 +388,7 @@ def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) ->
     fork_ranks(1, fit)
 
 
+@pytest.mark.thorough
 def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:
     from mixer import Mixer
 

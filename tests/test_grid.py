@@ -95,6 +95,7 @@ def describe_axes(tp: int, pp: int, dp: int) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("tp", "pp", "dp"), [(2, 3, 1), (1, 3, 2), (2, 2, 2), (3, 1, 1), (1, 2, 1)]

@@ -95,6 +95,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert path.read_text() == "old"
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("command", "flag"),
     [

@@ -201,6 +201,7 @@ runpy.run_path("setup.py", run_name="__main__")
 """
 
 
+@pytest.mark.thorough
 @needs_source
 @pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
 def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path):

@@ -108,7 +108,7 @@ def test_every_block_says_what_it_is() -> None:
     assert not strange, "no command of ours: say '# not run here: ' and why"
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("page", "body"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)]
 )
@@ -149,7 +149,7 @@ def test_a_configuration_is_read(page: str, body: str, inside: Path) -> None:
     load_toml(inside / "block.toml")
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:

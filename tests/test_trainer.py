@@ -218,6 +218,7 @@ def test_evaluate_raises_what_the_rank_to_blame_has_raised(tmp_path: Path) -> No
         trainer.evaluate()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_an_error_of_all_ranks_is_raised_here(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
@@ -313,6 +314,7 @@ def test_ctrl_c_has_all_ranks_save(tmp_path: Path) -> None:
     require_gone(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_ranks_of_a_killed_program_save_and_end(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def in_process_of_its_own(args: list[str], folder: Path) -> None:
     assert code == 0, said
 
 
+@pytest.mark.thorough
 def test_replay_takes_the_code_where_the_user_stands(sent: Path) -> None:
     in_process_of_its_own(["replay", str(sent), "--step", "13"], sent.parents[1])
     assert was_imported(sent)

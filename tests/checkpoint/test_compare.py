@@ -191,6 +191,7 @@ def test_verify_sees_a_bit_of_a_narrower_export(tmp_path: Path, kind: str) -> No
     assert f"tensors that differ from the checkpoint's: {names[0]}" in str(found)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("staleness", ["none", "prediction"])
 def test_an_export_of_a_run_in_bf16_is_its_rounded_master(tmp_path: Path, staleness: str) -> None:
     """The newest weights, not those that 2bw predicts or those that steps ran on."""

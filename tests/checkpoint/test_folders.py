@@ -269,6 +269,7 @@ def save_beside(root: Path, newest: int) -> None:
         saver.start()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: int) -> None:
     """Of both, or of one, which the other may outlive for a while."""

@@ -70,6 +70,7 @@ def newest(config: Config) -> int:
     return max(checkpoint.saved_steps(config.run.folder / "checkpoints"), default=0)
 
 
+@pytest.mark.thorough
 def test_readers_beside_a_job_that_keeps_one_checkpoint(tmp_path: Path) -> None:
     config = tiny(tmp_path, train={"num_steps": 10**6, "save_interval": 1}, checkpoint={"keep": 1})
     run = config.run.folder

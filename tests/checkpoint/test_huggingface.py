@@ -241,6 +241,7 @@ def test_a_trained_gpt_is_the_same_model_there(tmp_path: Path) -> None:
     same_bits(again, weights)
 
 
+@pytest.mark.thorough
 def test_an_imported_model_trains_on_and_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +283,7 @@ def test_an_imported_model_trains_on_and_generates(
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
+@pytest.mark.thorough
 def test_berts_tokenizer_puts_pairs_together_as_in_training(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("[model]", '[model]\nkind = "bert"'))

@@ -45,6 +45,7 @@ BERT = {
 NEOX = BERT | {"rotary_pct": 0.25}
 
 
+@pytest.mark.thorough
 def test_a_rotary_gpt_is_a_gpt_neox_there(tmp_path: Path) -> None:
     """As gpt_tiny.toml: with its own tokenizer, it writes the same text there."""
     path = write_config(tmp_path)
@@ -103,7 +104,7 @@ def test_a_pythia_trains_alike_on_every_grid(tmp_path: Path) -> None:
             assert step == pytest.approx(expected, rel=1e-9)  # float64: sums in another order
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("gpt2", GPT2), ("bert", BERT | {"head": "ForMaskedLM"})]
 )

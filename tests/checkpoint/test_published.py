@@ -281,6 +281,7 @@ def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models())
 def test_any_sizes(made: tuple[str, dict[str, Any]]) -> None:

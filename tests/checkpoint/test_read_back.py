@@ -24,7 +24,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("read_back", [False, True])
 def test_a_damaged_file_is_not_published_where_it_is_read_back(

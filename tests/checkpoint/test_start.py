@@ -96,6 +96,7 @@ def test_what_one_rank_finds_damaged_fails_on_all(tmp_path: Path) -> None:
     assert "checksum" in first
 
 
+@pytest.mark.thorough
 def test_a_run_starts_goes_on_and_forgets_where_it_came_from(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert main(["train", str(config)]) == 0

@@ -123,6 +123,7 @@ TYPED = [
 ]  # in double an angle of 10^5 has an error of 10^-11, whatever is done
 
 
+@pytest.mark.thorough(keep=13)
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=[f"{case}-{dtype}" for case, dtype in TYPED])
 def test_outputs_and_gradients_against_float64(case, dtype):
     backends.test_outputs_and_gradients_against_float64(case, dtype, "cpu")

@@ -75,6 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("module", "kernel", "spec", "capability"), cases)
 
 
+@pytest.mark.thorough(keep=20)
 def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, record_property):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(CACHE))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")

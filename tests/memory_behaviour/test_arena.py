@@ -201,6 +201,7 @@ def paper_trace(recompute: str) -> list[Span]:
     return predict_trace(config, 3)[1]
 
 
+@pytest.mark.thorough
 def test_logits_that_are_a_fifth_of_all() -> None:
     """The hardest of all traces: 1.11 of what is alive, where a cache takes 1.15."""
     spans = paper_trace("none")
@@ -264,6 +265,7 @@ def is_little_larger(spans: list[Span]) -> None:
     assert arena.num_bytes - cached.largest_live <= 0.21 * (cached.reserved - cached.largest_live)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_ten_thousand_blocks() -> None:
     random = np.random.default_rng(1)

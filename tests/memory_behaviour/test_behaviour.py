@@ -278,6 +278,7 @@ def test_what_changes_from_step_to_step() -> None:
     assert row(3, 2, 2, 1, 1, 1, 4) == (4, 6, (2, 4, 7))
 
 
+@pytest.mark.thorough
 def test_ten_thousand_steps_take_little_memory() -> None:
     def spans() -> Iterator[Span]:
         events = [MemoryEvent(M, i, 1000, "", 0.0, name="weights 0") for i in range(3)]

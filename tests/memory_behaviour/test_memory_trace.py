@@ -331,6 +331,7 @@ def test_a_batch_of_another_size_is_another_trace() -> None:
     assert told(predict_trace(config)[1]) != told(predict_trace(larger)[1])
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_writes_what_is_predicted(tmp_path: Path) -> None:
     path = write_config(tmp_path, "1f1b")

@@ -132,6 +132,7 @@ def breakdown(spans: list[Span]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ["alexnet", "resnet"])
 def test_intermediates_dominate_and_grow_with_the_batch(name: str) -> None:
     small, large = (breakdown(train(name, batch=batch)) for batch in (64, 256))
@@ -145,6 +146,7 @@ def test_intermediates_dominate_and_grow_with_the_batch(name: str) -> None:
     )  # images are large, layers thin here
 
 
+@pytest.mark.thorough(keep=1)
 def test_parameters_and_intermediates_grow_with_depth() -> None:
     found = [
         breakdown(train("resnet", batch=16, model=resnet(width=4, blocks=(n, n))))

@@ -97,7 +97,7 @@ def test_parameters_without_elements_change_no_bit(memory: dict[str, Any]) -> No
     assert results[0] == results[1]
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),

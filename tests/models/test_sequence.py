@@ -146,6 +146,7 @@ def test_on_one_rank_nothing_changes() -> None:
             ]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [3, 4])
 def test_blocks_on_parts_of_the_sequence(tp: int) -> None:

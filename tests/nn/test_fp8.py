@@ -139,7 +139,7 @@ def test_hidden_matrices_are_multiplied_so() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "sections",
     [
@@ -198,7 +198,7 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", LIVES)
 def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
     """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting
@@ -341,6 +341,7 @@ def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptu
     assert unquantized_layers(nn.Sequential(nn.Linear(16, 16), nn.ReLU())) == ["0"]
 
 
+@pytest.mark.thorough
 def test_its_memory_is_predicted() -> None:
     config = make(model={"hidden_size": 256, "seq_length": 128, "num_layers": 4})
     with measure(CPU) as meter:

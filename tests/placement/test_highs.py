@@ -95,7 +95,7 @@ def test_a_process_that_does_not_start_is_not_waited_for(
         assert process._process.poll() is None
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("solver", ["milp", "milp-contiguous", "latency-milp"])
 def test_a_stuck_program_leaves_what_was_found_before(
     solver: str, instead: Callable[[str], None], only_highs_takes_time: None

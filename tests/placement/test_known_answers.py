@@ -72,6 +72,7 @@ def test_local_search_is_in_range(name: str) -> None:
     assert place(workload, "local-search").objective <= 1.04 * LOCAL_SEARCH[name]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", NOT_CONTIGUOUS)
 def test_integer_programs(name: str) -> None:
     workload = read_workload(paper_graph(name))

@@ -100,7 +100,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("name", "machine_for"), [(name, measured) for name in CONFIGS] + [("gpt", estimated)]
@@ -228,7 +228,7 @@ def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) 
     assert is_contiguous(w, devices)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: bool) -> None:

@@ -55,6 +55,7 @@ def test_of_two_devices_it_finds_the_best(
     assert tried > 10
 
 
+@pytest.mark.thorough
 def test_two_of_many_move_at_a_time(highs: Highs) -> None:
     w = layered_training(3, 3, 3, k=4, num_cpus=0)
     start = np.zeros(w.num_nodes, np.int64)
@@ -64,6 +65,7 @@ def test_two_of_many_move_at_a_time(highs: Highs) -> None:
     assert (improved(w, start, highs, seconds=0.0) == start).all()
 
 
+@pytest.mark.thorough
 def test_a_process_that_starts_slowly_costs_no_pair_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

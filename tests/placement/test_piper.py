@@ -46,6 +46,7 @@ PLANNERS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("devices", KNOWN, ids=str)
 def test_known_answers(devices: tuple[int, int]) -> None:
     path = data_folder() / "piper" / "bert32a100.json"

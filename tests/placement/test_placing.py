@@ -100,6 +100,7 @@ def test_from_a_configuration_to_a_placement(
     assert "layers" in said
 
 
+@pytest.mark.thorough
 def test_a_graph_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     profile = tmp_path / "profile.json"

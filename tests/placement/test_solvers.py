@@ -210,6 +210,7 @@ def test_what_fits_nowhere_is_one_clear_error(solver: str, change: dict, message
     assert message in text or solver == "one-accelerator"
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("solver", ["dp", "dpl", "milp", "milp-contiguous", "local-search"])
 def test_memory_that_only_some_placement_keeps(solver: str) -> None:
     """3 + 3 + 2 bytes into two accelerators of 5 and 3: sizes sum up, order forbids."""

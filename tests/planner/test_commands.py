@@ -141,6 +141,7 @@ def test_measured_times_that_cannot_be_kept_are_used(
     )
 
 
+@pytest.mark.thorough
 def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

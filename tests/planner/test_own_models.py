@@ -226,6 +226,7 @@ def test_what_does_not_fit_is_recomputed_or_divided() -> None:
     assert found.ranked[0].peak <= machine.memory_limit < needed[0]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "model",
     [Mixer(depth=4, width=16, image=16), T5(layers=2, width=16, length=8)],

@@ -60,7 +60,7 @@ def test_equals_the_traced_stage(name: str, blocks: range, recompute: str) -> No
     assert few == traced
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "all", "0-1,5", "stage:1"])
 def test_predictions_are_those_without(zero: int, recompute: str) -> None:

@@ -657,7 +657,7 @@ def test_with_gradients_that_wait_as_factors() -> None:
     )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(("gradients", "most"), [("powersgd", 0.95), ("sbpca", 0.5)])
 def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> None:
@@ -749,6 +749,7 @@ def watched(config: Config) -> Any:
     return watch.compare(grid)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_is_watched_until_its_peak() -> None:
     config = small(pp=2, dp=2, pipeline={"schedule": "2bw"}, train={"num_steps": 9})

@@ -19,6 +19,7 @@ from hybridpar.validate import resolve
 MODEL = {"hidden_size": 128, "num_heads": 4, "seq_length": 64}
 
 
+@pytest.mark.thorough
 def test_a_run_ends_with_measured_beside_predicted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_check_tells_the_peak_of_each_stage(
     assert table(expected) in out
 
 
+@pytest.mark.thorough
 def test_check_for_gpus_counts_the_copy_for_checkpoints_as_host_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,7 +130,7 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
     return losses, {name: tensor.cpu() for name, tensor in engine.state.tensors().items()}
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_replayed_takes_nothing_from_python(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +160,7 @@ def test_replicas_sum_what_is_final_beside_the_replay() -> None:
         assert max(n for n in num_final if n < 1) < 0.6  # others follow
 
 
+@pytest.mark.thorough
 def test_replicas_of_virtual_stages_sum_what_several_graphs_make_final() -> None:
     """A bucket has gradients of both stages of a rank, and of backwards to inputs and to
     weights."""
@@ -287,7 +288,7 @@ def gallery() -> list[Sections]:
     return found
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("number", range(len(gallery())))
 def test_every_plan_of_the_gallery_is_replayed(number: int) -> None:
     for expected, found in run_ranks(train_both, 2, gallery()[number]):
@@ -390,7 +391,7 @@ BROKEN: dict[str, tuple[Sections, tuple[tuple[int, int], ...]]] = {
 inputs and to weights, before and after others have worked."""
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
     """All go on to the same bits."""

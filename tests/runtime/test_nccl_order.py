@@ -98,7 +98,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_transport, "has_connections", lambda grid: grid.pp.size > 1)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("title", SCHEDULES)
 def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) -> None:
@@ -116,6 +116,7 @@ def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) 
     assert bool(find_deadlock(issued, Device(shared_turns))) is is_v
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -94,6 +94,7 @@ def test_gradients_are_the_same_to_the_bit(kind: dict[str, Any], blocks: range, 
         assert torch.equal(plain[name], recomputed[name]), name
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "gpipe"])
 @pytest.mark.parametrize("recompute", ["all", "stage", "selective"])
 def test_training_is_the_same_to_the_bit(schedule: str, recompute: str) -> None:

@@ -381,6 +381,7 @@ def test_half_precision_scales_its_losses_and_skips_what_overflows(
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("values", "off", "zero"), [("full", 1e-8, 2), ("int8", 0.05, 0)])
 def test_factors_are_a_step_of_power_iteration(values: str, off: float, zero: int) -> None:

@@ -145,7 +145,7 @@ CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_factors(case: str) -> None:

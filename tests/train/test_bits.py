@@ -163,7 +163,7 @@ def saved_in_between(config: Config, folder: Path) -> list[Ending]:
     return found
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_a_run_goes_on_from_a_save_to_the_bit(schedule: str, zero: int, tmp_path: Path) -> None:

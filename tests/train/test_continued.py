@@ -74,6 +74,7 @@ def changes_to(config: Config, what: str) -> dict[str, dict[str, Any]]:
     return sections | {"train": sections.get("train", {}) | {"continue_with": tuple(names)}}
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("what", ["data", "mix", "batch", "dropout"])
 def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, what: str) -> None:
     sections = changes_to(config, what)
@@ -93,7 +94,7 @@ def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, w
     assert after == {p: before[p] for p in after}, "nothing was overwritten"
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["mix", "data and batch", "dropout"])
 def test_going_on_with_a_change_is_the_same_wherever_it_stops(
     config: Config, what: str, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +145,7 @@ def changes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_steps_on_both_sides_of_a_change_can_be_replayed(config: Config) -> None:
     config = from_mapping({"checkpoint": {"keep": 9}}, config)
     sections = changes_to(config, "data and batch")
@@ -164,6 +166,7 @@ def test_steps_on_both_sides_of_a_change_can_be_replayed(config: Config) -> None
             replay(folder, step, print)
 
 
+@pytest.mark.thorough
 def test_an_anomalys_bundle_knows_its_samples_after_a_change(config: Config) -> None:
     sections = changes_to(config, "batch")
     changed = from_mapping(
@@ -194,6 +197,7 @@ def test_only_settings_that_can_change_can_be_named(config: Config) -> None:
         until(config, 6, train={"continue_with": ("model.hidden_size",)})
 
 
+@pytest.mark.thorough
 def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

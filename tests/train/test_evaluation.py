@@ -374,6 +374,7 @@ def test_a_run_without_labels_says_so_once_with_a_count(
     assert "nan" not in text.lower()
 
 
+@pytest.mark.thorough
 def test_a_run_says_once_that_validation_samples_repeat(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

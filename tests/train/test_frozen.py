@@ -158,7 +158,7 @@ def test_the_norm_and_the_update_are_those_of_torch() -> None:
         torch.testing.assert_close(weight, theirs.detach(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),

@@ -68,6 +68,7 @@ def board_steps(run: Path) -> list[int]:
     return [scalar.step for scalar in events.Scalars("loss")]
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(
@@ -135,6 +136,7 @@ def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(
     )
 
 
+@pytest.mark.thorough
 def test_the_last_save_waits_for_room(tmp_path: Path, disk: Path) -> None:
     config = write_config(tmp_path)
     flags = ("--train.save_interval", "0", "--train.eval_interval", "0")

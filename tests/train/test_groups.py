@@ -38,7 +38,7 @@ def config_of(*each: dict[str, dict[str, Any]]) -> Config:
     return gpt(SIZES, {"parallel": {"dp": 1}, "optim": {"weight_decay": 0.1}}, *each)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "groups", "sections"),

@@ -45,7 +45,7 @@ def make(
     return gpt((5, 24, 3, 10, 61), own, sections)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "pipeline", "model"),

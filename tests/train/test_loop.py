@@ -190,6 +190,7 @@ def test_a_finished_run_says_so_and_is_left_alone(
     assert {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")} == before
 
 
+@pytest.mark.thorough
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
         loop.train(config, ALONE)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("schedule", "number"), [("2bw", signal.SIGTERM), ("1f1b", signal.SIGUSR1)]
 )
@@ -260,6 +262,7 @@ def test_metrics_are_cut_back_to_the_resumed_step(config: Config) -> None:
     assert [r.get("val_loss") for r in metrics(folder)] == [r.get("val_loss") for r in whole]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_under_another_schedule(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +289,7 @@ def test_a_run_goes_on_under_another_schedule(
         loop.train(with_train(longer, num_steps=11, micro_batch_size=3), ALONE)
 
 
+@pytest.mark.thorough
 def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None:
     """The error comes before ranks connect, and on all of them alike: a rank that failed alone
     would be restarted."""
@@ -300,6 +304,7 @@ def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None
         with_kept_batch(resolve(replace(deeper, pipeline=four), 4))
 
 
+@pytest.mark.thorough
 def test_faults_are_of_the_micro_batches_that_follow(config: Config) -> None:
     """Else one would be accepted that never happens."""
     loop.train(config, ALONE)
@@ -340,6 +345,7 @@ def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> 
     assert measured(from_mapping({"pipeline": {"early_switch": 0}}, auto)) == {}
 
 
+@pytest.mark.thorough
 def test_what_was_measured_stays(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that goes on has the plan that it began with."""
     pipeline = {"schedule": "gpipe", "num_microbatches": 5}

@@ -73,7 +73,7 @@ def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
     return outcome, meter.read().peak
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("model", "pipeline", "dtype"),
     [
@@ -181,7 +181,7 @@ def test_the_allocator_counts_what_is_predicted(
 LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",

@@ -304,6 +304,7 @@ def resumed(config: Config, root: Path) -> tuple[str, dict[str, torch.Tensor], i
     return "", loaded, engine.batches_done
 
 
+@pytest.mark.thorough
 def test_another_timeline_goes_on_where_all_are_the_same(tmp_path: Path) -> None:
     two = make({"sites": 2}, outer={"every": 3}, optim={"name": "muon"})
     one, often = (

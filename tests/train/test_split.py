@@ -90,7 +90,7 @@ def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settin
     assert late or settings.get("pp", 1) == 1 or {"I", "W"} <= found[-1][1][2]
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "options"),

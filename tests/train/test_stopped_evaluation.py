@@ -83,6 +83,7 @@ def must_be_as_undisturbed(stopped: Config, calm: Config) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_stopped_evaluation_is_made_once_whenever_the_run_is_killed_meanwhile(
     tmp_path: Path,
 ) -> None:

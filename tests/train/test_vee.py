@@ -36,7 +36,7 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
     return gpt((6, 24, 2, 10, 37), own, sections)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("pp", "more", "pipeline", "sections"),
     [

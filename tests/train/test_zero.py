@@ -85,7 +85,7 @@ def both(config: Config) -> list[str]:
     return differing(one, other)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("sections", "dtype"),
     [

@@ -35,7 +35,7 @@ def make(
     return gpt((4, 70, 7, 11, 61), own, sections)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "compression",

@@ -136,7 +136,7 @@ def test_a_grid_is_replayed_on_one_process(tmp_path: Path) -> None:
 PLAIN = ("--model.tie_embeddings", "False", "--optim.clip_grad", "0")
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("flags", "exact"),
@@ -188,6 +188,7 @@ def test_pipedreams_stages_are_replayed_in_one_process(
             assert report.result.grad_norm == pytest.approx(report.bundle.grad_norm, rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> None:
     config = write_config(tmp_path, "pipedream")
@@ -221,6 +222,7 @@ def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> N
         replay(path, 0, print)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_ring_of_stages_is_replayed(tmp_path: Path) -> None:
     run_job(2, "train", write_config(tmp_path, "interleaved"), "--parallel.pp", "2")

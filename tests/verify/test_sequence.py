@@ -42,7 +42,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA, BERT | DROPOUT], ids=["gpt", "llama", "bert"])
 @pytest.mark.parametrize(
     "grid",
@@ -58,7 +58,7 @@ def test_fewer_rows_than_ranks() -> None:
     holds({"tp": 3, "pp": 2}, make({**DROPOUT, "seq_length": 2, "max_positions": 8}))
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "pipeline",
     [

@@ -89,6 +89,7 @@ def test_it_is_chosen_where_norms_save_more_than_another_gather_takes(fast: bool
     assert all(one.config.parallel.sequence for one in asked)
 
 
+@pytest.mark.thorough
 def test_it_is_tried_before_layers_are_computed_twice() -> None:
     """On a machine where it is a little slower, with room for it and not for what there is
     without."""

@@ -255,6 +255,7 @@ def found(
     )
 
 
+@pytest.mark.thorough
 def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
     """Less and less memory: ZeRO goes up as it must, and no further, and the report says what
     ZeRO-1 would need."""

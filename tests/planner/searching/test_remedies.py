@@ -23,6 +23,7 @@ from hybridpar.planner.searching.remedies import UNCHANGED, Fitting
 CPU = torch.device("cpu")
 
 
+@pytest.mark.thorough
 def test_each_remedy_fits_and_says_what_it_costs() -> None:
     base = made.config(dp=2, m=4, b=2, **LARGE)
     on = machine(base, update=0.5)
@@ -67,6 +68,7 @@ def test_several_together_where_one_is_not_enough() -> None:
     assert found.peak <= 0.45 * alone
 
 
+@pytest.mark.thorough
 def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     base = made.config(dp=2, m=4, b=2, zero=2, **{**LARGE, "seq_length": 48})
 

@@ -93,6 +93,7 @@ def test_round_trips_bound_and_change_nothing_else(
     assert all(tight)
 
 
+@pytest.mark.thorough
 def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
     """Fewer micro-batches than that warm-up has in flight cannot be: of 7 stages 18."""
     config = made.config(pp=7, m=400, b=1, schedule="2bw")

@@ -274,6 +274,7 @@ def test_2bw_of_several_stages_balances_uneven_blocks(
     assert took / (8 * 3 * sum(RESNET50) / 4) == pytest.approx(period, abs=1e-3)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("m", "warmup"), [(400, "depth"), (19, "depth"), (38, "latency"), (401, "latency")]
 )

@@ -129,6 +129,7 @@ def test_fewer_micro_batches_would_need_a_third_version() -> None:
         proven(schedule, 4, 4, 5)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("p", "activations", "held", "periods"),
     [
@@ -345,6 +346,7 @@ def test_pattern_has_one_thing_in_a_slot(p: int, activations: str) -> None:
         assert stage == 2 * p - 1 or slot(Kind.I, stage + 1) < slot(Kind.I, stage)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("sync_steps", [0, 2])
 @pytest.mark.parametrize("activations", vee.ENDLESS)
 def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int) -> None:

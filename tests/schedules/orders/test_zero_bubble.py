@@ -35,6 +35,7 @@ def makespan(schedule: Schedule, sizes: PipelineShape, f: float, i: float, w: fl
     return simulate(make_plan(schedule, sizes), costs_of(f, i, w, sizes.virtual_stages)).makespan
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
 def test_bubble(p: int, costs: tuple[float, float, float]) -> None:

@@ -207,7 +207,7 @@ FORWARD = (1.0, 1.1, 0.7)
 BACKWARD = (2.0, 2.1, 1.4)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("at_most", [None, (3, 3, 3)])
 @pytest.mark.parametrize("takes", [0.1, 0.8, 1.5])
 @pytest.mark.parametrize("slower", [1.0, 1.015, 1.1, 1.5])

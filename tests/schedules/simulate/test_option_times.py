@@ -111,6 +111,7 @@ def test_early_switch_by_nothing_waits_for_the_reduction(m):
     assert schedule.mean_delay(PipelineShape(8, m), 0) == 7 / m
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("reduce", [1.5, 3, 6])
 def test_a_later_switch_hides_a_longer_reduction(reduce):
     steps = [
@@ -164,6 +165,7 @@ def test_a_longer_warmup_hides_the_latency(latency, early_switch):
     assert relative_step(for_depth, 8, 32, **costs) > 1 + 0.5 * latency
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("warmup", "costs"),
     [

@@ -276,6 +276,7 @@ def test_no_schedule_waits_for_its_own_sends(setting):
     require_no_deadlock(*setting)
 
 
+@pytest.mark.thorough
 @given(orders())
 def test_no_custom_order_waits_for_its_own_sends(setting):
     require_no_deadlock(*setting)
@@ -396,7 +397,7 @@ TINY = {
 }
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("pp", "section"),

@@ -121,6 +121,7 @@ def settled(config: Config) -> PipelineConfig:
     return autotune(config, grid, CPU, lambda line: None).pipeline
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_all_ranks_find_the_same() -> None:
     first, *others = run_ranks(
@@ -130,6 +131,7 @@ def test_all_ranks_find_the_same() -> None:
     assert others == [first] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
     """Where it goes on nothing is tried again, and its own configuration names a schedule."""

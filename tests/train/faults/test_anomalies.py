@@ -159,7 +159,7 @@ def poisoned_steps(config: Config) -> tuple[int, list[tuple[int, str, bool]]]:
     ]
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "policy"),

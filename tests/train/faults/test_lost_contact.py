@@ -132,6 +132,7 @@ def test_torchs_own_types_of_errors() -> None:
     assert str(short).startswith("rank 1 is out of memory: ")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "library", sorted({words.library for words in (*LOST, *OWN_FAULT) if words.library})
 )

@@ -227,6 +227,7 @@ def _outcome(config: Config) -> int:
     return 0
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_replicas_that_differ_are_rolled_back_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,7 +98,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch, run: Path, after: str = "") -> None:
     monkeypatch.setattr(Watch, "look", see)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="an outage is made with a filter of Linux")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("patience_s", [600.0, 0.0])
@@ -281,6 +281,7 @@ def test_a_hang_is_found_before_and_in_the_first_step(
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 7))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
     """A disk that is full at a save ends nothing; the batch is kept by accumulation."""
@@ -627,6 +628,7 @@ def test_a_hang_is_found_where_the_records_were_removed(
     assert not is_there(record.who["pid"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 @pytest.mark.timeout(300)
 def test_ranks_that_are_left_end_and_the_next_job_waits_for_them(tmp_path: Path) -> None:

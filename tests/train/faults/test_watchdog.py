@@ -87,6 +87,7 @@ def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised
     assert not any(is_there(pid) for pid in pids)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_torchrun_starts_again_where_a_rank_hangs(tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ except HybridparError:
 """
 
 
+@pytest.mark.thorough
 def test_a_program_may_take_its_time_after_fit(tmp_path: Path) -> None:
     """Also where it catches an error of fit."""
     torchrun_says = {

@@ -82,7 +82,7 @@ def texts(generator: Generator, prompts: Sequence[str], sampling: Sampling) -> l
     return made
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 def test_greedy_text_is_that_of_transformers(imported: tuple[Path, Path]) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(imported[0]).eval()

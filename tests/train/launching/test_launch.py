@@ -244,6 +244,7 @@ print(kept, round((faults[-1] - faults[0]) / 16384))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="these are settings of glibc")
 def test_freed_memory_is_kept() -> None:
     run = subprocess.run(

@@ -107,6 +107,7 @@ def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Pa
         assert (run / "sample.txt").exists()
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     flags = ("--train.num_steps", "40", "--train.eval_interval", "1")

@@ -42,6 +42,7 @@ print(resume(path) - before)
 """
 
 
+@pytest.mark.thorough
 def test_a_log_of_many_lines_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:

@@ -270,6 +270,7 @@ def test_verify_compares_metrics() -> None:
     assert (found.batch, found.what, found.name) == (1, "metric", "accuracy")
 
 
+@pytest.mark.thorough
 def test_metrics_of_a_run_are_reported_of_each_validation_set(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("local")
 def test_a_run_and_its_continuation_are_one_run_there(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
