@@ -3,6 +3,7 @@ codes, sessions and the environment are those of processes that are started."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -120,6 +121,7 @@ def held(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, Path]:
 
 def _run(output: int, module: str, *args: str) -> NoReturn:
     """Ends this process with what the command returns."""
+    gc.freeze()  # a destructor of the tests' garbage may wait for a thread that is not here
     code: Any = 1
     handlers.Popen = Forked  # type: ignore[assignment,misc]
     try:

@@ -3,6 +3,7 @@ launcher."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -126,6 +127,7 @@ def reserved_port() -> Iterator[int]:
 def _rank(
     rank: int, num_ranks: int, port: int, output: str, call: Callable[[], object]
 ) -> NoReturn:
+    gc.freeze()  # a destructor of the tests' garbage may wait for a thread that is not here
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
