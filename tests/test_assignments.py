@@ -95,7 +95,8 @@ def _by_others(node: ast.AST, owner: ast.ClassDef | None, own: frozenset[str]) -
         is_stored = isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store | ast.Del)
         if is_stored and not (isinstance(child.value, ast.Name) and child.value.id in own):
             yield child
-        if isinstance(child, ast.Call) and ast.unparse(child.func) in ("setattr", "delattr"):
+        called = child.func if isinstance(child, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id in ("setattr", "delattr"):
             yield child
         yield from _by_others(child, owner, names)
 
