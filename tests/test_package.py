@@ -135,7 +135,7 @@ def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
 
 
 @needs_source
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -154,6 +154,7 @@ def test_modes_that_cannot_be_met_fail_and_say_why(env, message):
     assert message in stderr, (env, stderr)
 
 
+@pytest.mark.thorough
 @needs_source
 def test_half_a_cuda_toolkit_fails_and_says_what_is_missing(tmp_path):
     (tmp_path / "bin").mkdir()
@@ -172,6 +173,7 @@ def test_auto_goes_on_without_nvcc_and_says_so(tmp_path):
     assert "building without the compiled operators (hybridpar._C_cuda): no nvcc" in stderr
 
 
+@pytest.mark.thorough
 @needs_source
 def test_auto_goes_on_without_a_compiler_and_says_so():
     status, stderr = build(HYBRIDPAR_BUILD="auto", CXX="/nowhere/c++")

@@ -24,6 +24,7 @@ from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.validate import problems
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str

@@ -173,6 +173,7 @@ def test_edges_cost_the_bytes_over_the_link() -> None:
     assert cost[between] == pytest.approx(1 + 4 * b * s * h / 1e6)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sizes_are_what_memory_predicts(dtype: str) -> None:
     config = made.config(schedule="2bw")
@@ -253,6 +254,7 @@ def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: boo
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
     """Links are free. The best stages of whole blocks take what the planner's take; chunks may take

@@ -92,6 +92,7 @@ def test_what_the_micro_batch_alone_enters_is_no_operator() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_loss_is_one_operator_and_bert_has_two() -> None:
     assert [op.name for op in block_operators(made.config(), 7)] == [
         "norm.layer_norm",

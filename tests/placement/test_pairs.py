@@ -30,6 +30,7 @@ def improved(
     return graph.devices(device)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize(("k", "num_cpus"), [(2, 0), (1, 1)])
 def test_of_two_devices_it_finds_the_best(

@@ -66,7 +66,7 @@ def whole(dp: int, *each: Sections) -> tuple[list[StepResult], dict[str, Tensor]
     return outcomes[0].steps, weights
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("dp", "one", "other"),
     [

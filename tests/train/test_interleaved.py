@@ -142,6 +142,7 @@ def test_a_checkpoint_says_which_blocks_are_where(tmp_path: Path) -> None:
     assert torch.equal(weights[name.removeprefix("weights/1/")], first[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     """Evaluations, checkpoints, costs of each stage, pictures by rank; text comes out of it on one

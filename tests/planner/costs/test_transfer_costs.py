@@ -312,6 +312,7 @@ def test_state_goes_to_a_file_only_where_nothing_fits() -> None:
     assert not found(base, without, {}).ranked
 
 
+@pytest.mark.thorough
 def test_shares_go_to_a_file_where_it_is_slower_than_links() -> None:
     """Of what replicas share each process has less in its file."""
     base = made.config(dp=2, m=4, b=1, **LARGE)

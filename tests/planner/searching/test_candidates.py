@@ -177,6 +177,7 @@ def test_no_longer_warm_up_makes_more_of_a_batch_stale_than_is_asked_for() -> No
         } == tried
 
 
+@pytest.mark.thorough
 def test_equal_stages_leave_room_where_most_micro_batches_are_in_flight() -> None:
     """GPT 2.2B on 8 V100: at least 14 % less than the first split of as fast ones, and no
     slower."""

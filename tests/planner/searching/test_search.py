@@ -63,7 +63,7 @@ def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("latency", [0.1, 4.0])
 def test_round_trips_bound_and_change_nothing_else(
     latency: float, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +155,7 @@ def test_recomputes_and_splits_by_memory() -> None:
     assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
 
+@pytest.mark.thorough
 def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
     config = made.config(pp=2, m=64, b=1, schedule="gpipe", num_layers=4)
     whole = replace(config, pipeline=replace(config.pipeline, recompute="stage"))
