@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.forked import Job
 
 from hybridpar.cli import main
 from hybridpar.config import Config, ModelConfig, UnloadedModel, read_run_config, to_mapping
@@ -82,7 +82,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "crafted_code.py").write_text(MODULE.format(mark=str(folder / "mark")))
     (folder / "my.toml").write_text(CONFIG)
-    in_process_of_its_own(["train", "my.toml"], folder)
+    job = subprocess.run(
+        [sys.executable, "-m", "hybridpar", "train", "my.toml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
     return folder
 
 
@@ -130,6 +136,7 @@ def test_starting_a_run_of_that_name_imports_nothing(sent: Path) -> None:
     assert not was_imported(sent)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "command",
     [["simulate", "--run", "RUN"], ["memory", "--run", "RUN"], ["replay", "RUN", "--step", "13"]],
@@ -149,13 +156,11 @@ def test_commands_import_what_they_are_told_to_trust(
 
 
 def in_process_of_its_own(args: list[str], folder: Path) -> None:
-    """Run `python -m hybridpar` in a folder. A class that one process has imported stays known
-    there: this process is to know of none, so a fork of it imports them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
-        code, said = Job("hybridpar", *args).end()
-    assert code == 0, said
+    """A class that one process has imported stays known there. This one is to know of none."""
+    job = subprocess.run(
+        [sys.executable, "-m", "hybridpar", *args], cwd=folder, capture_output=True, text=True
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
 
 
 @pytest.mark.thorough

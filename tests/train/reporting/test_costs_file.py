@@ -88,9 +88,9 @@ def delete(document: dict[str, Any], key: str) -> None:
     ("place", "value", "message"),
     [
         ("format", "costs 0", "format is 'costs 0'.* when it continues to train"),
-        ("sizes.num_ranks", 3, r"num_microbatches|has 2 numbers, not 3|not 3"),
-        ("sizes.num_ranks", 0, "must be at least 1"),
-        ("sizes.num_microbatches", 1, "out of range: 0 to 0"),
+        ("shape.num_ranks", 3, r"num_microbatches|has 2 numbers, not 3|not 3"),
+        ("shape.num_ranks", 0, "must be at least 1"),
+        ("shape.num_microbatches", 1, "out of range: 0 to 0"),
         ("schedule.schedule", "3bw", "must be one of"),
         ("schedule.clip", 1, "schedule.clip is 1"),
         ("costs_s.forward", [0.1], r"costs_s\.forward has 1 numbers, not 2"),
