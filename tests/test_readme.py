@@ -224,6 +224,7 @@ def test_the_site_builds_without_warnings(
         assert (site / picture).stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_the_page_of_all_schedules_is_up_to_date() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "schedule_gallery.py"))
     assert made["FILE"].read_text() == made["page"](), "run scripts/schedule_gallery.py"

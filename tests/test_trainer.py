@@ -206,6 +206,7 @@ def test_errors_in_one_process_have_their_cause(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_evaluate_raises_what_the_rank_to_blame_has_raised(tmp_path: Path) -> None:
     def fail(out: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -136,7 +136,7 @@ def test_starting_a_run_of_that_name_imports_nothing(sent: Path) -> None:
     assert not was_imported(sent)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "command",
     [["simulate", "--run", "RUN"], ["memory", "--run", "RUN"], ["replay", "RUN", "--step", "13"]],

@@ -286,6 +286,7 @@ def test_a_rank_with_a_session_of_its_own_does_not_outlive_its_step(
     assert f"process {rank.read_text()} has outlived its step" in check.log.read_text()
 
 
+@pytest.mark.thorough
 def test_a_group_ends_when_its_time_is_over_and_its_successor_has_its_own(
     tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:

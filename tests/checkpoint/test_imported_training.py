@@ -45,7 +45,6 @@ BERT = {
 NEOX = BERT | {"rotary_pct": 0.25}
 
 
-@pytest.mark.thorough
 def test_a_rotary_gpt_is_a_gpt_neox_there(tmp_path: Path) -> None:
     """As gpt_tiny.toml: with its own tokenizer, it writes the same text there."""
     path = write_config(tmp_path)

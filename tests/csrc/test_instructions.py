@@ -64,7 +64,7 @@ def shared_functions(source: Path, folder: Path) -> dict[str, str]:
     return {name: code for name, code in found if name in shared}
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("source", FILES, ids=lambda path: path.stem)
 def test_only_namespace_vectors_has_them(source, tmp_path):

@@ -391,7 +391,7 @@ BROKEN: dict[str, tuple[Sections, tuple[tuple[int, int], ...]]] = {
 inputs and to weights, before and after others have worked."""
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
     """All go on to the same bits."""

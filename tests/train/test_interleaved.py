@@ -100,6 +100,7 @@ def losses(
     return [step.loss for step in results[0][0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_equal_to_1f1b_to_the_bit_however_often_they_change(tmp_path: Path) -> None:
     """Nothing is added in another order but the norm, which clips nothing here: 2 steps of each, on

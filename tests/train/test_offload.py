@@ -150,7 +150,7 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Pat
     assert any(outcome.moved for outcome, _ in outcomes)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("pp", "model", "pipeline", "dtype"),
@@ -259,6 +259,7 @@ def settled(config: Config) -> object:
     return autotune(config, grid, CPU, print).memory.offload_activations
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_all_ranks_find_the_same(tmp_path: Path) -> None:
     """Of three stages, the last of which has nothing to send away; the other two may."""

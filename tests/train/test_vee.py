@@ -60,7 +60,7 @@ def test_verify(
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("pp", "schedule", "orders", "sections"),
     [

@@ -250,6 +250,7 @@ METRIC_LINES = (
 )
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("lines", METRIC_LINES, ids=range(len(METRIC_LINES)))
 def test_odd_numbers_are_left_out(run: Path, lines: str) -> None:
     with (run / METRICS).open("a") as file:
@@ -261,6 +262,7 @@ def test_odd_numbers_are_left_out(run: Path, lines: str) -> None:
     assert len(seen["latest"]) < 10
 
 
+@pytest.mark.thorough
 def test_a_line_of_a_gigabyte_is_passed_over(run: Path) -> None:
     with (run / METRICS).open("ab") as file:
         file.truncate(1 << 30)
@@ -467,6 +469,7 @@ def test_commands_say_one_line_of_odd_folders(
                 path.write_bytes(kept)
 
 
+@pytest.mark.thorough
 def test_a_shell_sees_one_line(run: Path) -> None:
     """In processes of their own, within a limit of memory."""
     pipe(run / METRICS)

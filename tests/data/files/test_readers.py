@@ -356,6 +356,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="reads the peak of its memory there"
 )

@@ -135,6 +135,7 @@ def big(dp: int = 0) -> Config:
     return replace(config, parallel=made.ParallelConfig(dp=dp))
 
 
+@pytest.mark.thorough
 def test_recomputes_and_splits_by_memory() -> None:
     config = big()
     plain = replace(

@@ -240,6 +240,7 @@ def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
     assert same_checkpoint(run, calm)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_hang_is_found_before_and_in_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -384,6 +385,7 @@ def test_a_checkpoint_that_an_earlier_process_left_half_written_is_not_waited_fo
     agent.close()
 
 
+@pytest.mark.thorough
 def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--data.corpus", "nowhere")
     assert code == 1

@@ -142,6 +142,7 @@ def test_two_hosts_train_as_one(tmp_path: Path) -> None:
     assert [row.get("val_loss") for row in two] == [row.get("val_loss") for row in one]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_rank_that_is_killed_on_the_other_host_is_named_on_both(tmp_path: Path) -> None:
     """Both start again, once; then both end. Here tensor parallelism spans the hosts."""
@@ -355,6 +356,7 @@ def await_words(path: Path, words: str, times: int = 1) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_our_launcher_breaks_the_silence_and_says_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
