@@ -40,7 +40,7 @@ HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": Bert
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What a configuration asks of blocks, besides their model.
+    """Options of blocks that a configuration sets besides its model.
 
     Attributes:
         kernels: Backends of operators.

@@ -167,7 +167,7 @@ class _Norm(Function):
 
 
 class _FusedAddNorm(NamedTuple):
-    """What `_AddNorm` takes besides tensors."""
+    """Arguments of `_AddNorm` besides tensors."""
 
     library: Any
     eps: float

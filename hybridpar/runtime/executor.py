@@ -104,7 +104,7 @@ class Tiers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offloading:
-    """What moves memory of a rank to a slower tier and back.
+    """The movers of a rank's memory to a slower tier and back.
 
     Attributes:
         state: Moves state; None: all state is always resident.

@@ -20,7 +20,7 @@ from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 
 @dataclass(frozen=True)
 class AccumulationRules:
-    """Which gradients are added up, and when.
+    """Rules for accumulating gradients.
 
     Attributes:
         defers: Parts of weight gradients may be added after the backward.

@@ -138,7 +138,7 @@ def _rows(
         module: Module that defines it.
         code: Its fused form, if that is more than a library, and its reference.
         libraries: Libraries that have its passes.
-        others: Further rows, behind those of the libraries.
+        others: Further rows, after the libraries' rows.
     """
     *fused, reference = (
         f"hybridpar.ops.{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
