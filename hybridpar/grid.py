@@ -146,10 +146,10 @@ class ProcessGrid:
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
     axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a separate communicator,
-    for gradients that flow against the activations); `embedding_group` (the first and last pipeline stage with
-    all their replicas, which share tied embeddings; size 1 in between, and if pp is 1); `site` (the
-    ranks that hold the same parameters at other sites); `site_group` (all ranks of this rank's site);
-    `world` (all ranks).
+    for gradients that flow against the activations); `embedding_group` (the first and last pipeline
+    stage with all their replicas, which share tied embeddings; size 1 in between, and if pp is 1);
+    `site` (the ranks that hold the same parameters at other sites); `site_group` (all ranks of this
+    rank's site); `world` (all ranks).
 
     NCCL runs the operations that a rank issues on one communicator in that order, on one stream. If
     init_process_group was given a `device_id`, as the launcher does, this holds for transfers with

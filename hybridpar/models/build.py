@@ -76,7 +76,7 @@ def build_blocks(
         model: The model.
         axis: The tp axis that layers are split over.
         numbers: Numbers of the blocks.
-        options: What the configuration asks of the blocks.
+        options: Kernels, sequence parallelism and parameter groups.
         device: The meta device by default, on which nothing is allocated.
         dtype: Type of the parameters.
 
@@ -311,7 +311,7 @@ def _require_recompute(model: ModelSpec, numbers: frozenset[int]) -> None:
         raise config_error(
             "pipeline.recompute",
             "selective",
-            "requires blocks with a method recompute(), which recomputes their cheap outputs; "
+            "requires blocks with a method recompute() (its old name: remake()), which recomputes their cheap outputs; "
             f"{name} has none",
             "all",
         )

@@ -126,7 +126,7 @@ class Executor:
         weights: The rank's weights.
         transport: Sends and receives between stages.
         shape: The shape of the pipeline.
-        offloading: What moves state and activations.
+        offloading: Movers of state and activations.
         graphs: Replays the micro-batches that it can; None: all run kernel by kernel.
     """
 

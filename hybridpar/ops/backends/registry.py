@@ -80,6 +80,8 @@ class Backend:
             for path in self.path.split():
                 _load(path)
         except ImportError as error:
+            if (error.name or "").startswith("hybridpar.ops"):
+                raise  # a wrong path in the table, not a library that this machine lacks
             return f"cannot be imported ({error})"
         return None
 

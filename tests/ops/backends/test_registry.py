@@ -24,6 +24,14 @@ def test_every_row_names_code_that_exists():
             assert registry._load(path) is not None, path
 
 
+def test_a_wrong_path_in_the_table_is_no_missing_library():
+    """It would be the reference, without a word."""
+    row = Backend("gelu", "cpp", "hybridpar.ops.absent:gelu_fused")
+    with pytest.raises(ImportError, match=r"hybridpar\.ops\.absent"):
+        row.unsupported()
+    assert "absent_library" in str(Backend("gelu", "cpp", "absent_library:gelu").unsupported())
+
+
 class Doubled(Function):
     @staticmethod
     def forward(ctx, library, x):
