@@ -76,9 +76,9 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
     `spec` replaces model.spec. `read_run_config` reads the file of a run folder and imports
     nothing.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every
-        wrong type; also if
-    the file says nothing at all.
+    Raises:
+        ConfigError: It names every unknown section or key (with the nearest known one) and every
+            wrong type, or says that the file is empty.
     """
     if not isinstance(path, str | Path):
         keywords = 'sections as keywords: Trainer(model, optim={"lr": 0.0003})'

@@ -23,8 +23,9 @@ class Dropout(nn.Module):
     Args:
         p: Probability.
         name: Tells this layer from others, e.g. 'blocks.3.mlp.dropout'.
-        first_row: In calls, the first of each sample's rows that x holds, if a rank holds part of
-            the rows.
+
+    A call's `first_row` is the first of each sample's rows that x holds, if a rank holds part of
+    the rows.
 
     Shapes: x [b, ..], replicated over tp, or [b, rows, h] -> same; b counts samples from
     key.sample.

@@ -24,9 +24,8 @@ class Extrapolation(Optimizer):
     4.0 with 0.95.
 
     Source: after the error feedback of arXiv 2606.30634 ("One-Step Gradient Delay is Not a Barrier
-        ..."), of which only
-    summaries were at hand: a correction of updates, for any optimizer, that keeps one more tensor a
-    parameter.
+        ..."), of which only summaries were at hand: a correction of updates, for any optimizer,
+        that keeps one more tensor a parameter.
     """
 
     state_names = ("previous_update",)

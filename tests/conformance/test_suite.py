@@ -44,7 +44,7 @@ BUGS: dict[str, tuple[str, Factory, int, str]] = {
         2,
         "output: off by -",
     ),
-    "bias of every rank": ("mlp", wrong.mlp("bias"), 3, "output: down.bias is in it 3 times"),
+    "bias of every rank": ("mlp", wrong.mlp("bias"), 3, "output: down.bias is included 3 times"),
     "gradient summed twice": (
         "mlp",
         wrong.mlp("twice"),
