@@ -164,6 +164,7 @@ def test_half_a_cuda_toolkit_fails_and_says_what_is_missing(tmp_path):
     assert f"the CUDA toolkit {tmp_path} lacks libcudart_static.a or cuda_runtime.h" in stderr
 
 
+@pytest.mark.thorough
 @needs_source
 def test_auto_goes_on_without_nvcc_and_says_so(tmp_path):
     """With a torch that has CUDA; a name of it is enough here."""

@@ -64,6 +64,7 @@ def test_a_host_is_no_other_one_to_itself() -> None:
         assert HERE not in {one.host for one in sockets.connections()}
 
 
+@pytest.mark.thorough
 def test_a_host_that_has_nothing_to_say_is_not_silent_and_one_that_is_away_is(pair: Pair) -> None:
     """Afterwards what was sent meanwhile arrives, soon after, and no connection is lost."""
     here, there = pair

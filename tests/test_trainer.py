@@ -173,6 +173,7 @@ def test_a_stop_from_an_evaluation_comes_at_once(tmp_path: Path) -> None:
     assert steps_in(tmp_path)[0] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_an_error_of_a_callback_is_its_own_and_comes_after_a_save(
     tmp_path: Path, capfd: Any

@@ -215,6 +215,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
     tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +263,7 @@ def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
     assert any("writes" in line and "1,234 tokens/s" in line for line in check.table())
 
 
+@pytest.mark.thorough
 def test_a_rank_with_a_session_of_its_own_does_not_outlive_its_step(
     tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:

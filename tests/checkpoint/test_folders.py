@@ -234,6 +234,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     assert found == {before[-1], 3}
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, num_kills: int) -> None:
     draw = random.Random(0)
     save_at(tmp_path, 1)

@@ -44,6 +44,7 @@ def test_an_old_run_resumes_and_trains_as_it_did(folder: Path, grid: tuple[str, 
     assert now == {step: pytest.approx(then[step], rel=1e-5) for step in now}
 
 
+@pytest.mark.thorough
 def test_it_generates_without_its_text(folder: Path) -> None:
     (folder.parent.parent / "text.txt").unlink()
     command = [sys.executable, "-m", "hybridpar", "generate", "--checkpoint", str(folder)]

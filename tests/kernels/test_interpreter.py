@@ -61,7 +61,7 @@ RUNS = {  # each starts a Python, so they are few
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.thorough)])
 def test_in_the_interpreter(name, every):
     """every: one case of so many runs."""
     tests, choices = RUNS[name]

@@ -146,6 +146,7 @@ def test_no_file_and_a_line_without_end(tmp_path: Path, monkeypatch: pytest.Monk
         list(read_trace(path)[1])
 
 
+@pytest.mark.thorough
 def test_reading_takes_the_memory_of_a_line(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", header_line(HEADER), span_line(SPAN) * 20_000)
     tracemalloc.start()

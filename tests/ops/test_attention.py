@@ -185,6 +185,7 @@ def test_a_rank_without_heads():
     assert attention(q, k, v, causal=True, dropout_p=0.5, key=KEY).shape == (2, 0, 5, 4)
 
 
+@pytest.mark.thorough
 def test_compiles():
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     tensors = heads(4, 4, 2, 7, 6)

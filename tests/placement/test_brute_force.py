@@ -41,7 +41,7 @@ def objective(w: Workload, solver: str, **options: object) -> float:
     return placement.objective
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("training", [False, True])
 def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
     for seed in range(80):

@@ -46,7 +46,7 @@ PLANNERS = {
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("devices", KNOWN, ids=str)
 def test_known_answers(devices: tuple[int, int]) -> None:
     path = data_folder() / "piper" / "bert32a100.json"

@@ -41,7 +41,7 @@ def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
     assert low == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("grid", [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_through_host_memory_it_is_the_same_training(grid: dict[str, int]) -> None:

@@ -269,6 +269,7 @@ def test_all_ranks_find_the_same(tmp_path: Path) -> None:
     assert others == [first] * 3
 
 
+@pytest.mark.thorough
 def test_a_forecast(tmp_path: Path) -> None:
     """A fast file costs nothing, a slow one is used by none; what is saved is what the two
     predictions differ by."""
@@ -288,6 +289,7 @@ def test_a_forecast(tmp_path: Path) -> None:
     assert forecast_offload(JobPlan(make(tmp_path, 0))) is None
 
 
+@pytest.mark.thorough
 def test_saved_and_stopped(tmp_path: Path) -> None:
     """Gone on with at another setting, after a stop in the middle of a batch that was under way."""
     config = make(

@@ -106,7 +106,7 @@ def test_the_same_bits_where_copies_run_as_late_as_they_may(
     assert away[1] == [reserved_bytes(JobPlan(make(tmp_path, 99)), 0)]
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("share", "slower"), [(0.01, 1.0), (0.7, 1.0), (0.01, 1.1)])
 def test_as_many_as_a_modelled_link_lets_go(
     share: float, slower: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,7 +38,7 @@ def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
     holds({"tp": 2, "pp": 2, "dp": 2}, on, disturbance)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("grid", [{"dp": 3}, {"pp": 4}, {"pp": 2, "dp": 3}], ids=str)
 @pytest.mark.parametrize("optim", ["adamw", "lamb", "sgd", "muon"])
 def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
@@ -86,7 +86,7 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction", "nesterov", "lr_rescale"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_staleness_corrections(optim: str, staleness: str) -> None:
@@ -95,7 +95,7 @@ def test_staleness_corrections(optim: str, staleness: str) -> None:
     holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=5)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
 def test_corrections_of_parts(staleness: str) -> None:
     """With ZeRO-1, on early switch, both kinds of version in one batch."""

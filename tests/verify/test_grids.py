@@ -89,6 +89,7 @@ def test_uneven_heads_groups_features_and_vocabulary() -> None:
     holds({"tp": 6}, make(LLAMA), num_batches=2)
 
 
+@pytest.mark.thorough
 def test_uneven_groups_with_everything_else() -> None:
     holds({"tp": 4, "pp": 2}, make(LLAMA, pipeline={"schedule": "2bw", "recompute": "all"}))
 

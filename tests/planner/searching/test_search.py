@@ -314,6 +314,7 @@ def test_interleaving_pays_for_its_messages() -> None:
     assert search(config, slow, PIPELINE).ranked[0].config.pipeline.schedule == "1f1b"
 
 
+@pytest.mark.thorough
 def test_chunks_count_with_what_they_hold_in_memory() -> None:
     """More is in flight: where just 1f1b fits as it is, the others are recomputed or left out."""
     config, plenty = made.even(1e11)

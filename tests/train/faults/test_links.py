@@ -42,6 +42,7 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @linux
 def test_an_outage_is_said_while_a_rank_waits_and_when_it_is_over(
     tmp_path: Path, pair: Pair, impatient: None

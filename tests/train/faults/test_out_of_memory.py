@@ -152,6 +152,7 @@ def test_a_real_oom_killer_is_recognized(small_group: Path) -> None:
     killer.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_a_job_names_the_oom_killer_and_what_needs_less(

@@ -508,7 +508,7 @@ def test_a_stopped_process_is_seen() -> None:
     assert not is_stopped(process.pid)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", ["before its record", "while it imports"])
 def test_a_rank_that_hangs_before_it_has_begun_is_found(

@@ -195,6 +195,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_text_depends_on_the_seed_alone(run: Path) -> None:
     generator = Generator.load(run, print)
     texts = [

@@ -73,6 +73,7 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(
     assert (run / "sample.txt").exists()
 
 
+@pytest.mark.thorough
 def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     flags = ("--train.num_steps", "4", "--json")
