@@ -69,7 +69,8 @@ def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
     """Layers are computed again in the backward pass, as where memory is short."""
     base = engine_config(shape, schedule=schedule, num_microbatches=MICROBATCHES)
     return replace(
-        from_mapping({"pipeline": {"recompute": "all"}}, base), memory=MemoryConfig(budget, folder)
+        from_mapping({"pipeline": {"recompute": "all"}}, base),
+        memory=MemoryConfig(budget=budget, folder=folder),
     )
 
 

@@ -3,19 +3,20 @@ message that says what works."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
 import shlex
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.config import Config
 from hybridpar.config.names import as_list, meant
-from hybridpar.config.typed import entries_of, hints_of
+from hybridpar.config.typed import Size, entries_of, hints_of, parse_size
 
 _FLAG = re.compile(r"-+[A-Za-z]|--$")
 """Pattern of a word that is taken for a flag; -1 and -inf are numbers."""
@@ -33,6 +34,7 @@ class Argument:
         usual: The default value.
         required: Whether the command line must give it.
         most: Largest number of words that it takes; None for no limit.
+        is_size: Its value is a number of bytes, or a size with a unit.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Argument:
     usual: Any
     required: bool
     most: int | None
+    is_size: bool = False
 
     @property
     def entry(self) -> Any:
@@ -86,7 +89,8 @@ def own_arguments(command: type[Any]) -> Iterator[Argument]:
         most = 1 if "UseAppendAction" in map(str, notes) else _words_of(kind)
         if not positional:
             name = f"--{name}"
-        yield Argument(name, kind, field.default, required, 0 if kind is bool else most)
+        is_size = any(isinstance(note, Size) for note in notes)
+        yield Argument(name, kind, field.default, required, 0 if kind is bool else most, is_size)
 
 
 def config_arguments(config: Config) -> Iterator[Argument]:
@@ -94,10 +98,11 @@ def config_arguments(config: Config) -> Iterator[Argument]:
     of its entries."""
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
-        for key, (kind, _) in hints_of(type(settings)).items():  # type: ignore[arg-type]
+        for key, (kind, rule) in hints_of(type(settings)).items():  # type: ignore[arg-type]
             usual = getattr(settings, key)
             if entries_of(kind) is None:
-                yield Argument(f"--{section.name}.{key}", kind, usual, False, _words_of(kind))
+                flag = f"--{section.name}.{key}"
+                yield Argument(flag, kind, usual, False, _words_of(kind), isinstance(rule, Size))
             for number, entry in enumerate(usual if isinstance(usual, tuple) else ()):
                 if not dataclasses.is_dataclass(entry):
                     continue
@@ -172,6 +177,25 @@ def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
     if not missing:
         return ""
     return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing"
+
+
+def sizes_as_bytes(arguments: Iterable[Argument], words: Sequence[str]) -> list[str]:
+    """Return the words with sizes such as 40MiB written as bytes, for the flags that take a size."""
+    sizes = {argument.name for argument in arguments if argument.is_size}
+    found: list[str] = []
+    flag = ""
+    for word in words:
+        head, equals, value = word.partition("=")
+        if head.startswith("--"):
+            flag = "--" + head[2:].replace("-", "_")
+            head += equals
+        else:
+            head, value = "", word
+        if flag in sizes and value:
+            with contextlib.suppress(ValueError):  # `complaint` reports it
+                value = str(parse_size(value))
+        found.append(head + value)
+    return found
 
 
 def usage(arguments: Sequence[Argument]) -> str:
@@ -338,6 +362,8 @@ def _rule(flag: Argument) -> str:
         return "must be true or false"
     if flag.entry not in (int, float) and int not in typing.get_args(flag.entry):
         return "needs a value"
+    if flag.is_size:
+        return "must be a number of bytes, or a size with a unit, such as 40MiB"
     count = flag.most
     what = f"{'whole ' * (flag.entry is not float)}number{'s' * (count != 1)}"
     return f"must be {'a' if count == 1 else count or 'any number of'} {what}"

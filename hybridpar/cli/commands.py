@@ -23,7 +23,7 @@ from hybridpar.cli.planning import Plan, Profile
 from hybridpar.cli.proving import Conform, Replay, Verify
 from hybridpar.cli.simulating import Simulate
 from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within, as_utf8
-from hybridpar.config import Launch
+from hybridpar.config import Launch, Size
 from hybridpar.cores import shared_cores
 from hybridpar.errors import config_error
 
@@ -81,8 +81,8 @@ class Preprocess:
     """Model family that will read the tokens. bert adds [CLS], [SEP] and [MASK]."""
     tokenizer: str = ""
     """Path of a tokenizer.json. Empty (default): train a tokenizer on the text."""
-    max_bytes: Annotated[int, Within(0, 2**60)] = 0
-    """Largest number of bytes of text to use. 0 (default): all."""
+    max_bytes: Annotated[int, Size(0, 2**60)] = 0
+    """Largest size of the text to use, such as 200MB. 0 (default): all."""
     on_bad_record: Literal["error", "skip"] = "error"
     """Action for a record that cannot be read: stop with an error, or skip it and report the
     skipped records."""

@@ -24,6 +24,7 @@ from hybridpar.cli.arguments import (
     complaint,
     config_arguments,
     own_arguments,
+    sizes_as_bytes,
     tables_of,
     unknown_flag,
     usage,
@@ -224,7 +225,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
     if "config" in command.__dataclass_fields__:
-        rest = _with_values(rest, config)
+        rest = sizes_as_bytes(config_arguments(config), _with_values(rest, config))
+    rest = sizes_as_bytes(own_arguments(command), rest)
     if not HELP & set(rest):
         _check_words(
             name, rest, speaks, config if "config" in command.__dataclass_fields__ else None

@@ -56,7 +56,7 @@ from hybridpar.config.toml import (
     to_toml,
     unloaded_code,
 )
-from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
+from hybridpar.config.typed import FINITE, Size, Whole, Within, broken_rules, from_plain, span
 from hybridpar.config.unused import without_unused
 from hybridpar.config.update_rule import UpdateRule, import_rule
 
@@ -88,6 +88,7 @@ __all__ = [
     "PipelineConfig",
     "PlanConfig",
     "RunConfig",
+    "Size",
     "TrainConfig",
     "UnloadedModel",
     "UpdateRule",

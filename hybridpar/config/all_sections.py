@@ -179,7 +179,7 @@ class Config:
         """Whether a copy of the training state will be written while training goes on."""
         return (
             self.checkpoint.asynchronous
-            and not self.memory.budget
+            and not self.memory.is_limited
             and (0 < self.train.save_interval < self.train.num_steps)
         )
 

@@ -27,7 +27,7 @@ from hybridpar.config.spec import (
     not_imported,
     spec_name,
 )
-from hybridpar.config.typed import convert, entries_of, from_plain, hints_of
+from hybridpar.config.typed import Size, convert, entries_of, from_plain, hints_of, parse_size
 from hybridpar.config.update_rule import UpdateRule, import_rule
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import nearest_path, read_limited, read_toml
@@ -385,9 +385,11 @@ def _read_section(
         if key not in hints:
             problems.append(_no_key(name, key, value, [*hints], whole))
             continue
-        kind = hints[key][0]
+        kind, rule = hints[key]
         entry = entries_of(kind)
         try:
+            if isinstance(rule, Size) and isinstance(value, str):
+                value = parse_size(value)
             values[key] = from_plain(kind, value, key) if entry else convert(value, kind)
         except ValueError as error:
             option = _nearest_option(value, kind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +62,31 @@ class Within:
 
 
 @dataclass(frozen=True)
+class Size(Within):
+    """Bounds of a number of bytes, which may also be written with a unit: "40MiB" or "1.5 GB"."""
+
+
+_UNITS = {
+    f"{prefix}{kind}": base ** (place + 1)
+    for base, kind in ((1000, "B"), (1024, "iB"))
+    for place, prefix in enumerate("KMGT")
+} | {"B": 1}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text such as "40MiB" or "1.5 GB" means.
+
+    Raises: ValueError with the rule that the text breaks.
+    """
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].lower() not in units:
+        raise ValueError("must be a number of bytes, or a size with one of the units KiB, MiB, GiB")
+    return round(float(found[1]) * units[found[2].lower()])
+
+
+@dataclass(frozen=True)
 class OneOf:
     """Names that a text may be; `example`: a value of the field that is allowed."""
 
@@ -84,6 +110,7 @@ Positive = Annotated[float, Within(above=0)]
 NotNegative = Annotated[float, Within(0)]
 Share = Annotated[float, Within(0, below=1)]
 Count = Annotated[int, Within(0)]
+Bytes = Annotated[int, Size(0)]
 AtLeastOne = Annotated[int, Within(1)]
 Whole = Annotated[int, Within(0, 2**62)]
 FINITE = Within(-sys.float_info.max, sys.float_info.max)

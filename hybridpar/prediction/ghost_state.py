@@ -13,6 +13,7 @@ from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GhostChunks
 from hybridpar.runtime.stage import Stage
+from hybridpar.schedules.passes.residency import Budget, Room
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
@@ -40,7 +41,7 @@ class GhostState:
         held = job.held(grid.pp.rank)
         parts = job.segments(grid.pp.rank)
         whole = GhostChunks(tracker.device, policy) if policy.moves else None
-        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
+        memory = ItemMemory(tracker.device, whole) if config.memory.is_limited else whole
         stage = Stage(
             build_blocks(
                 config.model,
@@ -67,23 +68,19 @@ class GhostState:
             else AccessMap(self.memory, self.state, self.segments, shape, norms=self.division.norms)
         )
 
-    def shared_items(self, shape: PipelineShape, budget: int = 0) -> SharedItems | None:
+    def shared_items(self, shape: PipelineShape, room: Room | None = None) -> SharedItems | None:
         """Return the items that are sharded over replicas (ZeRO-2 and 3), or None.
 
-        With a sufficient budget, the items include their tiers.
+        With room for the rank's shards, the items include their tiers.
         """
-        whole, first = (
-            (self.memory.whole, len(self.memory.items))
-            if isinstance(self.memory, ItemMemory)
-            else (self.memory, 0)
-        )
+        whole = self.memory.whole if isinstance(self.memory, ItemMemory) else self.memory
         if whole is None:
             return None
-        items = SharedAccesses(whole, self.state, self.segments, shape, first).items()
+        items = SharedAccesses(whole, self.state, self.segments, shape).items()
         accesses = self.accesses(shape)
-        if accesses is None or accesses.least_budget() > budget:
+        if accesses is None or room is None or accesses.least_budget() > room.most:
             return items
-        return replace(items, tiers=accesses.residency(budget), shares=accesses.shares)
+        return replace(items, tiers=accesses.residency(room), shares=accesses.shares)
 
 
 @dataclass(frozen=True)
@@ -124,6 +121,7 @@ def trace_state(
         shape: The shape of the pipeline.
         device: The device, whose type this machine need not have.
     """
+    budget = job.config.memory.budget
     dp = job.config.parallel.dp
     tp = job.config.parallel.tp
     with Tracker(device) as tracker:
@@ -157,7 +155,7 @@ def trace_state(
             norm=norm,
             updates=tuple(updates),
             division=ghost.division,
-            items=ghost.shared_items(shape, job.config.memory.budget),
+            items=ghost.shared_items(shape, Budget(budget) if budget else None),
             whole=whole,
             hosted=hosted,
         )

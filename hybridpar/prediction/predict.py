@@ -16,8 +16,9 @@ The plan determines what is in flight at each time, so no rules about schedules 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,9 +29,10 @@ from hybridpar.models.build import Recomputation
 from hybridpar.optim import divides_all
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.ghost_state import StateFootprint, trace_state
-from hybridpar.prediction.walk import StageMemory, together, walk
+from hybridpar.prediction.walk import MemoryWalk, StageMemory, together
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.passes.residency import Budget, Room, Tide
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
 from hybridpar.state.residency.segments import Segments
 
@@ -63,6 +65,40 @@ def predict(
     pipeline = _Pipeline(job, device or default_device(job.config), trace)
     everyone = range(job.shape.num_ranks)
     return [pipeline.memory(rank) for rank in (everyone if ranks is None else ranks)]
+
+
+class Rooms(NamedTuple):
+    """The room of a rank's state in training, and in evaluations."""
+
+    training: Room
+    evaluation: Room
+
+
+def rooms_of(
+    job: JobPlan,
+    rank: int,
+    shape: PipelineShape | None = None,
+    *,
+    device: torch.device | None = None,
+) -> Rooms:
+    """Return the room of a rank's state: memory.budget, or what memory.limit leaves.
+
+    Args:
+        job: A job with one of them.
+        rank: The pipeline rank.
+        shape: The shape of the pipeline that the plans will be of. None: the job's.
+        device: As for `predict`.
+    """
+    memory = job.config.memory
+    if memory.budget:
+        return Rooms(Budget(memory.budget), Budget(memory.budget))
+    pipeline = _Pipeline(job, device or default_device(job.config), trace_stage)
+    pipeline.shape = shape or job.shape
+    pipeline.walk(rank)  # traces everything now, while gradients are enabled
+    return Rooms(
+        Tide(memory.limit, lambda: pipeline.walk(rank).follow),
+        Tide(memory.limit, lambda: pipeline.walk(rank, evaluates=True).follow),
+    )
 
 
 def check_size(config: Config) -> None:
@@ -108,24 +144,43 @@ class _Pipeline:
         self._config = job.config
         self._device = device
         self._trace = trace
-        self._walked = (
+        self.shape = (
             job.shape if job.config.compression.takes_factors else _enough(job.schedule, job.shape)
         )
         self._traced: dict[object, Footprint] = {}
         self._states: dict[object, StateFootprint] = {}
 
-    def memory(self, rank: int) -> StageMemory:
-        """Return the peak memory of a rank."""
+    def walk(self, rank: int, *, evaluates: bool = False) -> MemoryWalk:
+        """Return the walk of a rank's memory, at its start."""
+        buffers = self._buffers(rank)
+        segments = self._job.segments(rank)
+        footprints = self._footprints(segments, buffers)
+        state = self._state(rank, footprints)
+        allocating = None
+        if state.items is not None:
+            allocating = self._footprints(segments, replace(buffers, allocates_each_time=True))
+        return MemoryWalk(
+            footprints,
+            self.shape,
+            state,
+            allocating,
+            self._job.send_window,
+            evaluates=evaluates,
+        )
+
+    def _buffers(self, rank: int) -> Buffers:
+        job = self._job
+        return Buffers(
+            job.num_versions(rank), job.schedule.num_gradient_buffers, job.num_away(rank) > 0
+        )
+
+    def _state(self, rank: int, footprints: Mapping[int, Sequence[Footprint]]) -> StateFootprint:
+        """Return the state of a rank."""
         job = self._job
         config = self._config
-        schedule = job.schedule
-        buffers = Buffers(
-            job.num_versions(rank), schedule.num_gradient_buffers, job.num_away(rank) > 0
-        )
+        buffers = self._buffers(rank)
         held = job.held(rank)
         parts = job.segments(rank)
-        footprints = self._footprints(parts, buffers)
-        each = [fp for of_stage in footprints.values() for fp in of_stage]
         # stages of a rank may share a tied weight, and sharded state is divided over all stages of
         # a rank
         common = config.parallel.zero > 0 or (
@@ -149,23 +204,31 @@ class _Pipeline:
                 )
             )
             if (key := (alike, buffers)) not in self._states:
-                self._states[key] = trace_state(job, first, states, self._walked, self._device)
-            state = self._states[key]
-        else:
-            state = together(each)
+                self._states[key] = trace_state(job, first, states, self.shape, self._device)
+            return self._states[key]
+        return together(fp for of_stage in footprints.values() for fp in of_stage)
+
+    def memory(self, rank: int) -> StageMemory:
+        """Return the peak memory of a rank."""
+        job = self._job
+        config = self._config
+        schedule = job.schedule
+        parts = job.segments(rank)
+        found_walk = self.walk(rank)
+        state = found_walk.state
         actions = lower(
             schedule,
-            self._walked,
+            self.shape,
             rank,
             schedule.options.sync_steps,
             batches_to_peak(job),
             parts=state.division,
         )
-        allocating = None
         if state.items is not None:
             actions = state.items.moved(actions)
-            allocating = self._footprints(parts, replace(buffers, allocates_each_time=True))
-        found = walk(actions, footprints, self._walked, state, allocating, job.send_window)
+        found = found_walk.peak(actions)
+        each = [fp for of_stage in found_walk.footprints.values() for fp in of_stage]
+        held = job.held(rank)
         if (
             self._device.type != "cuda"
             or not config.train.cuda_graphs
@@ -225,6 +288,8 @@ class _Pipeline:
             )
         if config.memory.budget:
             memory = replace(memory, file=max(memory.state + state.whole - config.memory.budget, 0))
+        elif config.memory.limit:
+            memory = replace(memory, file=max(memory.total - config.memory.limit, 0))
         return memory
 
 

@@ -73,37 +73,6 @@ class StageMemory:
         return asdict(self) | {"total": self.total}
 
 
-def walk(
-    actions: Iterable[Action],
-    footprints: Mapping[int, Sequence[Footprint]],
-    shape: PipelineShape,
-    state: StateFootprint | None = None,
-    allocating: Mapping[int, Sequence[Footprint]] | None = None,
-    send_window: int = 0,
-) -> StageMemory:
-    """Return the peak memory of a rank that runs these actions as runtime.executor does.
-
-    Args:
-        actions: The rank's actions.
-        footprints: Footprints of the segments of each stage, by stage.
-        shape: The shape of the pipeline.
-        state: The rank's state; None: the sum of its stages' states.
-        allocating: Footprints of backwards that allocate gradients, if replicas shard them.
-        send_window: Largest number of unfinished sends; 0: `min_send_window`.
-    """
-    found = _Walk(
-        footprints,
-        shape,
-        state or together(fp for parts in footprints.values() for fp in parts),
-        allocating or footprints,
-        send_window or min_send_window(shape.num_ranks),
-    )
-    for action in actions:
-        found.follow(action)
-    pools = sum(min(at_once, found.num_places) for at_once in found.at_once.values()) * found.pool
-    return replace(found.most, graphs=max(0, pools + found.beside - found.num_bytes))
-
-
 def together(footprints: Iterable[Footprint]) -> StateFootprint:
     """Return the state of stages that share nothing."""
     held = list(footprints)
@@ -114,22 +83,36 @@ def together(footprints: Iterable[Footprint]) -> StateFootprint:
     return StateFootprint(weights, master, gradients, optimizer, norm, (update,))
 
 
-class _Walk:
-    """The memory that a rank holds, action by action, and what it held at the peak."""
+class MemoryWalk:
+    """The memory that a rank holds, action by action, as runtime.executor runs its list.
+
+    Args:
+        footprints: Footprints of the segments of each stage, by stage.
+        shape: The shape of the pipeline.
+        state: The rank's state; None: the sum of its stages' states.
+        allocating: Footprints of backwards that allocate gradients, if replicas shard them.
+        send_window: Largest number of unfinished sends; 0: `min_send_window`.
+        evaluates: The list has forwards alone, which keep nothing.
+    """
 
     def __init__(
         self,
         footprints: Mapping[int, Sequence[Footprint]],
         shape: PipelineShape,
-        state: StateFootprint,
-        allocating: Mapping[int, Sequence[Footprint]],
-        send_window: int,
+        state: StateFootprint | None = None,
+        allocating: Mapping[int, Sequence[Footprint]] | None = None,
+        send_window: int = 0,
+        *,
+        evaluates: bool = False,
     ):
-        self._footprints = footprints
-        self._state = state
+        state = state or together(fp for parts in footprints.values() for fp in parts)
+        send_window = send_window or min_send_window(shape.num_ranks)
+        self.footprints = footprints
+        self.state = state
+        self._evaluates = evaluates
         self._m = shape.num_microbatches
         # gradients that an I has allocated
-        self._allocating = allocating
+        self._allocating = allocating or footprints
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
         self._last = shape.num_stages - 1
@@ -153,11 +136,18 @@ class _Walk:
             state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, ""
         )
 
-    def follow(self, action: Action) -> None:
-        """Process an action."""
+    def peak(self, actions: Iterable[Action]) -> StageMemory:
+        """Process all actions; return the memory at the peak."""
+        for action in actions:
+            self.follow(action)
+        pools = sum(min(at_once, self.num_places) for at_once in self.at_once.values()) * self.pool
+        return replace(self.most, graphs=max(0, pools + self.beside - self.num_bytes))
+
+    def follow(self, action: Action) -> int:
+        """Process an action; return the bytes besides the state that the rank holds meanwhile."""
         kind = action.kind
         row = ACTION_SPECS[action.kind]
-        parts = self._footprints[action.stage]
+        parts = self.footprints[action.stage]
         if self._shared is not None:
             self._follow_shared(self._shared, action)
             if self._is_allocating(self._shared, action):
@@ -172,7 +162,7 @@ class _Walk:
         elif row.peer_offset:
             self._posted += fp.received if row.flow > 0 else fp.returned
         taken = self._take(action, fp) if row.receive else 0
-        self._compare(action, fp, taken)
+        held = self._compare(action, fp, taken)
         if action.part == 0:
             self._in_flight += row.holds
             self._in_flight_on[action.stage] += row.holds
@@ -186,6 +176,7 @@ class _Walk:
             self._kept -= fp.waiting
         elif row.receive:
             self._give(action, fp)
+        return held
 
     def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
         """Move the chunks that replicas shard; a chunk without new gradients is not reduced."""
@@ -197,7 +188,7 @@ class _Walk:
         if action.kind is Kind.RELEASE:
             self._filled.discard(action.microbatch)
         elif ACTION_SPECS[action.kind].adds:
-            fp = self._footprints[action.stage][action.part]
+            fp = self.footprints[action.stage][action.part]
             if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
                 self._filled.update(shared.added(action))
 
@@ -213,11 +204,11 @@ class _Walk:
         """Return whether the model has a segment before (after) the action's, and its footprint if
         it is on this rank."""
         part = action.part + step
-        parts = self._footprints[action.stage]
+        parts = self.footprints[action.stage]
         if 0 <= part < len(parts):
             return True, parts[part]
         there = 0 <= action.stage + step <= self._last
-        other = self._footprints.get(action.stage + step)
+        other = self.footprints.get(action.stage + step)
         if not other:
             return there, None
         return there, other[0 if step > 0 else -1]
@@ -234,8 +225,8 @@ class _Walk:
             return 0
         return fp.input if action.kind is Kind.F else fp.message
 
-    def _compare(self, action: Action, fp: Footprint, taken: int) -> None:
-        """Record the memory held while an action runs, if it is the largest so far."""
+    def _compare(self, action: Action, fp: Footprint, taken: int) -> int:
+        """Return the memory held while an action runs; record it if it is the largest so far."""
         shared = self._shared
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
@@ -245,8 +236,9 @@ class _Walk:
         )
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
         self._compare_recorded(action, communication, transient)
-        if activations + communication + transient > self.num_bytes:
-            self.num_bytes = activations + communication + transient
+        held = activations + communication + transient
+        if held > self.num_bytes:
+            self.num_bytes = held
             self.most = replace(
                 self.most,
                 activations=activations,
@@ -255,6 +247,7 @@ class _Walk:
                 in_flight=self._in_flight,
                 during=str(action),
             )
+        return held
 
     def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
         """Record the memory with CUDA graphs, in which each micro-batch slot has separate
@@ -280,17 +273,18 @@ class _Walk:
         """Return the additional bytes of an action while it runs."""
         kind = action.kind
         if kind is Kind.F or kind is Kind.W:
-            return fp.forward if kind is Kind.F else fp.weight_gradients
+            forward = fp.forward + fp.kept * self._evaluates
+            return forward if kind is Kind.F else fp.weight_gradients
         if kind is Kind.B or kind is Kind.I:
             backward = fp.backward if action.microbatch % self._m else fp.first_backward
             return (fp.whole_backward if kind is Kind.B else 0) or backward
         if kind is Kind.UPDATE:
-            return self._state.updates[action.part]
-        return self._state.norm if kind is Kind.NORM else 0
+            return self.state.updates[action.part]
+        return self.state.norm if kind is Kind.NORM else 0
 
     def _moved(self, action: Action) -> int:
         """Return the offloaded bytes of a micro-batch."""
-        return sum(part.moved for part in self._footprints[action.stage])
+        return sum(part.moved for part in self.footprints[action.stage])
 
     def _give(self, action: Action, fp: Footprint) -> None:
         """Keep what a forward leaves, or free it after a backward; pass on the output or the
@@ -298,8 +292,9 @@ class _Walk:
         has_input, before = self._beside(action, -1)
         has_output, after = self._beside(action, 1)
         if action.kind is Kind.F:
-            self._kept = self._kept + fp.kept
-            self._inputs = self._inputs + has_input * fp.input
+            if not self._evaluates:
+                self._kept += fp.kept
+                self._inputs += has_input * fp.input
             if after is not None:
                 self._handed += fp.message
             elif has_output:

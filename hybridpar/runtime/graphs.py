@@ -105,7 +105,7 @@ def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
         return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
     if parallel.tp > 1 and config.train.share_gpus:
         return "what tensor parallelism sends goes through the host's hands"
-    if config.memory.budget or _offloads(job, rank):
+    if config.memory.is_limited or _offloads(job, rank):
         return "memory that leaves comes back elsewhere"
     if config.compression.takes_factors:
         return (

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hybridpar.cpu import numa_node, zeros
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
+from hybridpar.state.residency.chunks import Chunk, Memory
 from hybridpar.state.weights import WeightStore
 
 
@@ -173,10 +173,10 @@ class HostUpdates:
 
     Args:
         weights: The rank's weights.
-        optimizer: Its first `num_groups` groups are the weights that the host updates, stepped in
-            order.
-        num_groups: Number of groups that the host updates.
-        gradients: Flat buffers that batches use in turn.
+        optimizer: Its first groups are the weights that the host updates, stepped in order.
+        groups: Numbers of the rank's shards in each of these groups.
+        gradients: The reduced gradients of the rank's shards, for each buffer that batches use in
+            turn.
         work: Runs copies and steps.
     """
 
@@ -184,8 +184,8 @@ class HostUpdates:
         self,
         weights: WeightStore,
         optimizer: GroupedOptimizer,
-        num_groups: int,
-        gradients: Sequence[Buffer],
+        groups: Sequence[Sequence[int]],
+        gradients: Sequence[Sequence[Tensor]],
         work: HostWork | None = None,
     ):
         self._weights = weights
@@ -193,8 +193,9 @@ class HostUpdates:
         self._work = work or host_work(weights.memory.device)
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
+        self._groups = groups
         self._names = [
-            [slot.name for slot in group.slots] for group in optimizer.groups[:num_groups]
+            [slot.name for slot in group.slots] for group in optimizer.groups[: len(groups)]
         ]
         self._grads = self.staging.views({name for names in self._names for name in names})
         self.sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
@@ -241,9 +242,10 @@ class HostUpdates:
             return
         mark = self._work.mark()
         for group in range(len(self._names)):
+            owned = (self._gradients[index][i] for i in self._groups[group])
             pairs = [
-                (self.staging[at : at + stop - start], self._gradients[index][start:stop])
-                for start, stop, at in self._weights.spans(group)
+                (self._grads[name], gradient)
+                for name, gradient in zip(self._names[group], owned, strict=True)
             ]
             self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
             self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)

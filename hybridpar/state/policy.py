@@ -108,7 +108,7 @@ def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
     the stage is not cut.
     """
     memory = config.memory
-    by_block = memory.budget > 0 or memory.host_optimizer or config.state_moves
+    by_block = memory.is_limited or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):
         return ()
     return tuple(

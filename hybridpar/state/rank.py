@@ -169,11 +169,6 @@ class RankState:
             ],
             self.memory.for_optimizer(self.uses),
         )
-        self.host: HostUpdates | None = None
-        if policy.on_host:
-            self.host = HostUpdates(
-                self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work
-            )
         self.outer: OuterStep | None = None
         if grid.site.size > 1:
             self.outer = OuterStep(
@@ -184,6 +179,10 @@ class RankState:
             list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers
         ]
         where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
+        self.host: HostUpdates | None = None
+        if policy.on_host:
+            groups = self._groups[: self.num_groups]
+            self.host = HostUpdates(self.weights, self.optimizer, groups, self._owned, host_work)
         self._squares = [
             Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
             for gradients, views in zip(where, self._owned, strict=True)

@@ -129,7 +129,6 @@ class WeightStore:
         if self.keeps_master and hosted is not None:
             self.made = self.on_host("weights", self.dtype)
         """New weights on the host, in the versions' dtype, if the master copy has another."""
-        self._host_spans = list(self._merged_spans(host_names))
         # numbers of owned parameters, by group and whether the host updates them
         self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(own_layout.names):
@@ -151,31 +150,6 @@ class WeightStore:
         self._bound: int | None = None
         self.newest = 0
         self.bind(0)
-
-    def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (start, stop, start in the master, group) of this rank's shards of these
-        parameters; neighbours in a chunk are joined.
-        """
-        start = 0
-        stop = 0
-        at = 0
-        group = 0
-        cuts = {chunk.start for chunk in self.buffers[0].chunks}
-        goes_on = False
-        for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
-            if owned.name not in names:
-                goes_on = False
-                continue
-            if not goes_on or owned.start - offset != start - at or owned.start in cuts:
-                if start < stop:
-                    yield start, stop, at, group
-                start = owned.start
-                at = offset
-                group = self.group_of(owned.name)
-            stop = owned.stop
-            goes_on = True
-        if start < stop:
-            yield start, stop, at, group
 
     def group_of(self, name: str) -> int:
         """Return the part of an update that a parameter belongs to."""
@@ -204,14 +178,6 @@ class WeightStore:
             self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}"
         )
 
-    def spans(self, group: int) -> list[tuple[int, int, int]]:
-        """Return (start, stop, start in the master) of this rank's shards in a group that the host
-        updates.
-        """
-        return [
-            (start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group
-        ]
-
     def update_on_host(self, group: int, *, predict: bool) -> Weights:
         """Return the tensors that the host's update of a group reads and writes."""
         numbers = self._indices[group, True]
@@ -220,15 +186,14 @@ class WeightStore:
         return Weights(master, master, made, self.predicts and predict)
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of tensors of a group: its place in a version, and its place on the host,
-        where it is computed.
+        """Return pairs of tensors of a group: a shard's place in a version, and its place on the
+        host, where it is computed.
         """
-        source = self.made or self.master
-        target = self.buffers[self.slot(version)]
-        assert source is not None
+        working = self._working[self.slot(version)]
+        names = self._own_layout.names
         return [
-            (target[start:stop], source[at : at + stop - start])
-            for start, stop, at in self.spans(group)
+            (working[i], self._made.get(names[i], self._lists[0][i]))
+            for i in self._indices[group, True]
         ]
 
     @property

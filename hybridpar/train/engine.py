@@ -18,6 +18,7 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import BlockOptions, build_blocks
+from hybridpar.prediction.predict import rooms_of
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.runtime.executor import Executor, Offloading
@@ -147,7 +148,7 @@ class Engine:
         self.accesses = build_access_map(
             memory, self.state, self.segments, self.shape, self._division
         )
-        self.tiers = build_tiers(memory, self.accesses)
+        self.tiers = build_tiers(job, grid, memory, self.accesses)
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
         self.replicas = None
         if self.whole is not None:
@@ -231,6 +232,7 @@ class Engine:
         with stream:
             self.executor.run(actions, source, self.batch_actions)
             results.finish()
+        self._rest()
 
     def close(self) -> None:
         """Close the offload files, free pinned memory and end the threads that copy."""
@@ -262,10 +264,17 @@ class Engine:
                 parts=self._division,
             )
 
-    def _with_moves(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def _with_moves(
+        self, actions: Iterator[Action], *, evaluates: bool = False
+    ) -> Iterator[Action]:
         """Add the actions that move state between tiers, or gather it from replicas."""
         moves = self.replicas or self.tiers
-        return actions if moves is None else moves.plan(actions)
+        return actions if moves is None else moves.plan(actions, evaluates=evaluates)
+
+    def _rest(self) -> None:
+        """Note that no plan runs, for the movers of state."""
+        if (moves := self.replicas or self.tiers) is not None:
+            moves.rest()
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """Yield the plan without batches at or after `results.end`, which a stop request lowers.
@@ -327,11 +336,13 @@ class Engine:
                 num_batches * self.shape.num_microbatches,
                 version=newest,
                 parts=self._division,
-            )
+            ),
+            evaluates=True,
         )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
             self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated))
+        self._rest()
         totals = torch.zeros(len(self.number_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
@@ -380,12 +391,15 @@ def build_access_map(
 
 
 def build_tiers(
-    memory: ItemMemory | WholeChunks | None, accesses: AccessMap | None
+    job: JobPlan,
+    grid: ProcessGrid,
+    memory: ItemMemory | WholeChunks | None,
+    accesses: AccessMap | None,
 ) -> RankTiers | None:
     """Create the tiers of the state, or None if all state stays resident."""
     if accesses is None or not isinstance(memory, TieredMemory):
         return None
-    return RankTiers(memory, accesses)
+    return RankTiers(memory, accesses, rooms_of(job, grid.pp.rank, device=memory.device))
 
 
 def build_graphs(

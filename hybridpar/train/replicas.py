@@ -52,12 +52,8 @@ class SharedChunks:
         self._state = state
         self._tiers = tiers
         self._m = shape.num_microbatches
-        shares: dict[int, int] = {}
-        first = 0
-        if tiers is not None:
-            shares = tiers.accesses.shares
-            first = len(tiers.accesses.items)
-        self._accesses = SharedAccesses(memory, state, segments, shape, first)
+        shares = {} if tiers is None else tiers.accesses.shares
+        self._accesses = SharedAccesses(memory, state, segments, shape)
         self._chunks = self._accesses.chunks
         self.items = self._accesses.items()
         """The chunks as items of a plan."""
@@ -70,15 +66,22 @@ class SharedChunks:
         self._summed: dict[int, int] = {}
         """Last batch that was added to the shard of a chunk."""
 
-    def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def plan(self, actions: Iterator[Action], *, evaluates: bool = False) -> Iterator[Action]:
         """Add FETCH and RELEASE to the actions of a drained rank, on which no chunk is gathered."""
         self._drain()
         tiers = SharedTiers(self.items)
         moved = self.items.moved(actions)
-        for action in moved if self._tiers is None else self._tiers.plan(moved):
+        if self._tiers is not None:
+            moved = self._tiers.plan(moved, evaluates=evaluates)
+        for action in moved:
             if fault := tiers.follow(action):
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
+
+    def rest(self) -> None:
+        """Note that no plan runs."""
+        if self._tiers is not None:
+            self._tiers.rest()
 
     # -- called by the executor
 
@@ -121,7 +124,8 @@ class SharedChunks:
         made = self._made(action)
         self._complete(self._sums.num_due(action, made))
         if self._tiers is not None and not self._is_cut_off(action):
-            if not self._tiers.are_here(action):  # room may depend on a shard that waits to leave
+            # room may depend on a shard that waits to leave
+            if self._tiers.is_resized or not self._tiers.are_here(action):
                 self._complete(self._sums.num_into_leaving())
             self._tiers.access(action)
         if made:

@@ -415,7 +415,8 @@ class Run:
             else:
                 self.saves.start(
                     val_loss,
-                    beside=self.config.checkpoint.asynchronous and not self.config.memory.budget,
+                    beside=self.config.checkpoint.asynchronous
+                    and not self.config.memory.is_limited,
                 )
 
     def _finish_save(self, *, wait: bool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridpar.comm import Waitable
+from hybridpar.prediction.predict import Rooms
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.passes.residency import FastTier, Mode, add_residency
+from hybridpar.schedules.passes.residency import FastTier, Mode, Tide, add_residency
 from hybridpar.schedules.proof.check import PlanError
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.tiered import TieredMemory
@@ -15,36 +17,63 @@ class RankTiers:
     """The tiers of a rank's state, as the executor sees them.
 
     Raises:
-        ConfigError: memory.budget is too small for any plan.
+        ConfigError: Memory is too small for any plan.
+
+    Args:
+        memory: Holds the state.
+        accesses: The items that each action accesses.
+        rooms: The size of the fast tier.
     """
 
-    def __init__(self, memory: TieredMemory, accesses: AccessMap):
+    def __init__(self, memory: TieredMemory, accesses: AccessMap, rooms: Rooms):
         self.memory = memory
         self._tiers = memory.tiers
         self.accesses = accesses
-        accesses.require(memory.budget)
+        self._rooms = rooms
+        self._idle_room = self._tiers.budget
+        if isinstance(rooms.training, Tide):  # initial weights and checkpoints take copies
+            copies = 2 * max(accesses.num_bytes)
+            self._idle_room = max(self._idle_room - copies, accesses.least_budget())
+        accesses.require(rooms.training)
+        self.rest()
 
     @property
     def peak(self) -> int:
         """Return the peak of resident state, in bytes."""
         return self._tiers.traffic.peak
 
-    def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
+    def plan(self, actions: Iterator[Action], *, evaluates: bool = False) -> Iterator[Action]:
         """Add FETCH, RELEASE and DROP to the actions of a drained rank. Raises: ConfigError."""
         self._tiers.settle()  # complete moves that a batch left when it was cut off
         accesses = self.accesses
         items = self._tiers.items
+        first = accesses.first
         residency = accesses.residency(
-            self.memory.budget,
-            {i: items[i].changed for i in accesses.moving if self._tiers.is_here(i)},
+            self._rooms.evaluation if evaluates else self._rooms.training,
+            {
+                i: items[i - first].changed
+                for i in accesses.moving
+                if self._tiers.is_here(i - first)
+            },
         )
         fast = FastTier(residency)
         for action in add_residency(actions, residency):
             if fault := fast.follow(action):
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
+            self._room = fast.room
             yield action
 
+    def rest(self) -> None:
+        """Note that no plan runs: outside of plans all room but that of copies is for state."""
+        self._room = self._idle_room
+        self._tiers.shrink(self._room)
+
     # -- called by the executor
+
+    @property
+    def is_resized(self) -> bool:
+        """Return whether the next action has more or less room than the one before."""
+        return self._tiers.budget != self._room
 
     def move(self, action: Action) -> None:
         """Start a FETCH, RELEASE or DROP.
@@ -52,7 +81,7 @@ class RankTiers:
         An item of a batch that a stop request cut off was never created, so nothing is released.
         """
         self.memory.forget()
-        number = action.microbatch
+        number = action.microbatch - self.accesses.first
         tiers = self._tiers
         if action.kind is Kind.FETCH:
             tiers.fetch(number)
@@ -65,15 +94,19 @@ class RankTiers:
 
     def are_here(self, action: Action) -> bool:
         """Return whether all items that the action accesses are resident."""
-        return all(self._tiers.is_here(access.item) for access in self.accesses(action))
+        first = self.accesses.first
+        return all(self._tiers.is_here(access.item - first) for access in self.accesses(action))
 
     def access(self, action: Action) -> None:
         """Wait for the items that the action accesses, create those that it writes first, and mark
         the changed ones."""
+        if self.is_resized:
+            self._tiers.resize(self._room)
         for item, mode in self.accesses(action):
-            if mode is Mode.WRITE and self._tiers.is_absent(item):
-                self._tiers.create(item)
-            self._tiers.await_item(item, changing=mode is not Mode.READ)
+            number = item - self.accesses.first
+            if mode is Mode.WRITE and self._tiers.is_absent(number):
+                self._tiers.create(number)
+            self._tiers.await_item(number, changing=mode is not Mode.READ)
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """Keep the gradients of a segment resident while they are reduced."""
@@ -81,7 +114,7 @@ class RankTiers:
             f"gradients/{self.accesses.state.gradients.buffer_index(batch)}"
         ):
             if item.use.parts[0] == part:
-                self._tiers.hold(i, self.accesses.state.reducer.of(item.use))
+                self._hold(i, self.accesses.state.reducer.of(item.use))
 
     def hold_weights(self, version: int, group: int) -> None:
         """Keep the weights of an update group resident while they are gathered from replicas."""
@@ -90,4 +123,7 @@ class RankTiers:
         if not arriving.is_done():
             for i, item in self.accesses.of(f"weights/{weights.slot(version)}"):
                 if item.use.group == group:
-                    self._tiers.hold(i, arriving)
+                    self._hold(i, arriving)
+
+    def _hold(self, number: int, until: Waitable) -> None:
+        self._tiers.hold(number - self.accesses.first, until)

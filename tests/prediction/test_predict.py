@@ -30,7 +30,7 @@ from hybridpar.nn import matmul
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.predict import default_device
-from hybridpar.prediction.walk import walk
+from hybridpar.prediction.walk import MemoryWalk
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape
 from hybridpar.schedules.simulate.send_window import min_send_window
@@ -87,9 +87,8 @@ NOTHING = Footprint(
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    return walk(
-        lower(schedule, PipelineShape(p, m), stage, 0, 6), {stage: [footprint]}, PipelineShape(p, m)
-    )
+    walk = MemoryWalk({stage: [footprint]}, PipelineShape(p, m))
+    return walk.peak(lower(schedule, PipelineShape(p, m), stage, 0, 6))
 
 
 @pytest.mark.thorough(keep=6)
@@ -728,7 +727,7 @@ def test_with_shares_in_a_file(tmp_path: Path) -> None:
     """A tied weight's sum ends early where a tier makes room by it; some gradients of a backward
     are new, others not."""
     split = small(dp=2, parallel={"zero": 3}, pipeline={"schedule": "1f1b"}, **BF16)
-    config = replace(split, memory=MemoryConfig(7 << 20, str(tmp_path)))
+    config = replace(split, memory=MemoryConfig(budget=7 << 20, folder=str(tmp_path)))
     assert predict(JobPlan(config))[0].total < predict(JobPlan(split))[0].total - (4 << 20)
     agree(config, tolerance=0.02)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybridpar.schedules.action import PER_BATCH, Action, Kind
 from hybridpar.schedules.passes.lowering import make_plan
-from hybridpar.schedules.passes.residency import Access, Mode, Residency, add_residency
+from hybridpar.schedules.passes.residency import Access, Budget, Mode, Residency, add_residency
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, find_schedule
 
@@ -89,7 +89,7 @@ def string_of(accesses):
 def with_residency(accesses, num_bytes, budget, **options):
     """The list of moves and actions for a row of accesses, and its residency."""
     actions, accesses = string_of(accesses)
-    residency = Residency(accesses, num_bytes, budget)
+    residency = Residency(accesses, num_bytes, Budget(budget))
     return list(add_residency(actions, residency, **options)), residency
 
 
@@ -130,6 +130,6 @@ def plans(draw, spare=SPARE):
             find_schedule(name), sizes, rank, parts, norms=norms, shared=shared
         )
         least = max(sum(num_bytes[touch.item] for touch in accesses(action)) for action in actions)
-        residency[rank] = Residency(accesses, num_bytes, least + room, void=void)
+        residency[rank] = Residency(accesses, num_bytes, Budget(least + room), void=void)
         plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))
     return name, sizes, plan, residency

@@ -61,7 +61,9 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
         return Engine(
             JobPlan(replace(config, memory=MemoryConfig(parts=config.model.num_blocks))), grid, CPU
         )
-    probe = Engine(JobPlan(replace(config, memory=MemoryConfig(PLENTY, str(folder)))), grid, CPU)
+    probe = Engine(
+        JobPlan(replace(config, memory=MemoryConfig(budget=PLENTY, folder=str(folder)))), grid, CPU
+    )
     assert probe.accesses is not None
     least = probe.accesses.least_budget()
     most = probe.accesses.most_bytes
@@ -69,7 +71,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     budget = int(least + share * (most - least))
     whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None
     return Engine(
-        JobPlan(replace(config, memory=MemoryConfig(budget, str(folder)))),
+        JobPlan(replace(config, memory=MemoryConfig(budget=budget, folder=str(folder)))),
         grid,
         CPU,
         residency=Residency(DeviceTieredMemory(budget, CPU, whole) if on_host else None),
@@ -334,7 +336,7 @@ def test_a_kill_in_the_middle_of_a_move_is_gone_on_from_to_the_bit(tmp_path: Pat
 
 
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
-    config = replace(make(), memory=MemoryConfig(1000, str(tmp_path)))
+    config = replace(make(), memory=MemoryConfig(budget=1000, folder=str(tmp_path)))
     with pytest.raises(
         ConfigError,
         match=r"memory\.budget = 1000: too small: one segment .* needs \d+ bytes " r"at a time",

@@ -22,9 +22,6 @@ def parallel(config: Config) -> Iterator[Problem]:
     if section.sequence and not config.model.sequence_parallel:
         rule = f"requires blocks that support it ({config.model.kind}.sequence_parallel = True)"
         yield Problem("parallel.sequence", True, rule, "false")
-    if section.zero > 1 and config.memory.host_optimizer:
-        rule = "not supported with memory.host_optimizer = true"
-        yield Problem("parallel.zero", section.zero, rule, "1")
 
 
 def pipeline(config: Config) -> Iterator[Problem]:
@@ -113,6 +110,7 @@ _NOT_WITH_SITES = (
     ("parallel.zero", lambda zero: zero > 1, "not supported with parallel.sites above 1", "1"),
     ("memory.parts", lambda parts: parts > 1, "not supported with parallel.sites above 1", "0"),
     ("memory.budget", bool, "not supported with parallel.sites above 1", "0"),
+    ("memory.limit", bool, "not supported with parallel.sites above 1", "0"),
     ("memory.host_optimizer", bool, "not supported with parallel.sites above 1", "false"),
     (
         "optim.staleness",
@@ -156,8 +154,9 @@ def _compressed_gradients(config: Config) -> Iterator[str]:
             f"not supported with parallel.sites = {config.parallel.sites}; outer.precision "
             "compresses the traffic between sites"
         )
-    if config.memory.budget:
+    if config.memory.is_limited:
+        limit, most = config.memory.limiting
         yield (
-            f"not supported with memory.budget = {config.memory.budget}: every batch needs all "
+            f"not supported with {limit} = {most}: every batch needs all "
             "of a replica's unsent gradients in memory at once"
         )

@@ -78,12 +78,13 @@ def _fp8(config: Config) -> Iterator[tuple[str, str]]:
             "once per version"
         )
         yield rule, "false, or parallel.zero = 2"
-    if config.memory.budget:
+    if config.memory.is_limited:
+        limit, _ = config.memory.limiting
         rule = (
-            "not supported with memory.budget, which moves the weights that are quantized once "
+            f"not supported with {limit}, which moves the weights that are quantized once "
             "per version"
         )
-        yield rule, "false, or memory.budget = 0"
+        yield rule, f"false, or {limit} = 0"
 
 
 def memory(config: Config) -> Iterator[Problem]:
@@ -92,12 +93,16 @@ def memory(config: Config) -> Iterator[Problem]:
     for rule in _offloaded_activations(config) if away != 0 else ():
         given = list(away) if isinstance(away, tuple) else away
         yield Problem("memory.offload_activations", given, rule, "0")
-    if section.budget and config.optim.staleness == "prediction":
+    limit, most = section.limiting
+    if section.limit and section.budget:
+        rule = "not supported with memory.budget: the limit also bounds the training state"
+        yield Problem("memory.limit", section.limit, rule, "memory.budget = 0")
+    if section.is_limited and config.optim.staleness == "prediction":
         rule = (
             'not supported with optim.staleness = "prediction", which keeps a second copy of all '
             "weights for evaluations"
         )
-        yield Problem("memory.budget", section.budget, rule, "0")
+        yield Problem(limit, most, rule, "0")
     if section.host_optimizer:
         yield from _host_optimizer(config)
 
@@ -112,16 +117,16 @@ def _offloaded_activations(config: Config) -> Iterator[str]:
         yield "must not be negative"
     if section.num_away == numbers and len(numbers) != pp:
         yield f"must have {pp} numbers, one for each pipeline rank (parallel.pp)"
-    if section.budget and section.offload_activations == "auto":
-        yield (
-            f"not supported with memory.budget = {section.budget}, which uses the same disk or link"
-        )
+    if section.is_limited and section.offload_activations == "auto":
+        limit, most = section.limiting
+        yield (f"not supported with {limit} = {most}, which uses the same disk or link")
 
 
 def _host_optimizer(config: Config) -> Iterator[Problem]:
-    if config.memory.budget:
+    if config.memory.is_limited:
         rule = "not supported with memory.host_optimizer, which keeps all of its state in memory"
-        yield Problem("memory.budget", config.memory.budget, rule, "0")
+        limit, most = config.memory.limiting
+        yield Problem(limit, most, rule, "0")
     if config.optim.name == "lamb":
         rule = (
             "not supported with memory.host_optimizer: LAMB needs the norms of full parameters, "

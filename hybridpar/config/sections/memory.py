@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hybridpar.config.typed import Count
+from hybridpar.config.typed import Bytes, Count
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     """The section [memory]: where weights, gradients, master weights and optimizer state are kept.
 
-    With a budget, the state that is needed soon is in memory and the rest in a file (on a GPU: in
-    host memory). The plan says what is needed when, so the least possible is moved, ahead of its
-    use. Losses and weights stay the same to the bit for equal `parts`.
+    With a limit or a budget, the state that is needed soon is in memory and the rest in a file (on
+    a GPU: in host memory). The plan says what is needed when, so the least possible is moved, ahead
+    of its use. Losses and weights stay the same to the bit for equal `parts`.
     """
 
-    budget: Count = 0
-    """Bytes of memory that the training state of a process may take. 0: no limit."""
+    limit: Bytes = 0
+    """Memory that the tensors of a process may take in all: bytes, or a size such as "8GiB". The
+    training state gets at each time what activations, messages and temporary tensors leave. 0: no
+    limit."""
+    budget: Bytes = 0
+    """Memory that the training state alone may take, at any time the same: bytes, or a size such as
+    "40MiB". 0: no budget."""
     folder: str = ""
     """Folder for offloaded state, on a fast local disk. Empty: the run's folder."""
     parts: Count = 0
@@ -39,6 +44,16 @@ class MemoryConfig:
     counts as a cost. Losses and weights stay the same to the bit."""
 
     @property
+    def is_limited(self) -> bool:
+        """Whether memory may be too small for all training state at once."""
+        return self.limit > 0 or self.budget > 0
+
+    @property
+    def limiting(self) -> tuple[str, int]:
+        """The key that limits memory, and its value."""
+        return ("memory.limit", self.limit) if self.limit else ("memory.budget", self.budget)
+
+    @property
     def num_away(self) -> int | tuple[int, ...]:
         """offload_activations; "auto" counts as 0 until it is measured."""
         return 0 if self.offload_activations == "auto" else self.offload_activations
@@ -47,4 +62,4 @@ class MemoryConfig:
         """These settings without numbers of micro-batches by rank, which fit one grid only."""
         if not isinstance(self.offload_activations, tuple):
             return self
-        return replace(self, offload_activations=0 if self.budget else "auto")
+        return replace(self, offload_activations=0 if self.is_limited else "auto")

@@ -304,7 +304,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
     """Return the memory events of the first steps of training on a rank of the configuration's
     grid, without computing anything.
 
-    Times have no meaning (see analysis.excerpt.retimed). With memory.budget all state is resident.
+    Times have no meaning (see analysis.excerpt.retimed). With memory.limit or memory.budget all state is resident.
 
     Args:
         config: A resolved configuration; this machine need not have its device.
@@ -344,7 +344,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         job = JobPlan(config)
         states = job.state_policy(1, 1)
         whole = GhostChunks(tracker.device, states) if states.moves else None
-        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
+        memory = ItemMemory(tracker.device, whole) if config.memory.is_limited else whole
         residency = Residency(memory, offloader=ActivationOffloader(_Nowhere(), GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)

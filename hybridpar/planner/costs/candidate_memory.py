@@ -437,7 +437,8 @@ def _at_peak(terms: Matrix, in_flight: int) -> Matrix:
 
 def _in_memory(cost: StepCost, state: float) -> float:
     """Return the resident bytes out of `state` bytes."""
-    return np.minimum(state, cost.config.memory.budget) if cost.config.memory.budget else state
+    _, most = cost.config.memory.limiting
+    return np.minimum(state, most) if most else state
 
 
 def _recompute_text(

@@ -24,7 +24,7 @@ def knows_files(candidate: Candidate) -> bool:
         and speeds.read
         and speeds.written
         and not memory.host_optimizer
-        and not memory.budget
+        and not memory.is_limited
         and not memory.offload_activations
     )
 

@@ -68,7 +68,7 @@ class Moves:
             ConfigError: The cost of a transfer is unknown.
         """
         memory = job.config.memory
-        if job.config.state_moves or memory.host_optimizer or memory.budget:
+        if job.config.state_moves or memory.host_optimizer or memory.is_limited:
             return Moves(job, machine)
         return None
 
@@ -78,7 +78,7 @@ class Moves:
         memory = self.config.memory
         if memory.host_optimizer:
             return "the optimizer on the host"
-        if memory.budget:
+        if memory.is_limited:
             return "the file of the state"
         return "weights and gradients of other replicas"
 
@@ -112,7 +112,7 @@ class Moves:
                 host_works=True,
             )
         shared = self._collectives(costs, replicas, rings) if self.config.state_moves else None
-        if memory.budget:
+        if memory.is_limited:
             whole = MIB / speeds.read, MIB / speeds.written
             if self._share_cores(
                 costs
@@ -180,7 +180,7 @@ class Moves:
         self, schedule_options: ScheduleOptions, shape: PipelineShape, costs: Costs
     ) -> float:
         """Return the simulated time of a batch in the steady state."""
-        number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1)
+        number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.is_limited else 1)
         ranks = self.ghosts
         if (schedule_options, shape) not in self._plans:
             self._plans[schedule_options, shape] = {
@@ -226,8 +226,9 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
     memory = config.memory
     speeds = machine.profile.state
     again = "measure this machine with hybridpar profile"
-    moved = {"memory.host_optimizer": memory.host_optimizer, "memory.budget": memory.budget > 0}
-    values = {"memory.host_optimizer": ("true", "false"), "memory.budget": (memory.budget, "0")}
+    limit, most = memory.limiting
+    moved = {"memory.host_optimizer": memory.host_optimizer, limit: memory.is_limited}
+    values = {"memory.host_optimizer": ("true", "false"), limit: (most, "0")}
     if machine.device.type != "cpu":
         for field in (field for field, is_set in moved.items() if is_set):
             yield Problem(
@@ -245,5 +246,5 @@ def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:
         )
     if memory.host_optimizer and not (speeds.updated and speeds.copied):
         yield Problem("memory.host_optimizer", "true", "has no costs in this profile", again)
-    if memory.budget and not (speeds.read and speeds.written):
-        yield Problem("memory.budget", memory.budget, "has no costs in this profile", again)
+    if memory.is_limited and not (speeds.read and speeds.written):
+        yield Problem(limit, most, "has no costs in this profile", again)

@@ -206,6 +206,8 @@ def _how(config: Config, recompute: str) -> list[str]:
     budget = []
     if config.memory.budget:
         budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"]
+    elif config.memory.limit:
+        budget = [f"{config.memory.limit / _MIB:,.0f} MiB of memory"]
     away = []
     numbers = config.memory.num_away
     if numbers and isinstance(numbers, tuple):
@@ -331,6 +333,7 @@ def _choice(config: Config) -> dict[str, Any]:
         "split": list(pipeline.split),
         "recompute": pipeline.recompute,
         "host_optimizer": config.memory.host_optimizer,
+        "limit": config.memory.limit,
         "budget": config.memory.budget,
         "messages": config.compression.messages,
         "gradients": config.compression.gradients,

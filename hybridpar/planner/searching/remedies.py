@@ -109,7 +109,7 @@ class Fitting:
                 found.append(
                     (str(knob), self._most_layers(partial(from_mapping, knob.changes), config))
                 )
-        if not config.memory.budget and not config.memory.host_optimizer:
+        if not config.memory.is_limited and not config.memory.host_optimizer:
             found.append(
                 ("memory.budget, as much as fits", self._most_layers(self._in_file, config))
             )
@@ -140,7 +140,7 @@ class Fitting:
                 }
             )
         budget = largest_budget(config, self.limit, self._device, self._trace)
-        if budget and not config.memory.budget:
+        if budget and not config.memory.is_limited:
             more.append({"memory": {"budget": budget}})
         for knob in [
             *knobs(config, fullest, stages[fullest]),
@@ -148,7 +148,7 @@ class Fitting:
         ]:
             changed = from_mapping(knob.changes, config)
             refused = self._device.type != "cpu" and (
-                changed.parallel.zero > 1 or changed.memory.budget
+                changed.parallel.zero > 1 or changed.memory.is_limited
             )
             if not refused and not problems(changed, changed.parallel.num_ranks):
                 yield knob, changed

@@ -1,8 +1,8 @@
 """Residency: decide from the plan which items of a rank's state are in its fast tier at which time.
 
-A rank's state is cut into items. An action accesses some: they must be in the fast tier, of
-`budget` bytes, while it runs. All other items are in a slow tier of any size. Three segments whose
-weights are items 0 to 2, with space for two:
+A rank's state is cut into items. An action accesses some: they must be in the fast tier while it
+runs. All other items are in a slow tier of any size. Three segments whose weights are items 0 to 2,
+with room for two:
 
     actions          F0                          F0.1                     F0.2   B0.2   B0.1                      B0
     add_residency    FETCH0 FETCH1  F0  RELEASE0 FETCH2   F0.1            F0.2   B0.2   RELEASE2 FETCH0   B0.1   B0
@@ -10,20 +10,24 @@ weights are items 0 to 2, with space for two:
 The plan says what comes next, so this is Belady's rule, without a first iteration to observe: the
 item that is accessed last is evicted. The pass first decides the evictions at each action that
 lacks an item. Then it places each eviction right after the item's last use, and each fetch as early
-as there is space.
+as there is room.
 
-Source: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
-Journal 5 (1966).
+The fast tier's room is a constant budget, or what a limit leaves beside the memory of each action
+(`Tide`): items leave ahead of an action with many activations, and come back when these are freed.
+
+Sources: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
+Journal 5 (1966); PatrickStar, arXiv 2108.05818, for chunks that use the memory that activations
+leave. PatrickStar measures that memory in a first iteration; here it is known from the plan.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import Action
@@ -52,6 +56,55 @@ class Access(NamedTuple):
     mode: Mode
 
 
+RoomOf = Callable[[Action], int]
+"""Returns the bytes of the fast tier while an action runs. It is called with each action in order."""
+
+
+class Room(Protocol):
+    """The size of the fast tier, which may change from action to action.
+
+    Attributes:
+        most: Bytes that it never exceeds.
+        field: The setting that decides it.
+    """
+
+    @property
+    def most(self) -> int: ...
+    @property
+    def field(self) -> str: ...
+    def follow(self) -> RoomOf:
+        """Return the room along a plan that begins with nothing in flight."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Room of a constant size."""
+
+    most: int
+    field: str = "memory.budget"
+
+    def follow(self) -> RoomOf:
+        return lambda action: self.most
+
+
+@dataclass(frozen=True)
+class Tide:
+    """What a limit leaves beside the memory that each action takes for other purposes.
+
+    Attributes:
+        most: The limit.
+        others: Returns a function that returns this other memory (bytes) for each action in order.
+    """
+
+    most: int
+    others: Callable[[], Callable[[Action], int]]
+    field: str = "memory.limit"
+
+    def follow(self) -> RoomOf:
+        others = self.others()
+        return lambda action: self.most - others(action)
+
+
 @dataclass(frozen=True)
 class Residency:
     """The items of a rank's state, and the memory for them.
@@ -59,28 +112,30 @@ class Residency:
     Attributes:
         accesses: Returns the accesses of an action; no item occurs twice.
         num_bytes: Bytes of each item.
-        budget: Bytes of the fast tier.
+        room: The size of the fast tier.
         pinned: Items that are always in it.
         resident: The other items that are in it at the start, and whether they have changed since
             they were last in the slow tier.
-        void: Items without content at the start, in neither tier.
-        spare: Bytes of the budget that are left free if possible, so that a fetch need not wait for
-            an eviction.
-        others: Numbers of items of another fast tier, whose moves access items as other actions do.
+        void: Items without content at the start and at the end, in neither tier.
+        spare: Bytes of the room that are left free if possible where items are fetched or written
+            back, so that a fetch need not wait for an eviction.
+        own: Numbers of the items that its moves are of; None: of all. A move of another item is an
+            action like any other.
     """
 
     accesses: Callable[[Action], Sequence[Access]]
     num_bytes: Sequence[int]
-    budget: int
+    room: Room
     pinned: Collection[int] = frozenset()
     resident: Mapping[int, bool] = field(default_factory=dict)
     void: Collection[int] = frozenset()
     spare: int = 0
-    others: Collection[int] = frozenset()
+    own: Container[int] | None = None
 
     def moves(self, action: Action) -> bool:
         """Return whether an action moves one of these items."""
-        return action.kind in PER_ITEM and action.microbatch not in self.others
+        is_own = self.own is None or action.microbatch in self.own
+        return action.kind in PER_ITEM and is_own
 
     @property
     def start_bytes(self) -> int:
@@ -102,9 +157,20 @@ def add_residency(
     ahead. At the end all items stay where they are.
 
     Raises:
-        ConfigError: Once it is within these batches, if an action needs more than the budget.
+        ConfigError: Once it is within these batches, if an action needs more than its room.
     """
     return _Pass(actions, residency, ahead, batches).run()
+
+
+def least_room(actions: Iterable[Action], residency: Residency) -> int:
+    """Return the smallest limit or budget with which these actions run."""
+    room_of = residency.room.follow()
+    free = residency.room.most - residency.start_bytes
+    for action in actions:
+        accesses = residency.accesses(action)
+        needed = {*residency.pinned, *(a.item for a in accesses if a.mode is not Mode.RENEW)}
+        free = min(free, room_of(action) - sum(residency.num_bytes[item] for item in needed))
+    return residency.room.most - free
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +180,7 @@ class _Step:
     number: int
     action: Action | None  # None: the start
     accesses: Sequence[Access] = ()  # accesses to items that are not pinned
+    room: int = 0  # bytes of the fast tier while it runs
     used: int = 0  # bytes in the fast tier while it runs
     leaving: list[Action] = field(default_factory=list)
     coming: list[Action] = field(default_factory=list)
@@ -141,9 +208,9 @@ class _Pass:
         self._batches = batches
         self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
         self._resident = dict(residency.resident)  # items that are not pinned; whether changed
-        # needed: the most bytes that any one action needs
+        self._room_of = residency.room.follow()
         self._bytes = residency.start_bytes
-        self._needed = 0
+        self._free: float = inf  # bytes of the room that every action so far leaves
         self._number = self._num_updates = self._num_accessing = 0
         self._last_use: dict[int, int] = {}
         self._left: dict[int, int] = {}  # step after which an item was evicted
@@ -153,6 +220,7 @@ class _Pass:
         self._read = deque[_Step]()
         self._fill()
         self._stage = min((step.action.stage for step in self._read if step.action), default=0)
+        self._spare = 0 if self._fits_without_moves() else residency.spare
 
     def run(self) -> Iterator[Action]:
         decided = self._decided
@@ -173,7 +241,6 @@ class _Pass:
 
     def _fill(self) -> None:
         """Read as many batches ahead as necessary."""
-        num_bytes = self._residency.num_bytes
         pinned = self._residency.pinned
         while (
             self._num_updates < self._batches and (action := next(self._source, None)) is not None
@@ -181,29 +248,50 @@ class _Pass:
             accesses = [
                 access for access in self._residency.accesses(action) if access.item not in pinned
             ]
-            step = _Step(self._number, action, accesses)
+            step = _Step(self._number, action, accesses, self._room_of(action))
             assert len({item for item, _ in accesses}) == len(accesses), (
                 f"{action} accesses an item twice: {accesses}"
             )
             for item, mode in accesses:
                 self._upcoming[item].append((step.number, mode))
-            self._needed = max(
-                self._needed,
-                self._pinned_bytes
-                + sum(num_bytes[item] for item, mode in accesses if mode is not Mode.RENEW),
-            )
+            self._free = min(self._free, step.room - self._needed(step))
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
-        least = max(self._needed, self._residency.start_bytes)
-        if least > self._residency.budget:
-            raise config_error(
-                "memory.budget",
-                self._residency.budget,
-                f"too small: the state at the start, and the state that any single action "
-                f"needs, take {least} bytes",
-                str(least),
+        room = self._residency.room
+        free = min(self._free, room.most - self._residency.start_bytes)
+        if free < 0:
+            rule = (
+                "too small: the state at the start, and the state that any single action needs, "
+                f"take {-free:.0f} bytes more"
             )
+            raise config_error(room.field, room.most, rule, f"{room.most - free:.0f}")
+
+    def _fits_without_moves(self) -> bool:
+        """Return whether there is always room for all content that is read later.
+
+        Content that is overwritten next needs no room: a weight that an update makes again from the
+        master copy may be dropped, and the gradient takes its place.
+        """
+        num_bytes = self._residency.num_bytes
+        live = set(range(len(num_bytes))).difference(self._residency.pinned, self._residency.void)
+        counts = self._num_updates < self._batches  # the plan ends here
+        if not counts:
+            live.clear()
+        for step in reversed(self._read):
+            modes = {item: mode for item, mode in step.accesses if mode is not Mode.RENEW}
+            held = sum(num_bytes[item] for item in live | modes.keys())
+            if counts and self._pinned_bytes + held > step.room:
+                return False
+            live -= {item for item, mode in modes.items() if mode is Mode.WRITE}
+            live |= {item for item, mode in modes.items() if mode is not Mode.WRITE}
+            counts = counts or step.ends_batch  # all items are accessed in the batch behind it
+        return True
+
+    def _needed(self, step: _Step) -> int:
+        """Return the bytes of the fast tier that an action needs."""
+        accessed = (item for item, mode in step.accesses if mode is not Mode.RENEW)
+        return self._pinned_bytes + sum(self._residency.num_bytes[item] for item in accessed)
 
     def _decide(self, step: _Step) -> None:
         """Evict items until the items that the step lacks fit, and fetch these. Items that the step
@@ -222,9 +310,9 @@ class _Pass:
             for access in step.accesses
             if access.item not in resident and access.mode is not Mode.RENEW
         ]
-        room = max(self._residency.budget - self._residency.spare, self._needed)
-        excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - room
-        for item in self._victims(accessed, excess) if excess > 0 else ():
+        needed = self._bytes + sum(num_bytes[item] for item, _ in lacking)
+        spare = int(min(self._spare, self._free))
+        for item in self._victims(accessed, needed + spare - step.room):
             self._give_up(item)
         for item, mode in lacking:
             self._bytes += num_bytes[item]
@@ -240,6 +328,8 @@ class _Pass:
 
     def _victims(self, accessed: Collection[int], excess: int) -> list[int]:
         """Return the items to evict for `excess` bytes."""
+        if excess <= 0:
+            return []
         num_bytes = self._residency.num_bytes
         victims = []
         for item in sorted(self._resident.keys() - accessed, key=self._worth):
@@ -259,8 +349,9 @@ class _Pass:
         return mode is not Mode.WRITE, -when, self._resident[item], item
 
     def _next(self, item: int) -> tuple[float, Mode | None]:
-        accesses = self._upcoming[item]
-        return accesses[0] if accesses else (inf, None)
+        if accesses := self._upcoming[item]:
+            return accesses[0]
+        return inf, Mode.WRITE if item in self._residency.void else None
 
     def _give_up(self, item: int) -> None:
         """Evict an item right after its last use, or at the next point that is not yet yielded."""
@@ -292,7 +383,7 @@ class _Pass:
             if (
                 passed > self._ahead
                 or before.number <= left
-                or behind.used + num_bytes > self._residency.budget
+                or behind.used + num_bytes > behind.room
             ):
                 break
             behind.used += num_bytes
@@ -305,6 +396,10 @@ class FastTier:
 
     def __init__(self, residency: Residency):
         self._residency = residency
+        self._room_of = residency.room.follow()
+        self._next_room: int | None = None
+        self.room = residency.room.most
+        """Bytes of the tier while the newest action runs; moves have the room of both neighbours."""
         self.num_bytes = residency.start_bytes
         # by item in the tier: whether it is changed
         self._changed = dict.fromkeys(residency.pinned, False) | dict(residency.resident)
@@ -324,12 +419,25 @@ class FastTier:
             if item not in self._changed and mode is not Mode.RENEW
         ]
 
+    def room_for(self, action: Action) -> int:
+        """Return the bytes of the tier while the next action runs."""
+        if self._residency.moves(action):
+            return self._residency.room.most
+        if self._next_room is None:
+            self._next_room = self._room_of(action)
+        return self._next_room
+
     def follow(self, action: Action) -> str:
         """Advance past the action; return the fault that it shows, empty if there is none."""
-        moves = self._residency.moves(action)
-        fault = self._move(action.kind, action.microbatch) if moves else self._access(action)
-        if fault is None and self.num_bytes > self._residency.budget:
-            fault = f"{self.num_bytes} bytes are in the fast tier, of {self._residency.budget}"
+        room = self.room_for(action)
+        if self._residency.moves(action):
+            fault = self._move(action.kind, action.microbatch)
+        else:
+            fault = self._access(action)
+            self.room = room
+            self._next_room = None
+        if fault is None and self.num_bytes > room:
+            fault = f"{self.num_bytes} bytes are in the fast tier, of {room}"
         return "" if fault is None else f"{action}: {fault}"
 
     def _access(self, action: Action) -> str | None:

@@ -256,10 +256,8 @@ class ReplicaEngines:
         if (
             action.kind not in PER_ITEM
             or is_summed != (action.kind is Kind.RELEASE)
-            or (  # weights are dropped
-                not self._items.weights.num_bytes[item]
-            )
-        ):  # it is of the tiers
+            or item >= len(self._items.weights.num_bytes)
+        ):  # weights are dropped, or it is of the tiers
             return self._tiers.follow(action), now, now
         start = max(now, self._free)
         end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]

@@ -75,7 +75,10 @@ class CopyEngines:
         if self._residency.moves(action):
             return 0.0
         arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.accesses(action))
-        return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
+        made = self._tier.made(action)
+        room = self._tier.room_for(action)
+        has_room = self._has_room(made, room) if made or room < self._tier.room else 0.0
+        return max(*arrivals, has_room, 0.0)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
         """Advance past an action; return its fault (empty if there is none) and, for a move, its
@@ -87,7 +90,7 @@ class CopyEngines:
             self._leaving.popleft()
         if not self._residency.moves(action):
             return self._tier.follow(action), now, now
-        room = self._has_room([item]) if action.kind is Kind.FETCH else 0.0
+        room = self._has_room([item], self._tier.room) if action.kind is Kind.FETCH else 0.0
         if fault := self._tier.follow(action):
             return fault, now, now
         num_bytes = self._residency.num_bytes[item] if written or action.kind is Kind.FETCH else 0
@@ -102,18 +105,16 @@ class CopyEngines:
             return "", start, self._in_free
         return "", now, now
 
-    def _has_room(self, items: Sequence[int]) -> float:
-        """Return the time from which there is memory for items that are not resident, when none of
+    def _has_room(self, items: Sequence[int], room: int) -> float:
+        """Return the time from which there is room for items that are not resident, when none of
         them is still leaving.
         """
-        if not items:
-            return 0.0
-        found = max(self._gone.get(item, 0.0) for item in items)
+        found = max((self._gone.get(item, 0.0) for item in items), default=0.0)
         excess = (
             self._tier.num_bytes
             + sum(self._residency.num_bytes[item] for item in items)
             + sum(num_bytes for _, num_bytes in self._leaving)
-            - self._residency.budget
+            - room
         )
         for over, num_bytes in self._leaving:
             if excess <= 0:

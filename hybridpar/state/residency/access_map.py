@@ -9,7 +9,7 @@ from functools import cache
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import PER_ITEM, Action, Kind
-from hybridpar.schedules.passes.residency import Access, Mode, Residency
+from hybridpar.schedules.passes.residency import Access, Budget, Mode, Residency, Room
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
 from hybridpar.state.residency.segments import Segments
@@ -29,8 +29,8 @@ class AccessMap:
         an UPDATE                all items of its group: reads gradients, changes moments and master,
                                  writes the new weights
 
-    If replicas shard state, items are shards, and unsharded chunks have the numbers after the items
-    (shared_access.py):
+    If replicas shard state, items are shards, and unsharded chunks have the numbers before the
+    items, so that they have equal numbers on all replicas (shared_access.py):
 
         FETCH of weights         reads the shard
         RELEASE of gradients     adds to the shard; the first B or I writes it
@@ -43,7 +43,8 @@ class AccessMap:
         norms: Squared norms of some segments are computed by NORM, not at their backward.
 
     Attributes:
-        items: Items of the rank's state, by number.
+        first: Number of the first item.
+        num_bytes: Bytes of each item, by number.
     """
 
     def __init__(
@@ -55,35 +56,30 @@ class AccessMap:
         *,
         norms: bool,
     ):
-        self.items = memory.items
         self.state = state
         self.whole_bytes = memory.whole_bytes
-        items = memory.items
         chunks = [] if memory.whole is None else memory.whole.chunks
+        self.first = len(chunks)
+        items = dict(enumerate(memory.items, self.first))
+        self.num_bytes = [0] * self.first + [item.num_bytes for item in memory.items]
         self.shares = {
             number: i
-            for number, chunk in enumerate(chunks, len(items))
-            for i, item in enumerate(items)
+            for number, chunk in enumerate(chunks)
+            for i, item in items.items()
             if (item.kind, item.use) == (chunk.kind, chunk.use)
         }
         """Numbers of the shards, by the numbers of their unsharded chunks."""
-        self._chunks = range(len(items), len(items) + len(chunks))
         self._parts = segments
         self._m = shape.num_microbatches
         self._norms = norms
-        self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
-        self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
+        self.pinned = frozenset(i for i, item in items.items() if item.use.stays)
+        self.moving = {i: item for i, item in items.items() if i not in self.pinned}
         """Items that may be offloaded."""
         self.void = frozenset(
             i for i, item in self.moving.items() if item.kind.startswith("gradients/")
         )
         """Items whose content is void after a batch."""
         self._compute, self._update = cache(self._compute_accesses), cache(self._update_accesses)
-
-    @property
-    def num_bytes(self) -> list[int]:
-        """Bytes of each item."""
-        return [item.num_bytes for item in self.items]
 
     @property
     def most_bytes(self) -> int:
@@ -119,37 +115,43 @@ class AccessMap:
         ]
         return (
             self.whole_bytes
-            + sum(self.items[i].num_bytes for i in self.pinned)
-            + max(sum(self.items[access.item].num_bytes for access in accesses) for accesses in one)
+            + sum(self.num_bytes[i] for i in self.pinned)
+            + max(sum(self.num_bytes[access.item] for access in accesses) for accesses in one)
         )
 
-    def require(self, budget: int) -> None:
-        """Check a budget.
+    def require(self, room: Room) -> None:
+        """Check the size of the fast tier.
 
         Raises:
-            ConfigError: The budget is too small for any plan.
+            ConfigError: It is too small for any plan.
         """
-        if (least := self.least_budget()) > budget:
+        if (least := self.least_budget()) > room.most:
             rule = f"too small: one segment of this rank needs {least} bytes at a time"
-            raise config_error("memory.budget", budget, rule, str(least))
+            raise config_error(room.field, room.most, rule, str(least))
 
-    def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:
-        """Return what the tiers keep and move with a budget.
+    def residency(self, room: Room, resident: Mapping[int, bool] | None = None) -> Residency:
+        """Return what the tiers keep and move.
 
         If not all items fit, space for two of the largest is kept free: one arrives while another
         leaves.
 
         Args:
-            budget: Bytes of memory.
+            room: The size of the fast tier. A budget also has to hold the unsharded chunks.
             resident: As in Residency; None: all items are in the slow tier.
         """
         num_bytes = self.num_bytes
-        budget = budget - self.whole_bytes
-        spare = 0
-        if sum(num_bytes) > budget:
-            spare = 2 * max((num_bytes[i] for i in self.moving), default=0)
+        if isinstance(room, Budget):
+            room = Budget(room.most - self.whole_bytes)
+        spare = 2 * max((num_bytes[i] for i in self.moving), default=0)
         return Residency(
-            self, num_bytes, budget, self.pinned, resident or {}, self.void, spare, self._chunks
+            self,
+            num_bytes,
+            room,
+            self.pinned,
+            resident or {},
+            self.void,
+            spare,
+            range(self.first, len(num_bytes)),
         )
 
     def __call__(self, action: Action) -> _Accesses:

@@ -30,10 +30,10 @@ def state_memory(
     config: Config, device: torch.device, policy: StatePolicy
 ) -> TieredMemory | WholeChunks | None:
     """Create the configured memory of a rank's state; None: plain device memory."""
-    budget = config.memory.budget
     whole = WholeChunks(device, policy) if policy.moves else None
-    if not budget:
+    if not config.memory.is_limited:
         return whole
+    _, budget = config.memory.limiting
     if device.type == "cpu":
         return TieredMemory(budget, slow_folder(config), whole=whole)
     return DeviceTieredMemory(budget, device, whole)

@@ -46,7 +46,7 @@ class Segments:
         }
         return Segments(
             found,
-            late=config.memory.budget > 0,
+            late=config.memory.is_limited,
             part_major=(
                 config.pipeline.schedule == "gpipe"
                 and config.parallel.pp == 1
@@ -54,7 +54,7 @@ class Segments:
             ),
             is_divided=any(len(parts) > 1 for parts in found.values())
             or config.state_moves
-            or (config.memory.budget > 0 and len(found) > 1),
+            or (config.memory.is_limited and len(found) > 1),
         )
 
     @cached_property

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.passes.residency import Access, Mode, Residency
+from hybridpar.schedules.passes.residency import Access, Budget, Mode, Residency
 from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.rank import RankState
@@ -23,7 +23,7 @@ class SharedAccesses:
         an UPDATE                makes new shards, so an unsharded chunk becomes outdated
         a REDUCE                 all gradients are then in the shards
 
-    chunks are numbered from `first` on: lower numbers are items of the rank's tiers.
+    Higher numbers than those of the chunks are items of the rank's tiers.
     """
 
     def __init__(
@@ -32,11 +32,9 @@ class SharedAccesses:
         state: RankState,
         segments: Segments,
         shape: PipelineShape,
-        first: int = 0,
     ):
-        self.chunks = dict(enumerate(memory.chunks, first))
+        self.chunks = dict(enumerate(memory.chunks))
         self._memory = memory
-        self._first = first
         self._state = state
         self._parts = segments
         self._m = shape.num_microbatches
@@ -78,20 +76,20 @@ class SharedAccesses:
         Weights have space for two consecutive segments, so the next one is gathered while a segment
         computes. Gradients have space for one segment besides the ones being reduced.
         """
-        num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
+        num_bytes = [chunk.num_bytes for chunk in self.chunks.values()]
         summed = frozenset(
             i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/")
         )
 
         def residency(
-            accesses: Callable[[Action], list[Access]], room: int, others: Iterable[int]
+            accesses: Callable[[Action], list[Access]], room: int, own: Container[int]
         ) -> Residency:
-            return Residency(accesses, num_bytes, room, others={*range(self._first), *others})
+            return Residency(accesses, num_bytes, Budget(room), own=own)
 
         memory = self._memory
         return SharedItems(
-            residency(self.of_weights, memory.room_of_weights(), summed),
-            residency(self.of_gradients, memory.room_of_gradients(1), self.chunks.keys() - summed),
+            residency(self.of_weights, memory.room_of_weights(), self.chunks.keys() - summed),
+            residency(self.of_gradients, memory.room_of_gradients(1), summed),
             summed,
         )
 

@@ -91,7 +91,7 @@ class Traffic:
 
 class Tiers:
     """Moves items between `regions` and a store, without ever having more than `budget` bytes in
-    memory.
+    memory. The budget may change while items move.
 
     An error of the store is raised by the next call.
 
@@ -137,6 +137,18 @@ class Tiers:
         ]
         for mover in self._movers:
             mover.start()
+
+    def resize(self, budget: int) -> None:
+        """Change the budget; return once no more is taken.
+
+        Items that have to leave for it must be leaving already.
+        """
+        with self._looking():
+            self.budget = budget
+            self._spare.shrink_to(max(0, budget - self._resident))
+            self._state.notify_all()
+        if self._resident > budget:
+            self._wait(lambda: self._resident <= budget)
 
     # -- requests of a plan
 
@@ -226,10 +238,16 @@ class Tiers:
             if item.where is Where.LEAVING:
                 self._wait(lambda item=item: item.where is Where.ABSENT)  # type: ignore[misc]
             if item.where is Where.ABSENT:
-                self._make_room(item, frozenset(numbers))
+                self._make_room(self.budget - item.num_bytes, frozenset(numbers))
                 self.fetch(number)
             self.await_item(number, changing=changing)
         yield
+
+    def shrink(self, budget: int) -> None:
+        """Change the budget, and evict the least recently used items until they fit."""
+        self.settle()
+        self._make_room(budget, frozenset())
+        self.resize(budget)
 
     def content(self, number: int) -> Tensor:
         """Return an item's bytes: its own memory if it is resident, else a copy. Moves nothing."""
@@ -259,14 +277,15 @@ class Tiers:
         self._clock += 1
         item.used = self._clock
 
-    def _make_room(self, item: Item, keep: frozenset[int]) -> None:
+    def _make_room(self, num_bytes: int, keep: frozenset[int]) -> None:
+        """Evict the least recently used items until no more than these bytes are taken."""
         others = sorted(
             (one.used, number)
             for number, one in enumerate(self.items)
             if one.where is Where.HERE and not one.pinned and number not in keep
         )
         for _, number in others:
-            if self._resident + item.num_bytes <= self.budget:
+            if self._resident <= num_bytes:
                 return
             self.release(number)
             self._wait(lambda number=number: self.items[number].where is Where.ABSENT)  # type: ignore[misc]
@@ -292,7 +311,7 @@ class Tiers:
     def _take(self, item: Item) -> None:
         self._resident += item.num_bytes
         self._spare.hand_to(item.region)
-        self._spare.shrink_to(self.budget - self._resident)
+        self._spare.shrink_to(max(0, self.budget - self._resident))
         self.traffic.peak = max(self.traffic.peak, self._resident)
 
     def _leave(self, item: Item) -> None:

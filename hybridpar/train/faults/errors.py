@@ -83,7 +83,7 @@ def describe_failure(
     if is_out_of_memory(error):
         said = first_line(error)
         less = (
-            'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.budget needs '
+            'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.limit needs '
             "less"
         )
         return RankError(

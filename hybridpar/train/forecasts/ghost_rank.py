@@ -9,10 +9,10 @@ from hybridpar.grid import place_of, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_state import GhostState
-from hybridpar.prediction.predict import default_device
+from hybridpar.prediction.predict import default_device, rooms_of
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.passes.lowering import lower
-from hybridpar.schedules.passes.residency import Residency, add_residency
+from hybridpar.schedules.passes.residency import Residency, Room, add_residency
 from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
@@ -49,7 +49,7 @@ class GhostRank:
         return [] if host is None else list(map(float, host.sizes))
 
     def accesses(self, shape: PipelineShape) -> AccessMap:
-        """Return the map from its actions to state items; requires memory.budget."""
+        """Return the map from its actions to state items; requires memory.limit or memory.budget."""
         accesses = self.ghost.accesses(shape)
         assert accesses is not None
         return accesses
@@ -59,15 +59,18 @@ class GhostRank:
 
         At the start, all items are in the slow tier, or sharded.
 
-        Raises: ConfigError if the budget is too small for any plan.
+        Raises: ConfigError if memory is too small for any plan.
         """
-        tiers = None
-        budget = self.job.config.memory.budget
-        if budget:
-            accesses = self.accesses(shape)
-            accesses.require(budget)
-            tiers = accesses.residency(budget)
-        return self.ghost.shared_items(shape, budget) or tiers
+        if not self.job.config.memory.is_limited:
+            return self.ghost.shared_items(shape)
+        accesses = self.accesses(shape)
+        room = self.room(shape)
+        accesses.require(room)
+        return self.ghost.shared_items(shape, room) or accesses.residency(room)
+
+    def room(self, shape: PipelineShape) -> Room:
+        """Return the room of its state; requires memory.limit or memory.budget."""
+        return rooms_of(self.job, self.rank, shape).training
 
     def actions(
         self, schedule_options: ScheduleOptions, shape: PipelineShape, num_batches: int

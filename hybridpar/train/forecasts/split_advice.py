@@ -62,7 +62,7 @@ def better_split(job: JobPlan, run: RunCosts) -> str:
         shape.num_stages != shape.num_ranks
         or shape.num_ranks < 2
         or idle <= _IDLE
-        or job.config.memory.budget
+        or job.config.memory.is_limited
     ):
         return ""
     split = job.split

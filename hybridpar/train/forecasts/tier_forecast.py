@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from hybridpar.job import JobPlan
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
-from hybridpar.schedules.passes.residency import FastTier, add_residency
+from hybridpar.schedules.passes.residency import FastTier, Room, Tide, add_residency, least_room
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 
@@ -25,63 +25,69 @@ class TierForecast:
 
     Attributes:
         state: Size of the whole state.
-        least: Smallest budget.
+        least: Smallest value of `field`.
+        field: The setting that limits memory.
         read, written: Mean bytes per step from and to the slow tier.
     """
 
     state: int
     least: int
+    field: str
     read: int
     written: int
 
     def __str__(self) -> str:
-        state, least, read, written = (f"{num_bytes / _MIB:,.1f}" for num_bytes in astuple(self))
+        state, least, read, written = (
+            f"{num_bytes / _MIB:,.1f}"
+            for num_bytes in (self.state, self.least, self.read, self.written)
+        )
         return (
-            f"of {state} MiB of state, {least} have to be in memory; a step reads {read} from the "
-            "file, and writes "
-            f"{written}"
+            f"the state takes {state} MiB; {self.field} must be at least {least} MiB; a step reads "
+            f"{read} MiB from the file, and writes {written}"
         )
 
 
 def forecasts(job: JobPlan) -> list[TierForecast]:
-    """Return forecasts for the first replica's ranks, in order; empty without memory.budget."""
+    """Return forecasts for the first replica's ranks, in order; empty if memory is not limited."""
     parallel = job.config.parallel
     ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
-    return [forecast(job, rank) for rank in ranks] if job.config.memory.budget else []
+    return [forecast(job, rank) for rank in ranks] if job.config.memory.is_limited else []
 
 
 def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
     """Return the forecast for a rank's steady step. Nothing is allocated, moved or computed.
 
     Args:
-        job: A job with memory.budget.
+        job: A job with memory.limit or memory.budget.
         rank: Rank on the grid.
 
     Raises:
-        ConfigError: The budget is smaller than the least possible.
+        ConfigError: Memory is smaller than the least possible.
     """
     ghost = GhostRank.of(job, rank)
-    budget = job.config.memory.budget
+    room = ghost.room(job.shape)
     accesses = ghost.accesses(job.shape)
-    accesses.require(budget)
+    accesses.require(room)
     num_batches = _BEGUN + _STEPS + _LEFT
     actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
     if (shared := ghost.ghost.shared_items(job.shape)) is not None:
         actions = shared.moved(actions)
-    read, written = moved(actions, accesses, budget, range(_BEGUN, _BEGUN + _STEPS))
-    return TierForecast(
-        accesses.most_bytes, accesses.least_budget(), read // _STEPS, written // _STEPS
-    )
+    actions = list(actions)
+    least = accesses.least_budget()
+    if isinstance(room, Tide):
+        least = least_room(actions, accesses.residency(room))
+    read, written = moved(actions, accesses, room, range(_BEGUN, _BEGUN + _STEPS))
+    return TierForecast(accesses.most_bytes, least, room.field, read // _STEPS, written // _STEPS)
 
 
 def moved(
-    actions: Iterable[Action], accesses: AccessMap, budget: int, batches: range
+    actions: Iterable[Action], accesses: AccessMap, room: Room, batches: range
 ) -> tuple[int, int]:
     """Return the bytes read and written during the updates of these batches.
 
     The run starts with all state in the slow tier.
     """
-    residency = accesses.residency(budget)
+    residency = accesses.residency(room)
     fast = FastTier(residency)
     read = 0
     written = 0
@@ -89,7 +95,7 @@ def moved(
     for action in add_residency(actions, residency):
         if action.kind is Kind.UPDATE and action.part == 0:
             counts = action.microbatch in batches
-        counted = counts and action.microbatch < len(accesses.items)
+        counted = counts and residency.moves(action)
         if counted and action.kind is Kind.FETCH:
             read += accesses.num_bytes[action.microbatch]
         elif counted and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):

@@ -231,7 +231,7 @@ class RunReport:
             say(str(compression.sent))
         if self._costs is not None:
             folder = None
-            if config.memory.budget and self.engine.device.type == "cpu":
+            if config.memory.is_limited and self.engine.device.type == "cpu":
                 folder = slow_folder(config)
             for line in [
                 *describe(self._costs, folder),

@@ -18,7 +18,7 @@ from schedules.items import (
 from hybridpar.errors import ConfigError
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.passes.lowering import lower, make_plan
-from hybridpar.schedules.passes.residency import Access, FastTier, Residency, add_residency
+from hybridpar.schedules.passes.residency import Access, Budget, FastTier, Residency, add_residency
 from hybridpar.schedules.proof.check import PlanError, check
 from hybridpar.schedules.schedule_table import PipelineShape
 
@@ -103,7 +103,7 @@ def test_what_is_elsewhere_is_added_to_and_made_anew():
         ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
         ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
     ):
-        tier = FastTier(Residency(residency.accesses, [1] * 3, 3))
+        tier = FastTier(Residency(residency.accesses, [1] * 3, Budget(3)))
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
@@ -127,7 +127,7 @@ def test_small_items_stay_where_a_large_one_makes_room_enough():
 
 def test_what_is_there_at_the_start_and_what_always_is():
     actions, touches = string_of(reads([3, 0, 1, 2]))
-    residency = Residency(touches, [1] * 4, 3, pinned={3}, resident={0: False, 2: True})
+    residency = Residency(touches, [1] * 4, Budget(3), pinned={3}, resident={0: False, 2: True})
     moves = list(add_residency(actions, residency))
     assert text(moves) == "F0 F1 RELEASE0 FETCH1 F2 F3"
     assert not any(map(FastTier(residency).follow, moves))
@@ -136,10 +136,10 @@ def test_what_is_there_at_the_start_and_what_always_is():
 def test_too_small_a_budget_is_refused_at_once_with_the_least_that_works():
     actions, touches = string_of([[Access(0, READ)], [Access(1, READ), Access(2, WRITE)]])
     with pytest.raises(ConfigError, match=r"memory\.budget = 49: .*; try 60") as error:
-        add_residency(actions, Residency(touches, [10, 20, 30, 10], 49, pinned={3}))
+        add_residency(actions, Residency(touches, [10, 20, 30, 10], Budget(49), pinned={3}))
     least = int(error.value.problems[0].suggestion)
     for budget in (least, least - 1):
-        residency = Residency(touches, [10, 20, 30, 10], budget, pinned={3})
+        residency = Residency(touches, [10, 20, 30, 10], Budget(budget), pinned={3})
         if budget < least:
             with pytest.raises(ConfigError):
                 add_residency(actions, residency)
@@ -164,7 +164,7 @@ def test_no_choice_fetches_less(items, capacity, ahead):
 )
 def test_with_spare_room_no_choice_in_the_rest_fetches_less(items, capacity, spare, ahead):
     actions, touches = string_of(reads(items))
-    residency = Residency(touches, [1] * 8, capacity + spare, spare=spare)
+    residency = Residency(touches, [1] * 8, Budget(capacity + spare), spare=spare)
     moves = list(add_residency(actions, residency, ahead=ahead))
     assert fetches(moves) == fewest_fetches(reads(items), 8, capacity)
     assert not any(map(FastTier(residency).follow, moves))
@@ -174,7 +174,7 @@ def test_an_action_that_needs_the_spare_room_has_it():
     actions, touches = string_of(
         [[Access(0, READ)], [Access(1, READ), Access(2, READ)], [Access(0, READ)]]
     )
-    moves = list(add_residency(actions, Residency(touches, [1] * 3, 2, spare=1)))
+    moves = list(add_residency(actions, Residency(touches, [1] * 3, Budget(2), spare=1)))
     assert fetches(moves) == 4
     assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
 
@@ -211,7 +211,7 @@ def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahea
     residency = Residency(
         lambda action: [Access(action.microbatch, READ)] if action.kind is Kind.F else (),
         [1] * 5,
-        capacity,
+        Budget(capacity),
     )
     length = 12 * 6
     known = list(add_residency(islice(endless(), length), residency, ahead=ahead, batches=1000))
@@ -279,7 +279,7 @@ def test_an_endless_plan_is_taken_as_it_comes():
             taken.append(action)
             yield action
 
-    residency = Residency(touches, num_bytes, 40, void=void)
+    residency = Residency(touches, num_bytes, Budget(40), void=void)
     moves = add_residency(watched(), residency, batches=2)
     assert sum(action.kind is Kind.UPDATE and action.part == 0 for action in taken) == 2
     some = list(islice(moves, 500))
@@ -337,7 +337,9 @@ def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
 
     def with_budget(budget):
         items = residency[0]
-        return residency | {0: Residency(items.accesses, items.num_bytes, budget, void=items.void)}
+        return residency | {
+            0: Residency(items.accesses, items.num_bytes, Budget(budget), void=items.void)
+        }
 
     check(plan, sizes, name, residency=with_budget(most))
     with pytest.raises(PlanError, match=f"{most} bytes are in the fast tier, of {most - 1}"):
@@ -362,7 +364,7 @@ def test_what_may_not_move(faulty, fault):
     def touches(action):
         return [Access(0, READ)] if action.kind is Kind.F else [Access(2, WRITE)]
 
-    tier = FastTier(Residency(touches, [1] * 4, 3, pinned={3}, void={2}))
+    tier = FastTier(Residency(touches, [1] * 4, Budget(3), pinned={3}, void={2}))
     *right, wrong = parse_actions(faulty)
     assert not any(map(tier.follow, right))
     assert tier.follow(wrong).startswith(fault)
@@ -375,7 +377,7 @@ def test_moves_are_of_ranks_of_which_something_is_known():
         check(plan, sizes, "1f1b")
     plan = {0: (Action(Kind.FETCH, 1, 0), *plan[0][1:])}
     with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, which does not hold its stage"):
-        check(plan, sizes, "1f1b", residency={0: Residency(lambda _: (), [1], 1)})
+        check(plan, sizes, "1f1b", residency={0: Residency(lambda _: (), [1], Budget(1))})
 
 
 @given(plans())
@@ -388,5 +390,5 @@ def test_without_moves_the_plan_is_as_it_was(made):
     assert check(bare, sizes, name).peaks == check(plan, sizes, name, residency=residency).peaks
     touches = residency[0].accesses
     num_bytes = residency[0].num_bytes
-    roomy = Residency(touches, num_bytes, sum(num_bytes), pinned=range(len(num_bytes)))
+    roomy = Residency(touches, num_bytes, Budget(sum(num_bytes)), pinned=range(len(num_bytes)))
     assert tuple(add_residency(bare[0], roomy)) == bare[0]

@@ -9,7 +9,7 @@ from schedules.items import READ, UPDATE, WRITE, plans
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.draw.perfetto import trace_entries, waits
 from hybridpar.schedules.draw.svg import draw_svg
-from hybridpar.schedules.passes.residency import Access, FastTier, Residency, add_residency
+from hybridpar.schedules.passes.residency import Access, Budget, FastTier, Residency, add_residency
 from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import StuckError, simulate
@@ -23,7 +23,7 @@ def run(text, mode=READ, room=1, **costs):
     residency = Residency(
         lambda action: [] if action.kind in PER_ITEM else [Access(action.part, mode)],
         [MIB] * 3,
-        room * MIB,
+        Budget(room * MIB),
     )
     return simulate({0: parse_actions(text)}, Costs(**costs), {0: residency})
 
@@ -102,7 +102,10 @@ def test_spare_room_hides_moves():
 
     def time(room, spare):
         residency = Residency(
-            lambda action: [Access(action.part, UPDATE)], [MIB] * 6, room * MIB, spare=spare * MIB
+            lambda action: [Access(action.part, UPDATE)],
+            [MIB] * 6,
+            Budget(room * MIB),
+            spare=spare * MIB,
         )
         plan = {0: tuple(add_residency(actions, residency))}
         return simulate(plan, Costs(6.0, fetch=1.0, release=1.0), {0: residency}).makespan

@@ -46,7 +46,7 @@ def make(budget: int, schedule: str, dtype: str, **sections: Any) -> Config:
 def moved_by_a_run(
     config: Config, num_batches: int, folder: Path, grid: ProcessGrid
 ) -> tuple[int, int]:
-    memory = MemoryConfig(config.memory.budget, str(folder))
+    memory = MemoryConfig(budget=config.memory.budget, folder=str(folder))
     engine = Engine(JobPlan(replace(config, memory=memory)), grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
     engine.train(loader, num_batches, lambda result: None)
@@ -89,7 +89,9 @@ def forecast_and_moved(config: Config, folder: Path) -> tuple[tuple[int, int], .
 def test_shares_of_replicas(tmp_path: Path) -> None:
     config = make(1 << 30, "1f1b", "fp32", parallel={"dp": 2, "zero": 3})
     plenty = forecast(JobPlan(config))
-    config = replace(config, memory=MemoryConfig(int(0.7 * plenty.least + 0.3 * plenty.state)))
+    config = replace(
+        config, memory=MemoryConfig(budget=int(0.7 * plenty.least + 0.3 * plenty.state))
+    )
     for forecast_bytes, moved_bytes in run_ranks(forecast_and_moved, 2, config, tmp_path):
         assert forecast_bytes == moved_bytes
         assert min(moved_bytes) > 0
