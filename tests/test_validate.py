@@ -72,7 +72,6 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
             "pipeline.recompute",
             "'stage'",
         ),
-        ({"parallel": {"zero": 2}, "memory": {"host_optimizer": True}}, 2, "parallel.zero", "1"),
         ({"optim": {"lr": -1.0}}, 1, "optim.lr", "0.0003"),
         ({"train": {"device": "cpu", "share_gpus": True}}, 1, "train.share_gpus", "false"),
         ({"optim": {"betas": [0.9, 1.0]}}, 1, "optim.betas", "[0.9, 0.999]"),

@@ -130,6 +130,9 @@ def test_optimizers_models_and_skipped_steps(
         ({"tp": 2, "dp": 2, "zero": 1}, "2bw", "muon", "bf16"),
         ({"pp": 2, "dp": 2, "zero": 1}, "1f1b", "adamw", "fp32"),
         ({"pp": 2}, "interleaved", "adamw", "bf16"),
+        ({"dp": 2, "zero": 2}, "2bw", "adamw", "bf16"),
+        ({"dp": 2, "zero": 3}, "1f1b", "adamw", "fp32"),
+        ({"tp": 2, "dp": 2, "zero": 3}, "2bw", "muon", "bf16"),
     ],
     ids=str,
 )

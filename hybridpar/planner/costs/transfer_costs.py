@@ -99,6 +99,7 @@ class Moves:
         """
         memory = self.config.memory
         speeds = self.machine.profile.state
+        shared = self._collectives(costs, replicas, rings) if self.config.state_moves else None
         if memory.host_optimizer:
             shares = [ghost.hosted for ghost in self.ghosts]
             working = DTYPES[self.config.train.dtype].itemsize
@@ -110,8 +111,8 @@ class Moves:
                 from_host=[working * n / speeds.copied for n in numbers],
                 host_shares=shares,
                 host_works=True,
+                shared=shared,
             )
-        shared = self._collectives(costs, replicas, rings) if self.config.state_moves else None
         if memory.is_limited:
             whole = MIB / speeds.read, MIB / speeds.written
             if self._share_cores(
