@@ -120,6 +120,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "budget",
         ),
         Row(
+            "bytes moved with a limit / with the best budget, gpipe fp32 (345M)",
+            "tide",
+            "cases/345M, gpipe, fp32, .*/ratio",
+            "tide",
+        ),
+        Row(
             "optimizer on an emulated host, hidden by 2bw: share of the speed",
             "host_overlap",
             "cases/2bw, (0.5 of|0.8 of|0.6, link).*/ratio",
