@@ -18,7 +18,7 @@ import torch
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
-from hybridpar.planner.costs.candidate_memory import largest_budget
+from hybridpar.planner.costs.candidate_memory import TIGHT, largest_budget
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.planner.measuring.profile import check_settings
@@ -105,13 +105,13 @@ class Fitting:
         config = replace(config, pipeline=replace(config.pipeline, split=()))
         found = [(UNCHANGED, self._most_layers(lambda sized: sized, config))]
         for knob, _ in self._changes(config):
-            if "budget" not in str(knob):
+            if "memory.limit" not in str(knob):
                 found.append(
                     (str(knob), self._most_layers(partial(from_mapping, knob.changes), config))
                 )
         if not config.memory.is_limited and not config.memory.host_optimizer:
             found.append(
-                ("memory.budget, as much as fits", self._most_layers(self._in_file, config))
+                ("memory.limit, as much as there is", self._most_layers(self._in_file, config))
             )
         return sorted(found, key=lambda one: -one[1])
 
@@ -139,9 +139,8 @@ class Fitting:
                     **moved,
                 }
             )
-        budget = largest_budget(config, self.limit, self._device, self._trace)
-        if budget and not config.memory.is_limited:
-            more.append({"memory": {"budget": budget}})
+        if not config.memory.is_limited and self._in_file(config) is not None:
+            more.append({"memory": {"limit": f"{self._limit_in_file() >> 20}MiB"}})
         for knob in [
             *knobs(config, fullest, stages[fullest]),
             *(Knob(changes, 0) for changes in more),
@@ -211,5 +210,11 @@ class Fitting:
         return low
 
     def _in_file(self, config: Config) -> Config | None:
-        budget = largest_budget(config, self.limit, self._device, self._trace)
-        return replace(config, memory=replace(config.memory, budget=budget)) if budget else None
+        """Return the configuration with memory.limit, or None if it does not fit even so."""
+        if not largest_budget(config, self.limit, self._device, self._trace):
+            return None
+        limit = self._limit_in_file()
+        return replace(config, memory=replace(config.memory, limit=limit))
+
+    def _limit_in_file(self) -> int:
+        return int(TIGHT * self.limit) >> 20 << 20

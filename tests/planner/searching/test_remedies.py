@@ -38,7 +38,7 @@ def test_each_remedy_fits_and_says_what_it_costs() -> None:
     assert remedy.slower == pytest.approx(
         StepCost(zero, on).step_time / StepCost(base, on).step_time
     )
-    assert any(settings.startswith("memory.budget = ") for settings in found)
+    assert any(settings.startswith("memory.limit = ") for settings in found)
     assert f"{remedy.slower - 1:+.0%}" in str(remedy)
     slowest = [remedy.slower for remedy in fitting.remedies(base) if remedy.slower is not None]
     assert slowest == sorted(slowest)
@@ -52,7 +52,9 @@ def test_what_is_not_in_the_profile_has_no_time() -> None:
     assert "time" not in str(found['train.dtype = "bf16"'])
     without = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
     budget = next(
-        r for r in Fitting(0.97 * peak(base), CPU, without).remedies(base) if "budget" in r.settings
+        r
+        for r in Fitting(0.97 * peak(base), CPU, without).remedies(base)
+        if "memory.limit" in r.settings
     )
     assert budget.slower is None
 
@@ -83,7 +85,7 @@ def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     for config, number in ((base, largest[UNCHANGED]), (zero, largest["parallel.zero = 3"])):
         assert peak(sized(config, number)) <= limit < peak(sized(config, number + 1))
     assert (
-        largest["memory.budget, as much as fits"]
+        largest["memory.limit, as much as there is"]
         > largest["parallel.zero = 3"]
         > largest[UNCHANGED]
     )
