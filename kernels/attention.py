@@ -14,6 +14,10 @@ No atomics: every sum has one order. Blocks of keys above the diagonal or beyond
 are skipped; only those on the diagonal and at the end, in a loop of their own, are compared with
 positions. Dropout's mask is made again from its counters.
 
+Limits: with first keys (packed documents), positions or a window, query r at position p sees the
+keys from max(first[r], p - window + 1) to p. Blocks of keys that no query of a tile sees are
+skipped, and blocks of queries that see no key of a tile, so work falls with the mask's area.
+
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if
 causal. Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse
 twice, out once, writes and reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +51,7 @@ _LOWEST = tl.constexpr(
     -3.4028234663852886e38
 )  # of float32; finite, so that a row without keys makes no NaN
 _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
+_NO_WINDOW = 1 << 30
 _QUADS, _WORDS = (
     tl.constexpr(1),
     tl.constexpr(2),
@@ -58,9 +63,12 @@ def attention(
     k: Tensor,
     v: Tensor,
     real: Tensor | None,
+    first: Tensor | None,
+    position: Tensor | None,
     kv_head: list[int],
     scale: float,
     causal: bool,
+    window: int,
     key0: int,
     key1: int,
     counter: Tensor | None,
@@ -71,13 +79,16 @@ def attention(
     """Return out and lse; for a query that sees no key lse is +infinity and out is zero.
 
     Args:
+        first: The first key that each query may see. None: key 0.
+        position: The position of each query among the keys. None: there are as many queries.
         kv_head: The key and value head of each query head.
-        threshold: Dropout if above 0: probability (head, query, key) of a sample has the bits of
-            index start + (head * s + query) * s + key, stays if they are at least `threshold`, and
-            is then multiplied by `keep_scale`.
+        window: Most keys that a query sees. 0: no limit.
+        threshold: Dropout if above 0: probability (head, position, key) of a sample has the bits of
+            index start + (head * s + position) * s + key, stays if they are at least `threshold`,
+            and is then multiplied by `keep_scale`.
 
-    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d],
-    float32 [b, n, s].
+    Shapes: q [b, n, queries, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s]; first int32
+    [b, queries]; position int32 [queries] -> [b, queries, n, d], float32 [b, n, queries].
     """
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -86,10 +97,8 @@ def attention(
             q,
             k,
             v,
-            real,
-            kv_head,
-            scale,
-            causal,
+            Limits(causal, real, first, position, window),
+            (kv_head, scale),
             (key0, key1, counter, threshold, keep_scale, start),
         )
         _launch(forward_kernel, common, out_ptr=out, lse_ptr=lse, **_strides(q=q, k=k, v=v))
@@ -104,9 +113,12 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     real: Tensor | None,
+    first: Tensor | None,
+    position: Tensor | None,
     kv_head: list[int],
     scale: float,
     causal: bool,
+    window: int,
     key0: int,
     key1: int,
     counter: Tensor | None,
@@ -121,7 +133,12 @@ def attention_backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
     common = _common(
-        q, k, v, real, kv_head, scale, causal, (key0, key1, counter, threshold, keep_scale, start)
+        q,
+        k,
+        v,
+        Limits(causal, real, first, position, window),
+        (kv_head, scale),
+        (key0, key1, counter, threshold, keep_scale, start),
     )
     common |= {
         "dout_ptr": dout,
@@ -135,21 +152,38 @@ def attention_backward(
     return dq, dk, dv
 
 
+class Limits(NamedTuple):
+    """The keys that each query sees: see `attention`."""
+
+    causal: bool
+    real: Tensor | None
+    first: Tensor | None
+    position: Tensor | None
+    window: int
+
+    def check(self, queries: int, keys: int) -> None:
+        """Assert that queries have positions, and that other limits are of causal attention."""
+        assert queries == keys or self.position is not None, (queries, keys)
+        only_causal = self.first is None and self.position is None and self.window == 0
+        assert self.causal or only_causal, "first keys, positions and windows require causal"
+
+
 def _common(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    real: Tensor | None,
-    kv_head: list[int],
-    scale: float,
-    causal: bool,
+    limits: Limits,
+    heads: tuple[list[int], float],
     mask: tuple[int, int, Tensor | None, int, float, int],
 ) -> dict[str, Any]:
     """Return the arguments of all kernels, besides strides."""
+    kv_head, scale = heads
     assert scale > 0, (
         f"scale must be positive, got {scale}"
     )  # the largest score must give the largest scaled one
-    n, s, d = q.shape[1:]
+    n, queries, d = q.shape[1:]
+    s = k.shape[2]
+    limits.check(queries, s)
     assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
     key0, key1, counter, threshold, keep_scale, start = mask
     dropout = 0 if threshold == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
@@ -158,10 +192,14 @@ def _common(
         "q_ptr": q,
         "k_ptr": k,
         "v_ptr": v,
-        "real_ptr": None if real is None else real.view(torch.uint8),
+        "real_ptr": None if limits.real is None else limits.real.view(torch.uint8),
+        "first_ptr": limits.first,
+        "position_ptr": limits.position,
         "table_ptr": _table(tuple(kv_head), k.shape[1], q.device),
         "heads": n,
+        "queries": queries,
         "s": s,
+        "window": limits.window or _NO_WINDOW,
         "scale": scale,
         "counter_ptr": counter,
         "key0": key0,
@@ -171,7 +209,8 @@ def _common(
         "start": start,
         "HEAD": d,
         "D": max(16, triton.next_power_of_2(d)),
-        "CAUSAL": causal,
+        "CAUSAL": limits.causal,
+        "WINDOW": limits.window > 0,
         "DROPOUT": dropout,
     }
 
@@ -202,7 +241,7 @@ def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Ten
     return torch.tensor([*kv_head, *order, *begins], dtype=torch.int32, device=device)
 
 
-_USES = ("plain", "padded or grouped", "dropout")
+_USES = ("plain", "padded or grouped", "dropout")  # with limits: padded
 """How a kernel is used, as tiles_of counts it."""
 
 
@@ -215,7 +254,9 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     loaded = ("q", "dout") if "kv_heads" in own else ("k", "v")
     tensors = {name: common[f"{name}_ptr"] for name in loaded}
     matrices = has_copy_engine(major) and all(is_matrix(x, common["D"]) for x in tensors.values())
-    plain = (matrices or major < 9) and not own.get("GROUPED") and common["real_ptr"] is None
+    limited = common["first_ptr"] is not None or common["position_ptr"] is not None
+    limited = limited or common["WINDOW"] or common["real_ptr"] is not None
+    plain = (matrices or major < 9) and not own.get("GROUPED") and not limited
     use = 2 if common["DROPOUT"] else 0 if plain else 1
 
     def start(option: Option) -> None:
@@ -224,10 +265,10 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
         read = {
             f"{name}_matrix": matrix(x, count) if matrices else None for name, x in tensors.items()
         }
-        heads, tiled = (
-            (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
-        )
-        grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
+        blocks, heads = triton.cdiv(common["queries"], tile.rows), q.shape[1]
+        if "kv_heads" in own:
+            blocks, heads = triton.cdiv(common["s"], tile.keys), own["kv_heads"]
+        grid = (blocks, heads, q.shape[0])
         with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
             kernel[grid](
                 **common,
@@ -239,7 +280,7 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
                 num_stages=tile.num_stages,
             )
 
-    length = triton.next_power_of_2(q.shape[2])
+    length = triton.next_power_of_2(common["s"])
     key = (
         f"{kernel.__name__} {str(q.dtype).removeprefix('torch.')} d{common['D']} s{length} "
         f"{'causal' if common['CAUSAL'] else 'full'} {_USES[use]}"
@@ -253,7 +294,19 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
 
 # Compiled once for all values: these differ from call to call or say nothing.
 _QKV = [f"{name}_{dim}" for name in "qkv" for dim in "bns"]
-_PLAIN = [*_QKV, "heads", "s", "scale", "key0", "key1", "threshold", "keep_scale", "start"]
+_PLAIN = [
+    *_QKV,
+    "heads",
+    "queries",
+    "s",
+    "window",
+    "scale",
+    "key0",
+    "key1",
+    "threshold",
+    "keep_scale",
+    "start",
+]
 _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
@@ -265,6 +318,8 @@ def forward_kernel(
     k_matrix,
     v_matrix,
     real_ptr,
+    first_ptr,
+    position_ptr,
     table_ptr,
     out_ptr,
     lse_ptr,
@@ -278,7 +333,9 @@ def forward_kernel(
     v_n,
     v_s,
     heads,
+    queries,
     s,
+    window,
     scale,
     counter_ptr,
     key0,
@@ -292,6 +349,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     row, head, b = _place(ROWS, CAUSAL)
@@ -305,16 +363,21 @@ def forward_kernel(
     step, sample = _counter(counter_ptr, b.to(tl.int32))
     noise = (key0, key1, step, sample, threshold)
     rows = row + tl.arange(0, ROWS)
-    index = start + (head * s + rows) * s
+    LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
+    position = _positions(position_ptr, rows, queries)
+    first = _first_keys(first_ptr, b, rows, position, queries, s, window) if LIMITED else None
+    index = start + (head * s + position) * s
     scale *= _LOG2E  # powers of 2 from here on
-    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
-    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
+    begin, full, end = _keys_seen(
+        real_ptr, position_ptr, first, position, rows, queries, row, s, ROWS, KEYS, CAUSAL
+    )
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, queries, ROWS, HEAD, D)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), _LOWEST, tl.float32)
     for edge in tl.static_range(2):
-        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+        for key in range(full if edge else begin, end if edge else tl.minimum(full, end), KEYS):
             k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
-            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            scores = _scores(q, k, position, first, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -327,9 +390,10 @@ def forward_kernel(
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     acc *= tl.where(blind, 0.0, keep_scale / total)[:, None]
-    _store(out_ptr + (b * s * heads + head) * HEAD, acc, row, heads * HEAD, s, ROWS, HEAD, D)
+    at = (b * queries * heads + head) * HEAD
+    _store(out_ptr + at, acc, row, heads * HEAD, queries, ROWS, HEAD, D)
     lse = tl.where(blind, float("inf"), (top + tl.log2(total)) * _LN2)
-    tl.store(lse_ptr + (b * heads + head) * s + rows, lse, mask=rows < s)
+    tl.store(lse_ptr + (b * heads + head) * queries + rows, lse, mask=rows < queries)
 
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
@@ -340,6 +404,8 @@ def dq_kernel(
     k_matrix,
     v_matrix,
     real_ptr,
+    first_ptr,
+    position_ptr,
     table_ptr,
     dout_ptr,
     out_ptr,
@@ -359,7 +425,9 @@ def dq_kernel(
     dout_n,
     dout_s,
     heads,
+    queries,
     s,
+    window,
     scale,
     counter_ptr,
     key0,
@@ -373,6 +441,7 @@ def dq_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     row, head, b = _place(ROWS, CAUSAL)
@@ -386,30 +455,36 @@ def dq_kernel(
     step, sample = _counter(counter_ptr, b.to(tl.int32))
     noise = (key0, key1, step, sample, threshold)
     rows = row + tl.arange(0, ROWS)
-    index = start + (head * s + rows) * s
-    full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
-    dout = _load(
-        dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, s, ROWS, HEAD, D
+    LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
+    position = _positions(position_ptr, rows, queries)
+    first = _first_keys(first_ptr, b, rows, position, queries, s, window) if LIMITED else None
+    index = start + (head * s + position) * s
+    begin, full, end = _keys_seen(
+        real_ptr, position_ptr, first, position, rows, queries, row, s, ROWS, KEYS, CAUSAL
     )
-    out = _load(out_ptr + (b * s * heads + head) * HEAD, row, heads * HEAD, s, ROWS, HEAD, D)
+    dout = _load(
+        dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, queries, ROWS, HEAD, D
+    )
+    corner = (b * queries * heads + head) * HEAD
+    out = _load(out_ptr + corner, row, heads * HEAD, queries, ROWS, HEAD, D)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    at = (b * heads + head) * s + rows
-    tl.store(delta_ptr + at, delta, mask=rows < s)
-    lse = tl.load(lse_ptr + at, mask=rows < s, other=float("inf")) * _LOG2E
-    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, s, ROWS, HEAD, D)
+    at = (b * heads + head) * queries + rows
+    tl.store(delta_ptr + at, delta, mask=rows < queries)
+    lse = tl.load(lse_ptr + at, mask=rows < queries, other=float("inf")) * _LOG2E
+    q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, queries, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
     for edge in tl.static_range(2):
-        for key in range(full if edge else 0, end if edge else tl.minimum(full, end), KEYS):
+        for key in range(full if edge else begin, end if edge else tl.minimum(full, end), KEYS):
             k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
             v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
-            scores = _scores(q, k, rows, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            scores = _scores(q, k, position, first, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
             p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
             dp = tl.dot(dout, tl.trans(v), input_precision=_PRECISION)
             if DROPOUT:
                 dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=_PRECISION)
-    _store(dq_ptr + (b * s * heads + head) * HEAD, dq * scale, row, heads * HEAD, s, ROWS, HEAD, D)
+    _store(dq_ptr + corner, dq * scale, row, heads * HEAD, queries, ROWS, HEAD, D)
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
@@ -420,6 +495,8 @@ def dkdv_kernel(
     q_matrix,
     dout_matrix,
     real_ptr,
+    first_ptr,
+    position_ptr,
     table_ptr,
     dout_ptr,
     lse_ptr,
@@ -440,7 +517,9 @@ def dkdv_kernel(
     dout_s,
     heads,
     kv_heads,
+    queries,
     s,
+    window,
     scale,
     counter_ptr,
     key0,
@@ -454,6 +533,7 @@ def dkdv_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     DROPOUT: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
@@ -461,15 +541,19 @@ def dkdv_kernel(
     keys = key + tl.arange(0, KEYS)
     k = _load(k_ptr + (b * k_b + kv * k_n) * UNIT, key, k_s * UNIT, s, KEYS, HEAD, D)
     v = _load(v_ptr + (b * v_b + kv * v_n) * UNIT, key, v_s * UNIT, s, KEYS, HEAD, D)
-    end = s
+    begin, end = _rows_seeing(
+        first_ptr, position_ptr, b, key, queries, s, window, ROWS, KEYS, CAUSAL, WINDOW
+    )
     if real_ptr is not None:  # nothing to do where no key is real
         end *= tl.max(
             (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0
         )
     step, sample = _counter(counter_ptr, b.to(tl.int32))
     noise = (key0, key1, step, sample, threshold)
-    lse_ptr += b * heads * s
-    delta_ptr += b * heads * s
+    lse_ptr += b * heads * queries
+    delta_ptr += b * heads * queries
+    if first_ptr is not None:
+        first_ptr += b * queries
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
     if GROUPED:
         order = table_ptr + heads
@@ -489,12 +573,17 @@ def dkdv_kernel(
                 dout_ptr,
                 b * dout_b + head * dout_n,
                 dout_s,
-                lse_ptr + head * s,
-                delta_ptr + head * s,
+                lse_ptr + head * queries,
+                delta_ptr + head * queries,
+                first_ptr,
+                position_ptr,
                 keys,
                 key,
+                begin,
                 end,
+                queries,
                 s,
+                window,
                 scale * _LOG2E,
                 keep_scale,
                 noise,
@@ -505,6 +594,7 @@ def dkdv_kernel(
                 ROWS,
                 KEYS,
                 CAUSAL,
+                WINDOW,
                 DROPOUT,
             )
     else:
@@ -521,12 +611,17 @@ def dkdv_kernel(
             dout_ptr,
             b * dout_b + kv * dout_n,
             dout_s,
-            lse_ptr + kv * s,
-            delta_ptr + kv * s,
+            lse_ptr + kv * queries,
+            delta_ptr + kv * queries,
+            first_ptr,
+            position_ptr,
             keys,
             key,
+            begin,
             end,
+            queries,
             s,
+            window,
             scale * _LOG2E,
             keep_scale,
             noise,
@@ -537,6 +632,7 @@ def dkdv_kernel(
             ROWS,
             KEYS,
             CAUSAL,
+            WINDOW,
             DROPOUT,
         )
     if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
@@ -563,10 +659,15 @@ def _add_dkdv(
     dout_s,
     lse_ptr,
     delta_ptr,
+    first_ptr,
+    position_ptr,
     keys,
     key,
+    begin,
     end,
+    queries,
     s,
+    window,
     scale,
     keep_scale,
     noise,
@@ -577,6 +678,7 @@ def _add_dkdv(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """The sums over the queries of one head; transposed tiles [KEYS, ROWS], so that P and dS go on
@@ -585,22 +687,27 @@ def _add_dkdv(
     dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
     q_ptr += q_at * UNIT
     dout_ptr += dout_at * UNIT
-    full = (
-        tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0
-    )  # queries from here on see all of these keys
-    for diagonal in tl.static_range(1 if CAUSAL else 0, -1, -1):
+    LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
+    full = end
+    if not LIMITED:  # queries from here on see all of these keys; with limits all are compared
+        full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0
+    for diagonal in tl.static_range(1 if CAUSAL else 0, 0 if LIMITED else -1, -1):
         for row in range(
-            key // ROWS * ROWS if diagonal else full,
+            begin if diagonal else full,
             tl.minimum(full, end) if diagonal else end,
             ROWS,
         ):
             rows = row + tl.arange(0, ROWS)
-            q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
-            lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
+            q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, queries, ROWS, HEAD, D, False)
+            lse = tl.load(lse_ptr + rows, mask=rows < queries, other=float("inf")) * _LOG2E
+            position = _positions(position_ptr, rows, queries)
             scores = tl.dot(k, tl.trans(q), input_precision=_PRECISION)
             p = tl.exp2(scores * scale - lse[None, :])
             if diagonal:
-                p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
+                p = tl.where(keys[:, None] <= position[None, :], p, 0.0)
+                if LIMITED:
+                    first = _first_keys(first_ptr, 0, rows, position, queries, s, window)
+                    p = tl.where(keys[:, None] >= first[None, :], p, 0.0)
             dout = _tile(
                 dout_matrix,
                 dout_row,
@@ -608,16 +715,16 @@ def _add_dkdv(
                 dout_ptr,
                 row,
                 dout_s * UNIT,
-                s,
+                queries,
                 ROWS,
                 HEAD,
                 D,
                 False,
             )
-            delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
+            delta = tl.load(delta_ptr + rows, mask=rows < queries, other=0.0)
             dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
             if DROPOUT:
-                kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+                kept = tl.trans(_kept(start + position.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
                 dv = tl.dot(
                     tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION
                 )
@@ -640,15 +747,53 @@ def _place(COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Blocks of keys before `full` are seen whole by these rows (but for padding), keys from `end`
-    on by none."""
-    if CAUSAL:
+def _positions(position_ptr, rows, queries):
+    """The positions of some queries among the keys."""
+    position = rows
+    if position_ptr is not None:
+        position = tl.load(position_ptr + rows, mask=rows < queries, other=0)
+    return position
+
+
+@triton.jit
+def _first_keys(first_ptr, b, rows, position, queries, s, window):
+    """The first key that each of some queries sees; beyond the last query none."""
+    first = position - window + 1
+    if first_ptr is not None:
+        given = tl.load(first_ptr + b * queries + rows, mask=rows < queries, other=0)
+        first = tl.maximum(first, given)
+    return tl.where(rows < queries, first, s)
+
+
+@triton.jit
+def _keys_seen(
+    real_ptr,
+    position_ptr,
+    first,
+    position,
+    rows,
+    queries,
+    row,
+    s,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Keys before `begin` are seen by none of these rows, blocks from there to `full` whole (but
+    for padding and first keys), keys from `end` on by none."""
+    if position_ptr is not None:
+        full = (tl.min(tl.where(rows < queries, position, s - 1), 0) + 1) // KEYS * KEYS
+        end = tl.minimum(s, tl.max(position, 0) + 1)
+    elif CAUSAL:
         full = (row + 1) // KEYS * KEYS
         end = tl.minimum(s, row + ROWS)
     else:
         full = s // KEYS * KEYS
         end = s
+    begin = 0
+    if first is not None:
+        begin = tl.maximum(tl.min(first, 0), 0) // KEYS * KEYS
+        full = tl.maximum(full, begin)
     if real_ptr is not None:
         last = row * 0
         for key in range(0, end, 1024):
@@ -656,12 +801,55 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
             real = tl.load(real_ptr + keys, mask=keys < end, other=0)
             last = tl.maximum(last, tl.max(tl.where(real != 0, keys + 1, 0), 0))
         end = last
-    return full, end
+    return begin, full, end
+
+
+@triton.jit
+def _rows_seeing(
+    first_ptr,
+    position_ptr,
+    b,
+    key,
+    queries,
+    s,
+    window,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The rows of queries, from the start of a tile, outside which none sees one of these keys."""
+    begin = key // ROWS * ROWS if CAUSAL else 0
+    end = queries
+    if first_ptr is not None or position_ptr is not None:
+        least = queries
+        most = 0
+        for row in range(0 if position_ptr is not None else begin, queries, 1024):
+            rows = row + tl.arange(0, 1024)
+            position = _positions(position_ptr, rows, queries)
+            first = _first_keys(first_ptr, b, rows, position, queries, s, window)
+            sees = (position >= key) & (first < key + KEYS) & (rows < queries)
+            least = tl.minimum(least, tl.min(tl.where(sees, rows, queries), 0))
+            most = tl.maximum(most, tl.max(tl.where(sees, rows + 1, 0), 0))
+        begin = least // ROWS * ROWS
+        end = most
+    elif WINDOW:
+        end = tl.minimum(queries, key + KEYS - 1 + window)
+    return begin, end
 
 
 @triton.jit
 def _scores(
-    q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr
+    q,
+    k,
+    position,
+    first,
+    key,
+    real_ptr,
+    s,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
     """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at
     the end."""
@@ -669,9 +857,11 @@ def _scores(
     scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
     if EDGE:
         if CAUSAL:
-            scores = tl.where(keys[None, :] <= rows[:, None], scores, float("-inf"))
+            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
         else:
             scores = tl.where((keys < s)[None, :], scores, float("-inf"))
+    if first is not None:
+        scores = tl.where(keys[None, :] >= first[:, None], scores, float("-inf"))
     if real_ptr is not None:
         real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
         scores = tl.where(real[None, :], scores, float("-inf"))

@@ -92,35 +92,46 @@ Strided<T> by_position(const Tensor& x) {
   return {static_cast<T*>(x.data_ptr()), x.stride(0), x.stride(2), x.stride(1)};
 }
 
+bool holds(const Optional& x, ScalarType type, int64_t size) {
+  return !x || (x->scalar_type() == type && x->is_contiguous() && x->numel() == size);
+}
+
 template <class T>
 Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const Optional& real, const std::vector<int64_t>& kv_head, double scale, bool causal,
+                   const Optional& real, const Optional& first, const Optional& position,
+                   const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t window,
                    int64_t key0, int64_t key1, const Optional& counter, int64_t threshold, double keep_scale,
                    int64_t start) {
-  const int64_t heads = q.size(1), s = q.size(2);
+  const int64_t samples = q.size(0), heads = q.size(1), queries = q.size(2), s = k.size(2);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
                   ": q, k and v must be of one type");
   STD_TORCH_CHECK(static_cast<int64_t>(kv_head.size()) == heads, op, ": kv_head needs an entry for each query head");
   for (int64_t g : kv_head) STD_TORCH_CHECK(g >= 0 && g < k.size(1), op, ": kv_head names a head that is not there");
-  STD_TORCH_CHECK(!real || (real->is_contiguous() && real->numel() == q.size(0) * s), op,
-                  ": the padding mask must be [samples, positions]");
-  const Mask mask{dropout_stream(op, key0, key1, counter, threshold, q.size(0)), 1, s, start,
+  STD_TORCH_CHECK(queries <= s, op, ": needs a key for each query at least");
+  STD_TORCH_CHECK(holds(real, ScalarType::Bool, samples * s), op, ": the padding mask must be bool [samples, keys]");
+  STD_TORCH_CHECK(holds(first, ScalarType::Int, samples * queries), op, ": first must be int32 [samples, queries]");
+  STD_TORCH_CHECK(holds(position, ScalarType::Int, queries), op, ": position must be int32 [queries]");
+  STD_TORCH_CHECK(causal || (!first && !position && window == 0), op,
+                  ": first keys, positions and windows are of causal attention");
+  const Mask mask{dropout_stream(op, key0, key1, counter, threshold, samples), 1, s, start,
                   static_cast<uint32_t>(threshold), keep_scale};
-  return {strided<const T>(op, q), strided<const T>(op, k), strided<const T>(op, v), data<bool>(real), kv_head.data(),
-          q.size(0), heads, k.size(1), s, q.size(3), static_cast<Wide<T>>(scale), causal, mask};
+  return {strided<const T>(op, q), strided<const T>(op, k), strided<const T>(op, v), data<bool>(real),
+          data<int32_t>(first), data<int32_t>(position), kv_head.data(), samples, heads, k.size(1), queries, s, q.size(3),
+          static_cast<Wide<T>>(scale), causal, window, mask};
 }
 
-// out [samples, positions, heads, d], lse [samples, heads, positions]
+// out [samples, queries, heads, d], lse [samples, heads, queries]
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     const Optional& real, const std::vector<int64_t>& kv_head,
-                                     double scale, bool causal, int64_t key0, int64_t key1, const Optional& counter,
-                                     int64_t threshold, double keep_scale, int64_t start) {
+                                     const Optional& real, const Optional& first, const Optional& position,
+                                     const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t window,
+                                     int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
+                                     double keep_scale, int64_t start) {
   Tensor out = make({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
   Tensor lse = make({q.size(0), q.size(1), q.size(2)}, wide_type(q));
   by_type("attention", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention", q, k, v, real, kv_head, scale, causal, key0, key1, counter, threshold,
-                              keep_scale, start);
+    const auto p = problem<T>("attention", q, k, v, real, first, position, kv_head, scale, causal, window, key0, key1,
+                              counter, threshold, keep_scale, start);
     const ForwardOut<T> o{by_position<T>(out), data<Wide<T>>(lse)};
     torch::stable::parallel_for(0, p.samples * p.heads, 1, [&](int64_t begin, int64_t end) {
       HYBRIDPAR_RUN(has_fast_bfloat16(), T, forward_heads, p, o, begin, end);
@@ -129,18 +140,19 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   return {out, lse};
 }
 
-// dq like out, dk and dv [samples, positions, kv heads, d]
+// dq like out, dk and dv [samples, keys, kv heads, d]
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const Optional& real, const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t key0,
-    int64_t key1, const Optional& counter, int64_t threshold, double keep_scale, int64_t start) {
+    const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
+    double scale, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
+    double keep_scale, int64_t start) {
   Tensor dq = make_like(out);
   Tensor dk = make({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
   Tensor dv = make_like(dk);
   by_type("attention_backward", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention_backward", q, k, v, real, kv_head, scale, causal, key0, key1, counter,
-                              threshold, keep_scale, start);
+    const auto p = problem<T>("attention_backward", q, k, v, real, first, position, kv_head, scale, causal, window,
+                              key0, key1, counter, threshold, keep_scale, start);
     const BackwardOut<T> o{by_position<const T>(out), strided<const T>("attention_backward", dout),
                            data<Wide<T>>(lse), by_position<T>(dq), by_position<T>(dk), by_position<T>(dv)};
     torch::stable::parallel_for(0, p.samples * p.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -157,12 +169,13 @@ using namespace hybridpar;
 
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def(
-      "attention(Tensor q, Tensor k, Tensor v, Tensor? real, int[] kv_head, float scale, bool causal, int key0, int "
-      "key1, Tensor? counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor)");
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor? first, Tensor? position, int[] kv_head, float "
+      "scale, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float keep_scale, SymInt "
+      "start) -> (Tensor, Tensor)");
   library.def(
-      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, int[] "
-      "kv_head, float scale, bool causal, int key0, int key1, Tensor? counter, int threshold, float "
-      "keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
+      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
+      "Tensor? first, Tensor? position, int[] kv_head, float scale, bool causal, int window, int key0, int key1, Tensor? "
+      "counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
   library.def(  // of Hopper GPUs alone (csrc/cuda)
       "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");
 }

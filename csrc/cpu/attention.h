@@ -41,16 +41,60 @@ template <class T>
 struct Problem {
   Strided<const T> q, k, v;
   const bool* real;  // [samples, s], or null: all keys are
+  const int32_t* first;  // [samples, queries], the first key that each query may see, or null: key 0
+  const int32_t* position;  // [queries], or null: the queries have the last positions
   const int64_t* kv_head;  // of each query head
-  int64_t samples, heads, kv_heads, s, d;
+  int64_t samples, heads, kv_heads, queries, s, d;  // s keys
   Wide<T> scale;
   bool causal;
-  Mask mask;  // dropout: element (sample, head * s + query, key)
+  int64_t window;  // a query sees so many keys at most, its own included; 0: all
+  Mask mask;  // dropout: element (sample, head * s + position, key)
   int64_t padded_s() const { return round_up(s, kKeys); }
   int64_t padded_d() const { return round_up(d, kTileCols); }
-  // keys that a block of queries sees: none after its last one
-  HYBRIDPAR_INLINE_MEMBER int64_t keys_seen(int64_t query) const {
-    return causal ? std::min(s, query + kQueries) : s;
+  HYBRIDPAR_INLINE_MEMBER int64_t position_of(int64_t query) const {
+    return position ? position[query] : query + s - queries;
+  }
+};
+
+// The keys that a block of queries sees. Query r sees those of first[r] <= key < stop[r] that are real, so none of the
+// block sees a key outside begin <= key < end, and each sees all real ones of all_begin <= key < all_end.
+struct Seen {
+  int64_t first[kQueries], stop[kQueries];
+  int64_t begin, end, all_begin, all_end;
+};
+
+template <class T>
+HYBRIDPAR_INLINE void see(const Problem<T>& p, int64_t b, int64_t query, int64_t count, Seen& seen) {
+  seen.begin = seen.all_end = p.s;
+  seen.end = seen.all_begin = 0;
+  for (int64_t r = 0; r < kQueries; ++r) {
+    if (r >= count) {  // no query: sees nothing
+      seen.first[r] = seen.stop[r] = 0;
+      continue;
+    }
+    const int64_t position = p.position_of(query + r);
+    int64_t first = p.first ? p.first[b * p.queries + query + r] : 0;
+    if (p.window) first = std::max(first, position - p.window + 1);
+    seen.first[r] = std::max<int64_t>(first, 0);
+    seen.stop[r] = p.causal ? std::min(p.s, position + 1) : p.s;
+    seen.begin = std::min(seen.begin, seen.first[r]);
+    seen.all_begin = std::max(seen.all_begin, seen.first[r]);
+    seen.end = std::max(seen.end, seen.stop[r]);
+    seen.all_end = std::min(seen.all_end, seen.stop[r]);
+  }
+  seen.begin = seen.begin / kTileCols * kTileCols;
+}
+
+// A block of keys: from `key` to the next multiple of kKeys, where the factors' layout begins anew. Products have `width`
+// columns, whole tiles.
+struct KeyBlock {
+  int64_t key, size, width;
+  HYBRIDPAR_INLINE_MEMBER KeyBlock(int64_t key, int64_t end)
+      : key(key), size(kKeys - key % kKeys), width(std::min(size, round_up(end - key, kTileCols))) {}
+  HYBRIDPAR_INLINE_MEMBER int64_t next() const { return key + size; }
+  // of its first key in what load_transposed lays out
+  HYBRIDPAR_INLINE_MEMBER int64_t transposed_at(int64_t padded) const {
+    return (key - key % kKeys) * padded + key % kKeys;
   }
 };
 
@@ -95,30 +139,33 @@ HYBRIDPAR_INLINE void load_right(const Strided<const T>& from, int64_t b, int64_
 
 // Sets the scores [kQueries, kKeys] that are not to be seen to -infinity.
 template <class T>
-HYBRIDPAR_INLINE void hide(const Problem<T>& p, int64_t b, int64_t query, int64_t key, Wide<T>* scores) {
+HYBRIDPAR_INLINE void hide(const Problem<T>& p, int64_t b, const Seen& seen, const KeyBlock& block, Wide<T>* scores) {
+  if (!p.real && block.key >= seen.all_begin && block.next() <= seen.all_end) return;
   constexpr Wide<T> kHidden = -std::numeric_limits<Wide<T>>::infinity();
-  const int64_t inside = std::min(kKeys, p.s - key);
-  const bool* real = p.real ? p.real + b * p.s + key : nullptr;
+  const int64_t inside = std::min(block.size, p.s - block.key);
+  const bool* real = p.real ? p.real + b * p.s + block.key : nullptr;
   for (int64_t r = 0; r < kQueries; ++r) {
     Wide<T>* row = scores + r * kKeys;
-    const int64_t seen = p.causal ? std::min(inside, query + r - key + 1) : inside;
     if (real)
       for (int64_t j = 0; j < inside; ++j) row[j] = real[j] ? row[j] : kHidden;
-    for (int64_t j = std::max<int64_t>(0, seen); j < kKeys; ++j) row[j] = kHidden;
+    const int64_t first = std::min(block.size, seen.first[r] - block.key), stop = seen.stop[r] - block.key;
+    for (int64_t j = 0; j < first; ++j) row[j] = kHidden;
+    for (int64_t j = std::max<int64_t>(0, stop); j < block.size; ++j) row[j] = kHidden;
   }
 }
 
 // Which probabilities of the block dropout keeps: 1 / (1 - p) or 0.
 template <class T>
-HYBRIDPAR_INLINE void keep(const Problem<T>& p, int64_t b, int64_t n, int64_t query, int64_t key, Wide<T>* factors) {
-  const int64_t inside = std::min(kKeys, p.s - key);
+HYBRIDPAR_INLINE void keep(const Problem<T>& p, int64_t b, int64_t n, int64_t query, const KeyBlock& block,
+                           Wide<T>* factors) {
+  const int64_t inside = std::min(block.size, p.s - block.key);
   const Wide<T> scale = static_cast<Wide<T>>(p.mask.scale);
   const uint32_t threshold = p.mask.threshold;
-  for (int64_t r = 0; r < std::min(kQueries, p.s - query); ++r) {
+  for (int64_t r = 0; r < std::min(kQueries, p.queries - query); ++r) {
     Wide<T>* row = factors + r * kKeys;
     Stream stream = p.mask.stream;
     stream.sample += static_cast<uint32_t>(b);
-    const int64_t index = p.mask.start + (n * p.s + query + r) * p.s + key;
+    const int64_t index = p.mask.start + (n * p.s + p.position_of(query + r)) * p.s + block.key;
     blocks(stream, index, inside, [=](const uint32_t* words, int64_t at, int64_t size) {
       for (int64_t j = 0; j < size; ++j) row[at + j] = words[j] >= threshold ? scale : Wide<T>(0);
     });
@@ -128,7 +175,7 @@ HYBRIDPAR_INLINE void keep(const Problem<T>& p, int64_t b, int64_t n, int64_t qu
 template <class T>
 struct ForwardOut {
   Strided<T> out;
-  Wide<T>* lse;  // [samples, heads, s]: log of the sum of exponentials; +infinity where nothing is seen
+  Wide<T>* lse;  // [samples, heads, queries]: log of the sum of exponentials; +infinity where nothing is seen
 };
 
 // M: Plain<T> or Pairs
@@ -142,24 +189,27 @@ HYBRIDPAR_INLINE void forward_any(const Problem<T>& p, const ForwardOut<T>& o, i
        queries = buffer<E>(kQueries * pd / kDeep), weights = buffer<E>(kQueries * kKeys / kDeep);
   auto sums = buffer<W>(kQueries * pd), scores = buffer<W>(kQueries * kKeys), kept = buffer<W>(kQueries * kKeys);
   W top[kQueries], total[kQueries];
+  Seen seen;
   const int64_t depth = (p.d + kDeep - 1) / kDeep;
   for (int64_t head = begin; head < end; ++head) {
     const int64_t b = head / p.heads, n = head % p.heads, g = p.kv_head[n];
     load_transposed<M>(p.k, b, g, p.s, ps, p.d, pd, keys_t.get());
     load_right<M>(p.v, b, g, p.s, ps, p.d, pd, values.get());
-    for (int64_t query = 0; query < p.s; query += kQueries) {
-      const int64_t count = std::min(kQueries, p.s - query);
+    for (int64_t query = 0; query < p.queries; query += kQueries) {
+      const int64_t count = std::min(kQueries, p.queries - query);
       M::left(p.q, b, n, query, count, kQueries, p.d, pd, queries.get());
       std::fill_n(sums.get(), kQueries * pd, W(0));
       std::fill_n(top, kQueries, std::numeric_limits<W>::lowest());
       std::fill_n(total, kQueries, W(0));
-      const int64_t seen = p.keys_seen(query), rows = round_up(count, M::kTileRows);
-      for (int64_t key = 0; key < seen; key += kKeys) {
-        const int64_t width = std::min(kKeys, round_up(seen - key, kTileCols));
-        M::template product<false>(queries.get(), pd / kDeep, 1, keys_t.get() + key * pd / kDeep, kKeys, scores.get(),
-                                   kKeys, kQueries, width, depth, p.scale);
-        if (p.real || key + kKeys > p.s || (p.causal && key + kKeys > query)) hide(p, b, query, key, scores.get());
-        if (p.mask.threshold) keep(p, b, n, query, key, kept.get());
+      const int64_t rows = round_up(count, M::kTileRows);
+      see(p, b, query, count, seen);
+      for (int64_t key = seen.begin; key < seen.end;) {
+        const KeyBlock block(key, seen.end);
+        const int64_t width = block.width;
+        M::template product<false>(queries.get(), pd / kDeep, 1, keys_t.get() + block.transposed_at(pd / kDeep), kKeys,
+                                   scores.get(), kKeys, kQueries, width, depth, p.scale);
+        hide(p, b, seen, block, scores.get());
+        if (p.mask.threshold) keep(p, b, n, query, block, kept.get());
         for (int64_t r = 0; r < count; ++r) {
           W* row = scores.get() + r * kKeys;
           W tops[kLanes];
@@ -185,13 +235,14 @@ HYBRIDPAR_INLINE void forward_any(const Problem<T>& p, const ForwardOut<T>& o, i
         const E* left = M::left_block(scores.get(), rows, width, weights.get());
         M::template product<true>(left, kKeys / kDeep, 1, values.get() + key * pd / kDeep, pd, sums.get(), pd, rows, pd,
                                   width / kDeep, W(1));
+        key = block.next();
       }
       for (int64_t r = 0; r < count; ++r) {
         const W factor = total[r] == W(0) ? W(0) : W(1) / total[r];
         const W* sum = sums.get() + r * pd;
         T* to = o.out.row(b, n, query + r);
         each(p.d, [=](int64_t j, int) { to[j] = narrow<T>(sum[j] * factor); });
-        o.lse[head * p.s + query + r] =
+        o.lse[head * p.queries + query + r] =
             total[r] == W(0) ? std::numeric_limits<W>::infinity() : top[r] + std::log(total[r]);
       }
     }
@@ -219,6 +270,7 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
   auto dkeys = buffer<W>(ps * pd), dvalues = buffer<W>(ps * pd), dqueries = buffer<W>(kQueries * pd),
        p_block = buffer<W>(kQueries * kKeys), ds_block = buffer<W>(kQueries * kKeys), kept = buffer<W>(kQueries * kKeys);
   W delta[kQueries];
+  Seen seen;
   const int64_t depth = (p.d + kDeep - 1) / kDeep;
   for (int64_t pair = begin; pair < end; ++pair) {
     const int64_t b = pair / p.kv_heads, g = pair % p.kv_heads;
@@ -229,8 +281,8 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
     std::fill_n(dvalues.get(), ps * pd, W(0));
     for (int64_t n = 0; n < p.heads; ++n) {
       if (p.kv_head[n] != g) continue;
-      for (int64_t query = 0; query < p.s; query += kQueries) {
-        const int64_t count = std::min(kQueries, p.s - query);
+      for (int64_t query = 0; query < p.queries; query += kQueries) {
+        const int64_t count = std::min(kQueries, p.queries - query);
         M::left(p.q, b, n, query, count, kQueries, p.d, pd, queries.get());
         M::left(o.dout, b, n, query, count, kQueries, p.d, pd, dout.get());
         const E* queries_right = M::right(queries.get(), kQueries, pd, right_queries.get());
@@ -242,22 +294,24 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
           each(p.d, [&](int64_t j, int lane) { lanes[lane] = multiply_add(wide(out[j]), wide(grad[j]), lanes[lane]); });
           delta[r] = sum_lanes(lanes);
         }
-        const int64_t seen = p.keys_seen(query), rows = round_up(count, M::kTileRows);
-        for (int64_t key = 0; key < seen; key += kKeys) {
-          const int64_t width = std::min(kKeys, round_up(seen - key, kTileCols));
-          M::template product<false>(queries.get(), pd / kDeep, 1, keys_t.get() + key * pd / kDeep, kKeys, p_block.get(),
-                                     kKeys, kQueries, width, depth, p.scale);
-          M::template product<false>(dout.get(), pd / kDeep, 1, values_t.get() + key * pd / kDeep, kKeys, ds_block.get(),
-                                     kKeys, kQueries, width, depth, W(1));
-          if (p.real || key + kKeys > p.s || (p.causal && key + kKeys > query)) hide(p, b, query, key, p_block.get());
-          if (p.mask.threshold) keep(p, b, n, query, key, kept.get());
+        const int64_t rows = round_up(count, M::kTileRows);
+        see(p, b, query, count, seen);
+        for (int64_t key = seen.begin; key < seen.end;) {
+          const KeyBlock block(key, seen.end);
+          const int64_t width = block.width, at = block.transposed_at(pd / kDeep);
+          M::template product<false>(queries.get(), pd / kDeep, 1, keys_t.get() + at, kKeys, p_block.get(), kKeys,
+                                     kQueries, width, depth, p.scale);
+          M::template product<false>(dout.get(), pd / kDeep, 1, values_t.get() + at, kKeys, ds_block.get(), kKeys,
+                                     kQueries, width, depth, W(1));
+          hide(p, b, seen, block, p_block.get());
+          if (p.mask.threshold) keep(p, b, n, query, block, kept.get());
           for (int64_t r = 0; r < kQueries; ++r) {
             W *row = p_block.get() + r * kKeys, *ds = ds_block.get() + r * kKeys;
             if (r >= count) {
               each(width, [=](int64_t j, int) { row[j] = ds[j] = 0; });
               continue;
             }
-            const W lse = o.lse[(b * p.heads + n) * p.s + query + r], level = delta[r];
+            const W lse = o.lse[(b * p.heads + n) * p.queries + query + r], level = delta[r];
             if (p.mask.threshold) {
               const W* factors = kept.get() + r * kKeys;
               const int64_t inside = std::min(width, p.s - key);
@@ -284,6 +338,7 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
           const E* weights = M::turned_block(p_block.get(), kQueries, width, left.get());
           M::template product<true>(weights, 1, kKeys, dout_right, pd, dvalues.get() + key * pd, pd, width, pd,
                                     kQueries / kDeep, W(1));
+          key = block.next();
         }
         for (int64_t r = 0; r < count; ++r) {
           const W* from = dqueries.get() + r * pd;

@@ -160,11 +160,14 @@ class ParallelAttention(ParallelModule):
     Args:
         rotary_base: Base of the rotary position embedding, commonly 10000; None: no such embedding.
         rotary_fraction: Share of a head's features that it turns, the first ones.
+        window: Most positions that a token attends to, its own included (sliding window); requires
+            causal. None: no limit.
         name: Tells the dropout of one layer from another's.
         out_init_std: Standard deviation of `out` at the start; None: init_std.
         sequence: Whether calls have `sizes` (see column_linear).
 
-    Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
+    Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real), first_key [b, s] int32
+    (the first position that each token attends to) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
     row_linear.
     Raises: ConfigError if counts do not fit (see HeadLayout), or for an odd number of rotary
@@ -180,6 +183,7 @@ class ParallelAttention(ParallelModule):
         *,
         num_kv_heads: int | None = None,
         causal: bool = True,
+        window: int | None = None,
         rotary_base: float | None = None,
         rotary_fraction: float = 1.0,
         attention_dropout: float = 0.0,
@@ -199,6 +203,7 @@ class ParallelAttention(ParallelModule):
             0 if rotary_base is None else rotary_features(layout.head_dim, rotary_fraction)
         )
         self.causal = causal
+        self.window = window
         self.dropout = attention_dropout
         self.kernels = kernels
         self.rotary_base = rotary_base
@@ -242,8 +247,9 @@ class ParallelAttention(ParallelModule):
         padding_mask: Tensor | None = None,
         key: RandomKey | None = None,
         sizes: Sequence[int] | None = None,
+        first_key: Tensor | None = None,
     ) -> Tensor:
-        y, bias = self.without_bias(x, padding_mask, key, sizes=sizes)
+        y, bias = self.without_bias(x, padding_mask, key, sizes=sizes, first_key=first_key)
         return y if bias is None else y + bias
 
     def without_bias(
@@ -254,21 +260,28 @@ class ParallelAttention(ParallelModule):
         cache: KeyValueCache | None = None,
         positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
+        first_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output without the bias of `out`, and that bias.
 
         The caller adds it in another operator.
         """
         q, k, v = self._heads(x, positions, sizes)
+        window = self.window
         if cache is not None:
             assert positions is not None
             k, v = cache.extend(k, v, positions)
+            if window is not None:  # texts of several lengths end at different positions
+                first_key = (positions - window + 1).to(torch.int32).expand(q.shape[0], -1)
+                window = None
         y = ops.attention(
             q,
             k,
             v,
             causal=self.causal,
             padding_mask=padding_mask,
+            window=window,
+            first_key=first_key,
             kv_index=self.kv_index,
             dropout_p=self.dropout,
             key=key,

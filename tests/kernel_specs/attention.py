@@ -18,6 +18,14 @@ USES = [
     (90, 128, "bf16", True, False, 1, False, True),
     (90, 64, "fp32", True, False, 1, False, False),
 ]
+LIMITS = [
+    ((80, 64, "bf16", True, False, 0, False, False), ("first",)),
+    ((90, 128, "bf16", True, False, 0, False, True), ("first",)),
+    ((90, 128, "bf16", True, False, 0, True, True), ("window",)),
+    ((80, 128, "bf16", True, False, 1, False, False), ("first", "window")),
+    ((90, 64, "bf16", True, False, 0, False, True), ("first", "position", "window")),
+]
+"""With first keys, positions of queries, a window."""
 GPUS = (80, 89, 90, 100, 120)
 """A GPU of each group of tiles_of, and of those with 99 KiB one without and one with a copy
 engine."""
@@ -43,14 +51,21 @@ Use = tuple[int, int, str, bool, bool, int, bool, bool]
 def specs(kernel: str) -> Iterator[Spec]:
     for use in USES:
         yield spec(kernel, use, tiles(kernel, use)[0])
+    for use, limits in LIMITS:
+        yield spec(kernel, use, tiles(kernel, use, limited=True)[0], limits)
     for use in CANDIDATES:
         for tile in tiles(kernel, use):
             yield spec(kernel, use, tile)
 
 
-def tiles(kernel: str, use: Use) -> tuple[Tile, ...]:
+def tiles(kernel: str, use: Use, *, limited: bool = False) -> tuple[Tile, ...]:
     capability, d, element, _, padded, dropout, grouped, engine = use
-    pointers = padded or (grouped and kernel == "dkdv_kernel") or (capability >= 90 and not engine)
+    pointers = (
+        limited
+        or padded
+        or (grouped and kernel == "dkdv_kernel")
+        or (capability >= 90 and not engine)
+    )
     return tiles_of(
         kernel,
         1 << (d - 1).bit_length(),
@@ -60,7 +75,7 @@ def tiles(kernel: str, use: Use) -> tuple[Tile, ...]:
     )
 
 
-def spec(kernel: str, use: Use, tile: Tile) -> Spec:
+def spec(kernel: str, use: Use, tile: Tile, limits: tuple[str, ...] = ()) -> Spec:
     inputs = INPUTS if kernel == "forward_kernel" else (*INPUTS, "dout")
     capability, d, element, causal, padded, dropout, grouped, engine = use
     elements = {f"{name}_ptr": f"*{element}" for name in (*INPUTS, *POINTERS[kernel])}
@@ -70,7 +85,9 @@ def spec(kernel: str, use: Use, tile: Tile) -> Spec:
         "table_ptr": "*i32",
         **{f"{name}_{dim}": "i32" for name in inputs for dim in "bns"},
         "heads": "i32",
+        "queries": "i32",
         "s": "i32",
+        "window": "i32",
         "scale": "fp32",
         **COUNTERS,
         "keep_scale": "fp32",
@@ -81,6 +98,7 @@ def spec(kernel: str, use: Use, tile: Tile) -> Spec:
         "HEAD": d,
         "D": D,
         "CAUSAL": causal,
+        "WINDOW": "window" in limits,
         "DROPOUT": dropout,
         "UNIT": 4 if element == "fp32" else 8,
     }
@@ -92,6 +110,11 @@ def spec(kernel: str, use: Use, tile: Tile) -> Spec:
         types["real_ptr"] = "*u8"
     else:
         constants["real_ptr"] = None
+    for name in ("first", "position"):
+        if name in limits:
+            types[f"{name}_ptr"] = "*i32"
+        else:
+            constants[f"{name}_ptr"] = None
     if kernel == "dkdv_kernel":
         types["kv_heads"], constants["GROUPED"] = "i32", grouped
     loaded, count = (

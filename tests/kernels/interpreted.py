@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from ops.test_backends import DROPS, Case, compute, tensors_of
+from ops.test_backends import DROPS, KEY, SITE, Case, compute, tensors_of
 
 from hybridpar import native, ops, random
 from hybridpar.autograd import recomputed
@@ -258,7 +258,7 @@ def test_attention_drops_what_the_reference_drops(s):
     v = torch.eye(s, d, dtype=torch.float16).expand(
         b, n, s, d
     )  # so that out is the matrix of probabilities
-    settings = (None, [0, 1], 0.5, False, *mask, 1 / 0.7, start)
+    settings = (None, None, None, [0, 1], 0.5, False, 0, *mask, 1 / 0.7, start)
     out, lse = attention.attention(q, q, v, *settings)
     kept = dropout_torch(torch.ones(b, n * s, s), DropoutMask(*mask, 1.0, s, start))
     kept = kept.view(b, n, s, s)
@@ -294,6 +294,7 @@ def test_attention_of_heads_that_share_keys(d, kv_index):
 
 
 NO_DROPOUT = (0, 0, None, 0, 1.0, 0)
+NO_MASK = (None, None, None)
 
 
 def test_attention_of_nothing():
@@ -301,10 +302,10 @@ def test_attention_of_nothing():
 
     for b, n, s in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
         q = torch.empty(b, n, s, 8)
-        out, lse = attention.attention(q, q, q, None, list(range(n)), 1.0, True, *NO_DROPOUT)
+        out, lse = attention.attention(q, q, q, *NO_MASK, list(range(n)), 1.0, True, 0, *NO_DROPOUT)
         assert (out.shape, lse.shape) == ((b, s, n, 8), (b, n, s))
         gradients = attention.attention_backward(
-            q, q, q, q, out, lse, None, list(range(n)), 1.0, True, *NO_DROPOUT
+            q, q, q, q, out, lse, *NO_MASK, list(range(n)), 1.0, True, 0, *NO_DROPOUT
         )
         assert {x.shape for x in gradients} == {(b, s, n, 8)}
 
@@ -315,12 +316,12 @@ def test_attention_of_queries_that_see_no_key():
 
     q = torch.randn(1, 1, 3, 8)
     real = torch.tensor([[True, False, True]])
-    out, lse = attention.attention(q, q, q, ~real, [0], 1.0, True, *NO_DROPOUT)
+    out, lse = attention.attention(q, q, q, ~real, None, None, [0], 1.0, True, 0, *NO_DROPOUT)
     assert torch.equal(out[0, 0], torch.zeros(1, 8))
     assert lse[0, 0, 0] == torch.inf
     assert lse[0, 0, 1:].isfinite().all()
     dq, dk, dv = attention.attention_backward(
-        q, q, q, q, out, lse, ~real, [0], 1.0, True, *NO_DROPOUT
+        q, q, q, q, out, lse, ~real, None, None, [0], 1.0, True, 0, *NO_DROPOUT
     )
     assert (dq[0, 0] == 0).all()
     assert (dk[real] == 0).all()
@@ -550,3 +551,64 @@ def test_the_bias_gradient_of_the_split_is_summed_before_rounding():
     assert dqkv[..., 0].double().sum().half() != want, "rounding can be seen here"
     assert dbias[0] == want
     assert dbias[4:].tolist() == [rows, 0]
+
+
+FIRST = torch.tensor([[0] * 40 + [40] + [41] * 43 + [84] * 6, [0] * 90], dtype=torch.int32)
+"""The start of each token's document, in two rows of 90."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "rows", "keys"),
+    [
+        ({"first_key": FIRST}, 32, 64),
+        ({"window": 20}, 64, 16),
+        ({"first_key": FIRST, "window": 30, "dropout_p": 0.3}, 32, 32),
+        ({"first_key": FIRST.clone().fill_(90)}, 32, 64),
+        ({"padding_mask": torch.arange(180).view(2, 90) % 7 > 0, "first_key": FIRST}, 64, 64),
+    ],
+    ids=["documents", "window", "all", "nothing", "padded"],
+)
+def test_attention_within_limits(limits, rows, keys, monkeypatch):
+    from hybridpar.kernels import attention, tiles
+
+    monkeypatch.setattr(attention, "tiles_of", lambda *args: (tiles.Tile(rows, keys, 4, 1),))
+    agrees(2, 2, 1, 90, 16, causal=True, key=KEY, site=SITE, **limits)
+
+
+def test_attention_of_queries_from_two_places():
+    """As of a rank that has two pieces of a sequence, with keys of all of it."""
+    places = torch.cat([torch.arange(5, 27), torch.arange(60, 90)]).int()
+    tensors = tensors_of(Case("", "", ((2, 2, 90, 16),) * 3, None), torch.float32)
+    settings = {"causal": True, "window": 33, "dropout_p": 0.3, "key": KEY, "site": SITE}
+    first = FIRST[:, places.long()]
+
+    def code(q, k, v, backend):
+        q = q[:, :, places.long()]
+        return ops.attention(
+            q, k, v, first_key=first, positions=places, backend=backend, **settings
+        )
+
+    case = Case("attention", "", (), code)
+    got = compute(case, tensors, "triton")
+    exact = compute(case, [t.double() for t in tensors], "torch")
+    for a, b in zip(got, exact, strict=True):
+        assert (a.double() - b).abs().max() <= 6e-6 * b.abs().max().clamp(min=1)
+
+
+def test_another_document_changes_no_bit_of_attention():
+    results = []
+    for factor in (1.0, -50.0):
+        q, k, v = tensors_of(Case("", "", ((2, 2, 90, 16),) * 3, None), torch.float32)
+        for x in (q, k, v):
+            x[0, :, :41] *= factor
+            x[0, :, 84:] *= factor
+        case = Case(
+            "attention",
+            "",
+            (),
+            lambda q, k, v, backend: ops.attention(
+                q, k, v, causal=True, first_key=FIRST, backend=backend
+            ),
+        )
+        results.append([x[0, :, 41:84] for x in compute(case, [q, k, v], "triton")])
+    assert all(map(torch.equal, *results))

@@ -35,6 +35,7 @@ class Case:
     bias: bool = True
     batch: int = 2
     rotary_fraction: float = 1.0
+    window: int | None = None
 
 
 CASES = [
@@ -50,6 +51,8 @@ CASES = [
     Case(4, 2, batch=0),
     Case(5, 5, rotary_base=100.0, rotary_fraction=0.5),
     Case(4, 2, rotary_base=100.0, rotary_fraction=0.5, batch=0),
+    Case(5, 5, window=2),
+    Case(4, 2, padding=True, window=3),
 ]
 
 
@@ -60,6 +63,7 @@ def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
         axis,
         num_kv_heads=case.kv_heads,
         causal=case.causal,
+        window=case.window,
         bias=case.bias,
         rotary_base=case.rotary_base,
         rotary_fraction=case.rotary_fraction,
@@ -89,6 +93,8 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
         if case.causal
         else torch.ones(s, s, dtype=torch.bool)
     )
+    if case.window is not None:
+        visible = visible.triu(1 - case.window)
     if mask is not None:
         visible = visible & mask[:, None, None, :]
     scores = (q @ k.transpose(-1, -2) / HEAD_DIM**0.5).masked_fill(~visible, -torch.inf)

@@ -12,7 +12,9 @@ from hybridpar.nn import KeyValueCache, ParallelAttention
 LENGTH = 9
 
 
-def make(heads: int, kv_heads: int, rotary_base: float | None) -> ParallelAttention:
+def make(
+    heads: int, kv_heads: int, rotary_base: float | None, window: int | None
+) -> ParallelAttention:
     torch.manual_seed(0)
     layer = ParallelAttention(
         heads * 4,
@@ -20,6 +22,7 @@ def make(heads: int, kv_heads: int, rotary_base: float | None) -> ParallelAttent
         Axis("tp"),
         num_kv_heads=kv_heads,
         rotary_base=rotary_base,
+        window=window,
         dtype=torch.float64,
     )
     for parameter in layer.parameters():
@@ -29,13 +32,20 @@ def make(heads: int, kv_heads: int, rotary_base: float | None) -> ParallelAttent
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "rotary_base"), [(4, 4, None), (4, 2, 100.0), (3, 1, 100.0)]
+    ("heads", "kv_heads", "rotary_base", "window"),
+    [
+        (4, 4, None, None),
+        (4, 2, 100.0, None),
+        (3, 1, 100.0, None),
+        (4, 2, 100.0, 3),
+        (3, 3, None, 1),
+    ],
 )
 @pytest.mark.parametrize("first", [1, 4])
 def test_piece_by_piece_is_at_once(
-    heads: int, kv_heads: int, rotary_base: float | None, first: int
+    heads: int, kv_heads: int, rotary_base: float | None, window: int | None, first: int
 ) -> None:
-    layer = make(heads, kv_heads, rotary_base)
+    layer = make(heads, kv_heads, rotary_base, window)
     x = torch.randn(2, LENGTH, heads * 4, dtype=torch.float64)
     cache = KeyValueCache(LENGTH)
     at = torch.arange(LENGTH)
@@ -48,12 +58,17 @@ def test_piece_by_piece_is_at_once(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("heads", "kv_heads", "rotary_base"), [(4, 4, None), (4, 2, 100.0)])
-def test_texts_of_several_lengths(heads: int, kv_heads: int, rotary_base: float | None) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rotary_base", "window"),
+    [(4, 4, None, None), (4, 2, 100.0, None), (4, 2, 100.0, 2)],
+)
+def test_texts_of_several_lengths(
+    heads: int, kv_heads: int, rotary_base: float | None, window: int | None
+) -> None:
     """Padded behind at first; then each goes on where it ends, one begins anew, one is
     forgotten."""
     layer, x = (
-        make(heads, kv_heads, rotary_base),
+        make(heads, kv_heads, rotary_base, window),
         torch.randn(3, LENGTH, heads * 4, dtype=torch.float64),
     )
     cache, lengths, texts = KeyValueCache(LENGTH), torch.tensor([2, 5, 3]), [0, 1, 2]

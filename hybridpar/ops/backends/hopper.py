@@ -89,13 +89,8 @@ class HopperPasses(NamedTuple):
 
 
 def _is_plain(q: Tensor, mask: AttentionMask) -> bool:
-    """Whether there is no padding or dropout, and the kernel has this size."""
-    return (
-        mask.padding_mask is None
-        and mask.dropout.threshold == 0
-        and q.shape[-1] in HEAD_DIMS
-        and q.shape[1] <= MOST_HEADS
-    )
+    """Whether the kernel has this mask and this size."""
+    return mask.is_plain and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
 
 
 def _has_cudnn() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -170,8 +172,14 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     assert library == taken
     plain = ([0, 1], d**-0.5, True)
     assert arguments[3:] == (
-        plain if taken == "hopper" else (real, *plain, 1, 2, None, threshold, 1.5, 5)
+        plain if taken == "hopper" else (real, None, None, *plain, 0, 1, 2, None, threshold, 1.5, 5)
     )
+    if taken == "hopper":
+        first = torch.zeros(1, 3, dtype=torch.int32)
+        for limits in ({"window": 2}, {"first_key": first}, {"positions": first[0]}):
+            limited = replace(mask, **limits)
+            library, _, arguments = hopper.HopperPasses().forward(q, q, q, limited)
+            assert library == "triton"
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
