@@ -57,6 +57,7 @@ def samples(engine: Engine) -> SyntheticLoader:
         config.pipeline.num_microbatches,
         grid.replica,
         grid.num_replicas,
+        packed=config.data.is_packed,
     )
 
 

@@ -18,9 +18,10 @@ from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
 from hybridpar.data.files.indexed import IndexedDataset, is_indexed
-from hybridpar.data.gpt import GPTDataset
+from hybridpar.data.gpt import GPTDataset, TokenDocuments
 from hybridpar.data.loader import Samples
-from hybridpar.data.mapped import MappedDataset
+from hybridpar.data.mapped import MappedDataset, MappedDocuments
+from hybridpar.data.packed_rows import PackedDataset
 from hybridpar.data.prepared import (
     CorpusOptions,
     Prepared,
@@ -190,13 +191,25 @@ def _open_datasets(config: Config, datasets: Mapping[str, Any]) -> Data:
 def _samples_of(config: Config, dataset: Any, part: str) -> Samples:
     """Return the samples of a data set. A stream keeps two batches in memory."""
     model = config.model
+    packing = config.data.packing
     if isinstance(dataset, Mapping):
         names = shown(sorted(map(str, dataset)))
         raise DataError(
             f"dataset({part!r}) of {model.kind} must be a list of samples, each a dict of "
             f"arrays; it is a dict of {names}"
         )
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    is_mapped = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if packing != "none":
+        if not is_mapped or model.text_format is None:
+            rule = (
+                f"requires a map-style dataset (len(d), d[i]); dataset({part!r}) is a "
+                f"{type(dataset).__name__}"
+            )
+            raise config_error("data.packing", packing, rule, '"none"')
+        documents = MappedDocuments(model.text_format, dataset, part)
+        rows = PackedDataset(documents, model.text_format.seq_length, packing)
+        return Blend([rows], seed=config.train.seed)
+    if is_mapped:
         return Blend([MappedDataset(model, dataset, part)], seed=config.train.seed)
     if callable(dataset) or hasattr(dataset, "__iter__"):
         return StreamedSamples(model, dataset, part, 2 * config.global_batch_size)
@@ -321,10 +334,15 @@ def _blend(model: ModelConfig, config: Config, corpora: _Corpora) -> Data:
     tokenizer = corpora.tokenizer
     seed = config.train.seed
     weights = config.data.weights
+    packing = config.data.packing
 
     def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
+        if model.kind == "gpt" and packing == "best_fit":
+            return PackedDataset(TokenDocuments(indexed, part), model.seq_length, packing)
         if model.kind == "gpt":
-            return GPTDataset(indexed, model.seq_length, part, seed=order_seed)
+            return GPTDataset(
+                indexed, model.seq_length, part, seed=order_seed, packed=packing == "stream"
+            )
         assert tokenizer is not None
         return BertDataset(
             indexed,

@@ -14,6 +14,10 @@ of a run stays one number; a table of the documents' places is made when an epoc
 for. The offset cuts a part of few long documents differently in each epoch. Without a seed
 (validation) the documents stay as they lie. They end with an end-of-text token, put there when the
 corpus was prepared.
+
+Packed ("stream"), the same stretches also say where each token's document begins in the row: tokens
+attend within their document, positions count from its start, and a label that is the first token of
+another document does not count.
 Source: Radford et al., "Language models are unsupervised multitask learners", 2019; sample layout
     as in Megatron-LM.
 """
@@ -30,6 +34,7 @@ from numpy.typing import NDArray
 from hybridpar.data.bits import derive, root_key
 from hybridpar.data.files.indexed import IndexedDataset
 from hybridpar.data.order import SampleOrder
+from hybridpar.data.sample_rules import IGNORED, document_entries
 from hybridpar.errors import DataError
 
 _MAX_DOCUMENTS = 1 << 24
@@ -54,6 +59,7 @@ class GPTDataset:
         tokens: The split, as positions (start, stop) in `indexed.tokens`. Default: all.
         seed: Seed of the order of documents, which differs in each epoch. None: the order of the
             file.
+        packed: Whether samples say where documents begin.
 
     Raises:
         DataError: There are too few tokens for one sample.
@@ -66,6 +72,7 @@ class GPTDataset:
         tokens: tuple[int, int] | None = None,
         *,
         seed: int | None = None,
+        packed: bool = False,
     ):
         start, stop = tokens if tokens is not None else (0, indexed.num_tokens)
         assert 0 <= start <= stop <= indexed.num_tokens, (start, stop, indexed.num_tokens)
@@ -77,6 +84,7 @@ class GPTDataset:
         self.seq_length = seq_length
         self._tokens = indexed.tokens[start:stop]
         self._documents = _document_starts(indexed, start, stop)
+        self._first_tokens = boundaries(indexed, start, stop) if packed else None
         self._order = (
             None if seed is None else SampleOrder(len(self._documents) - 1, seed, "data.documents")
         )
@@ -85,6 +93,8 @@ class GPTDataset:
         text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}" + (
             "" if seed is None else f" permuted {seed}"
         )
+        if packed:
+            text += " packed"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
@@ -96,22 +106,43 @@ class GPTDataset:
     ) -> dict[str, NDArray[np.int64]]:
         """Return samples by number, each in its epoch.
 
-        Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels` [b, s].
+        Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels` [b, s]; packed also the entries
+        of `document_entries`.
         """
+        places = self._places(indices, epochs)
+        ids = self._tokens[places].astype(np.int64)
+        tokens = np.ascontiguousarray(ids[:, :-1])
+        labels = np.ascontiguousarray(ids[:, 1:])
+        if self._first_tokens is None:
+            return {"tokens": tokens, "labels": labels}
+        offsets = self._offsets(places)
+        labels[offsets[:, 1:] == 0] = IGNORED
+        starts = np.maximum(np.arange(self.seq_length) - offsets[:, :-1], 0)
+        return {"tokens": tokens, "labels": labels, **document_entries(starts)}
+
+    def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
+        """Return how many labels count in these samples: all, or all but the first tokens of packed
+        documents."""
+        number = len(indices) * self.seq_length
+        if self._first_tokens is not None:
+            next_tokens = self._offsets(self._places(indices, epochs)[:, 1:])
+            number -= int((next_tokens == 0).sum())
+        return number
+
+    def _places(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions in the split of the tokens of samples. Shapes: [b] -> [b, s + 1]."""
         places = indices[:, None] * self.seq_length + np.arange(self.seq_length + 1)
         if self._order is not None:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
                 places[mine] = self._permuted(places[mine], self._epoch(int(epoch)))
-        ids = self._tokens[places].astype(np.int64)
-        return {
-            "tokens": np.ascontiguousarray(ids[:, :-1]),
-            "labels": np.ascontiguousarray(ids[:, 1:]),
-        }
+        return places
 
-    def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
-        """Return the number of labels of these samples, which all count."""
-        return len(indices) * self.seq_length
+    def _offsets(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of its document come before each token. Shapes: unchanged."""
+        assert self._first_tokens is not None
+        documents = np.searchsorted(self._first_tokens, places, side="right") - 1
+        return places - self._first_tokens[documents]
 
     def _permuted(self, places: NDArray[np.int64], epoch: _Epoch) -> NDArray[np.int64]:
         """Return the positions in the split for positions in an epoch. Shapes: [b, s + 1] both."""
@@ -137,8 +168,52 @@ class GPTDataset:
         return self._epochs[epoch]
 
 
+class TokenDocuments:
+    """The documents of a split of a token file, to pack into rows. The last token of each is a
+    label only; a document of one token has no label and is left out.
+
+    Raises:
+        DataError: No document has two tokens.
+    """
+
+    def __init__(self, indexed: IndexedDataset, tokens: tuple[int, int]):
+        start, stop = tokens
+        places = boundaries(indexed, start, stop)
+        lengths = np.diff(places) - 1
+        kept = lengths > 0
+        if not kept.any():
+            raise DataError(
+                f"{indexed.prefix}: no document of the split has two tokens; a document needs a "
+                "token to predict"
+            )
+        self._tokens = indexed.tokens[start:stop]
+        self._starts = places[:-1][kept]
+        self.lengths = lengths[kept]
+        text = f"documents {indexed.fingerprint} {start} {stop}"
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def read(
+        self, document: int, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens of a document, and the tokens that follow each as labels."""
+        first = self._starts[document]
+        ids = self._tokens[first + start : first + stop + 1].astype(np.int64)
+        return ids[:-1], ids[1:]
+
+    def num_labels(self, document: int, start: int, stop: int) -> int:
+        """Return how many of these labels count: all."""
+        return stop - start
+
+
+def boundaries(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
+    """Return where documents begin in tokens[start:stop], and its end. Shapes: [D + 1]."""
+    places = np.unique(np.clip(indexed.document_starts, start, stop)) - start
+    return places.astype(np.int64, copy=False)
+
+
 def _document_starts(indexed: IndexedDataset, start: int, stop: int) -> NDArray[np.int64]:
-    """Return the starts of the documents in tokens[start:stop], and its end. Shapes: [D + 1]."""
-    starts = np.unique(np.clip(indexed.document_starts, start, stop)) - start
+    """Return the starts of the groups of documents that are permuted, and the end of
+    tokens[start:stop]. Shapes: [D + 1]."""
+    starts = boundaries(indexed, start, stop)
     step = -(-len(starts) // _MAX_DOCUMENTS)
     return np.append(starts[:-1:step], starts[-1])

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridpar.config import ModelSpec
-from hybridpar.data.sample_rules import Arrays, rules_of
+from hybridpar.config import ModelConfig, ModelSpec
+from hybridpar.data.sample_rules import IGNORED, Arrays, TokenRules, rules_of
 from hybridpar.errors import DataError, shown
 
 Form = dict[str, tuple[str, tuple[int, ...]]]
@@ -123,6 +123,50 @@ class MappedDataset:
         return f"dataset({self._part!r}) of {self._model.kind}" + (
             "" if index is None else f"[{index}]"
         )
+
+
+class MappedDocuments:
+    """The samples of a map-style dataset as documents to pack into rows.
+
+    All samples are read once, to learn their lengths.
+
+    Raises:
+        DataError: It is empty, or a sample breaks the model's rules.
+    """
+
+    def __init__(self, model: ModelConfig, dataset: Any, part: str):
+        self._dataset = dataset
+        self._where = f"dataset({part!r}) of {model.kind}"
+        self._rules = TokenRules(model, packed=True)
+        if not len(dataset):
+            raise DataError(f"{self._where} is empty")
+        digest = hashlib.sha256()
+        lengths = []
+        for index in range(len(dataset)):
+            sample = self._sample(index)
+            lengths.append(len(sample["tokens"]))
+            for name in ("tokens", "labels"):
+                digest.update(sample[name].tobytes())
+        self.lengths = np.array(lengths, np.int64)
+        digest.update(self.lengths.tobytes())
+        self.fingerprint = digest.hexdigest()[:32]
+
+    def read(
+        self, document: int, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens of a sample, and their labels."""
+        sample = self._sample(document)
+        return sample["tokens"][start:stop], sample["labels"][start:stop]
+
+    def num_labels(self, document: int, start: int, stop: int) -> int:
+        """Return how many of these labels count."""
+        return int((self.read(document, start, stop)[1] != IGNORED).sum())
+
+    def _sample(self, index: int) -> Arrays:
+        where = f"{self._where}[{index}]"
+        sample = as_arrays(self._dataset[index], where)
+        self._rules.check(sample, where)
+        return self._rules.as_input(sample)
 
 
 def rehearsal(model: ModelSpec, num_samples: int) -> dict[str, torch.Tensor]:

@@ -6,6 +6,10 @@ one.
     token_types          [seq_length] 0 or 1; sentence_labels 0, 1 or -100: BERT only
     padding_mask         [seq_length] booleans, True for a real token; may be left out
     positions            [seq_length] whole numbers; may be left out
+    document_start       [seq_length] whole numbers, the place in the row where each token's document
+                         begins: it attends to no token before; may be left out; GPT only
+
+Samples that are packed into rows (data.packing) have tokens and labels alone, of one length each.
 
 Without these checks a wrong id would be an index error deep in the model or, with tensor
 parallelism, a wrong loss without any error.
@@ -43,10 +47,10 @@ class SampleRules:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Rules for an entry of a sample. `limit`: its numbers are below it; None: booleans.
-    `limit_is`: the meaning of the limit."""
+    """Rules for an entry of a sample. `shape` None: one dimension of any size above 0. `limit`: its
+    numbers are below it; None: booleans. `limit_is`: the meaning of the limit."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     limit: int | None
     limit_is: str = ""
     may_ignore: bool = False
@@ -54,18 +58,26 @@ class _Entry:
 
 
 class TokenRules(SampleRules):
-    """Rules for samples of GPT and BERT."""
+    """Rules for samples of GPT and BERT.
+
+    Args:
+        model: The model.
+        packed: Whether samples are packed into rows, so that they have any length.
+    """
 
     num_checked = 16
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, *, packed: bool = False):
         self._kind = model.kind
         each = (model.seq_length,)
         vocabulary = model.vocab_size, "model.vocab_size"
+        length = None if packed else each
         self._entries = {
-            "tokens": _Entry(each, *vocabulary),
-            "labels": _Entry(each, *vocabulary, may_ignore=True),
+            "tokens": _Entry(length, *vocabulary),
+            "labels": _Entry(length, *vocabulary, may_ignore=True),
         }
+        if packed:
+            return
         if model.kind == "bert":
             self._entries["token_types"] = _Entry(each, 2, "the number of segments")
             self._entries["sentence_labels"] = _Entry(
@@ -80,6 +92,10 @@ class TokenRules(SampleRules):
         self._entries["positions"] = _Entry(
             each, most, "the number of positions", is_required=False
         )
+        if model.kind == "gpt":
+            self._entries["document_start"] = _Entry(
+                each, model.seq_length, "model.seq_length", is_required=False
+            )
 
     def check(self, sample: Arrays, what: str) -> None:
         needed = [name for name, entry in self._entries.items() if entry.is_required]
@@ -96,12 +112,39 @@ class TokenRules(SampleRules):
         for name, array in sample.items():
             if flaw := _flaw(name, array, self._entries[name]):
                 raise DataError(f"{what}: {flaw}")
+        if (starts := sample.get("document_start")) is not None:
+            ahead = np.flatnonzero(starts > np.arange(len(starts)))
+            if ahead.size:
+                at = int(ahead[0])
+                raise DataError(
+                    f"{what}: document_start[{at}] is {starts[at]}, out of range: 0 to {at}, as a "
+                    "document begins at its first token"
+                )
+        if sample["tokens"].shape != sample["labels"].shape:
+            raise DataError(
+                f"{what} has {len(sample['tokens'])} tokens and {len(sample['labels'])} labels; "
+                "must have a label for each token"
+            )
 
     def as_input(self, batch: Arrays) -> Arrays:
-        return {
+        found = {
             name: array if array.dtype == np.bool_ else array.astype(np.int64, copy=False)
             for name, array in batch.items()
         }
+        if "document_start" in found:
+            return document_entries(found["document_start"]) | {
+                name: array for name, array in found.items() if name != "document_start"
+            }
+        return found
+
+
+def document_entries(starts: NDArray[np.int64]) -> Arrays:
+    """Return what a micro-batch says of its documents. Shapes: starts [b, s], the place in the row
+    where each token's document begins -> `document_start` int32, `positions` int64, both [b, s]."""
+    return {
+        "document_start": starts.astype(np.int32),
+        "positions": np.arange(starts.shape[1]) - starts,
+    }
 
 
 def rules_of(model: ModelSpec) -> SampleRules:
@@ -111,7 +154,10 @@ def rules_of(model: ModelSpec) -> SampleRules:
 
 def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:
     """Return what is wrong with an entry; "" if nothing is."""
-    if array.shape != entry.shape:
+    if entry.shape is None:
+        if array.ndim != 1 or not array.size:
+            return f"{name} has shape {list(array.shape)}; must have one dimension, of 1 or more"
+    elif array.shape != entry.shape:
         length = (
             f"[{entry.shape[0]}], as model.seq_length is {entry.shape[0]}"
             if entry.shape

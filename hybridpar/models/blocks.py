@@ -9,6 +9,10 @@ holds their positions in their texts.
 With `sequence` (over tp) the x between blocks holds this rank's rows of every sample, [b, s_local,
 h]; batch has all rows. At tp 1 that is the same.
 
+Packed documents (data.packing): batch["document_start"] ([b, s] int32) holds the first position
+that each token attends to, and batch["positions"] ([b, s] int64) each token's place in its
+document.
+
 Legend: b samples, s sequence, h hidden, v vocabulary.
 """
 
@@ -121,10 +125,10 @@ class Embedding(nn.Module):
         part = part_of(batch, self.axis, self.sequence)
         out = self.tokens(batch["tokens"], part.sizes)
         if self.positions is not None:
-            at = batch.get("positions")
-            out = out + (
-                self.positions(part.length, part.start) if at is None else self.positions.at(at)
-            )
+            if (at := batch.get("positions")) is None:
+                out = out + self.positions(part.length, part.start)
+            else:
+                out = out + self.positions.at(at.narrow(-1, part.start, part.length))
         if self.segments is not None:
             out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
@@ -153,7 +157,8 @@ class TransformerLayer(nn.Module):
     Pre-norm normalises the input of either (GPT-2), post-norm the sum after it (BERT, arXiv
     1810.04805). With `parallel_residual` both read the layer's input, each through its own norm
     (pre-norm; GPT-NeoX, arXiv 2204.06745).
-    Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
+    Shapes: x [b, s, h], padding_mask [b, s] bool (True = real), document_start [b, s] int32 (packed
+    documents: the first token that each attends to) -> [b, s, h], all replicated.
     Collectives: two all-reduces over tp forward, two backward. With `sequence`: forward two all-
     gathers and two reduce_scatters, backward four and two.
     """
@@ -226,7 +231,9 @@ class TransformerLayer(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> HiddenStates:
         start, _, sizes = part_of(batch, self.axis, self.sequence)
-        how = batch.get("padding_mask"), key, cache, batch.get("positions"), sizes
+        positions = batch.get("positions")
+        first_key = batch.get("document_start")
+        how = batch.get("padding_mask"), key, cache, positions, sizes, first_key
         if self.post_norm:
             x, _ = self.attention_norm.add(
                 *self.attention.without_bias(x, *how),

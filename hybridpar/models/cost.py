@@ -5,6 +5,7 @@ Legend: h hidden, f ffn, s sequence, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -114,7 +115,22 @@ def _weights_and_rows(model: ModelSpec, number: int) -> int:
     )
 
 
-def training_flops_per_token(model: ModelSpec) -> int:
+def visible_share(seq_length: int, documents: Sequence[int], window: int | None = None) -> float:
+    """Return the pairs of a query and a visible key over those of plain causal attention.
+
+    Args:
+        seq_length: Tokens of a row.
+        documents: Lengths of the row's packed documents; whatever is left of the row sees nothing.
+        window: Most keys that a query sees. None: no limit.
+    """
+    pairs = 0
+    for length in documents:
+        full = length if window is None else min(window, length)  # queries with fewer keys
+        pairs += full * (full + 1) // 2 + (length - full) * full
+    return 2 * pairs / (seq_length * (seq_length + 1))
+
+
+def training_flops_per_token(model: ModelSpec, visible: float = 1.0) -> int:
     """Return the operations that training on one token needs: the numerator of MFU, over the rate
     of tokens.
 
@@ -125,20 +141,29 @@ def training_flops_per_token(model: ModelSpec) -> int:
     L h s, as in PaLM (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention is causal:
     half of its matrix is masked, and no operation on that half is needed. Custom models:
     `block_flops`, forward and backward, for each of the `tokens_per_sample`.
+
+    Args:
+        model: The model.
+        visible: Share of causal attention that packed documents leave (`visible_share`). GPT only.
     """
     if (formulas := model.cost_model) is None:
         return sum(map(sum, block_flops(model))) // model.tokens_per_sample
     masked = 0
     if formulas.kind == "gpt":
-        masked = 2 * formulas.num_layers * formulas.seq_length * formulas.hidden_size
+        half = 2 * formulas.num_layers * formulas.seq_length * formulas.hidden_size
+        masked = 2 * half - round(visible * half)
     return 3 * (sum(forward_flops_per_token(model)) - masked)
 
 
-def training_flops_rule(model: ModelSpec) -> str:
+def training_flops_rule(model: ModelSpec, visible: float = 1.0) -> str:
     """Return the rule of `training_flops_per_token`, for people."""
     if (formulas := model.cost_model) is None:
         return "products, convolutions and attention, forward and backward"
-    return "6 N + 6 L h s, causal attention once" if formulas.kind == "gpt" else "6 N + 12 L h s"
+    if formulas.kind != "gpt":
+        return "6 N + 12 L h s"
+    if visible != 1.0:
+        return f"6 N + 6 L h s x {visible:.3g}, the share of causal attention within documents"
+    return "6 N + 6 L h s, causal attention once"
 
 
 KEPT_BYTES = 34

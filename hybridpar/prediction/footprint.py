@@ -391,4 +391,7 @@ def sample_microbatch(config: Config) -> dict[str, Tensor]:
         batch["token_types"] = torch.zeros(shape, dtype=torch.int64)
         batch["padding_mask"] = torch.ones(shape, dtype=torch.bool)
         batch["sentence_labels"] = torch.zeros(b, dtype=torch.int64)
+    if config.data.is_packed:
+        batch["document_start"] = torch.zeros(shape, dtype=torch.int32)
+        batch["positions"] = torch.zeros(shape, dtype=torch.int64)
     return batch

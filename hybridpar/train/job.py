@@ -21,6 +21,7 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.config import Config, Launch, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.data import NO_DATASETS, Data, open_data
+from hybridpar.data.packed_rows import mean_visible_share
 from hybridpar.errors import CheckpointError, HybridparError, config_error, in_a_line
 from hybridpar.flight import FAILED, LOST, REFUSED, RENDEZVOUS, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -325,7 +326,8 @@ def _train_on_grid(
             run_folder.begin(config, data.tokenizer)
             options.write(config.run.folder, reporter.say)
         _introduce(config, place, grid, reporter, resumed)
-        report = RunReport(engine, reporter, resumed, links)
+        visible = mean_visible_share(data.train) if config.data.is_packed else 1.0
+        report = RunReport(engine, reporter, resumed, links, visible=visible)
         with contextlib.closing(Run(engine, data, report, watch, place.callbacks)) as run:
             injector.attach(engine, run.saver)
             started = True

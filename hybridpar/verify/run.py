@@ -255,6 +255,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         grid.replica,
         grid.num_replicas,
         config.train.seed,
+        packed=config.data.is_packed,
     )
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
@@ -364,7 +365,11 @@ def compare(
         config, lambda: Oracle(job, version, m, delay=delay, poisoned=disturbance.nan_batches)
     )
     loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed
+        config.model,
+        config.train.micro_batch_size,
+        m * parallel.replicas,
+        seed=config.train.seed,
+        packed=config.data.is_packed,
     )
     several = {"sites": parallel.sites} if parallel.sites > 1 else {}
     report = Report(

@@ -8,7 +8,12 @@ from custom_models import CustomGPT
 from hybridpar.config import ModelConfig, load_toml
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
-from hybridpar.models.cost import forward_flops_per_token, training_flops_per_token
+from hybridpar.models.cost import (
+    forward_flops_per_token,
+    training_flops_per_token,
+    training_flops_rule,
+    visible_share,
+)
 from hybridpar.nn.placement import named_placements
 from hybridpar.prediction.work import block_kinds
 
@@ -57,6 +62,29 @@ def test_the_whole_attention_matrix_counts_where_nothing_is_masked() -> None:
     layer = 12 * 64 * 64
     head = round(2 * 0.15 * (64 * 50 + 64 * 64))
     assert training_flops_per_token(model) == 6 * 3 * layer + 12 * 3 * 64 * 32 + 3 * head
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("documents", [(12,), (5, 1, 6), (1,) * 12, (7, 2)])
+def test_the_share_of_causal_attention_counts_pairs(
+    documents: tuple[int, ...], window: int | None
+) -> None:
+    """Rows of 12, of which the last has padding at its end."""
+    seen = [
+        sum(1 for key in range(query + 1) if window is None or key > query - window)
+        for length in documents
+        for query in range(length)
+    ]
+    assert visible_share(12, documents, window) == pytest.approx(sum(seen) / (12 * 13 / 2))
+
+
+def test_attention_within_documents_takes_its_share_of_the_flops() -> None:
+    model = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, seq_length=32, vocab_size=50)
+    plain = training_flops_per_token(model)
+    attention = 6 * 3 * 64 * 32
+    assert training_flops_per_token(model, 0.25) == plain - attention * 3 // 4
+    assert "x 0.25" in training_flops_rule(model, 0.25)
+    assert "x" not in training_flops_rule(model).replace("6 N + 6 L h s", "")
 
 
 class WithFormulas(CustomGPT):

@@ -15,6 +15,7 @@ def data(config: Config) -> Iterator[Problem]:
     section = config.data
     yield from _corpus(config)
     yield from _validation_sets(config)
+    yield from _packing(config)
     if not section.text_key:
         yield Problem("data.text_key", "", "must be the name of a field or column", '"text"')
     if section.split == 0 and not section.valid_sources and config.train.eval_interval:
@@ -23,6 +24,19 @@ def data(config: Config) -> Iterator[Problem]:
             "data.valid_sets is set: evaluation needs samples that are not trained on"
         )
         yield Problem("data.split", section.split, rule, "0.02")
+
+
+def _packing(config: Config) -> Iterator[Problem]:
+    packing = config.data.packing
+    text = config.model.text_format
+    if packing == "none":
+        return
+    if text is None:
+        rule = "requires model.kind = gpt: a custom model's dataset packs its own samples"
+        yield Problem("data.packing", packing, rule, '"none"')
+    elif text.kind != "gpt":
+        rule = f"requires model.kind = gpt; model.kind is {text.kind}"
+        yield Problem("data.packing", packing, rule, '"none"')
 
 
 def _corpus(config: Config) -> Iterator[Problem]:

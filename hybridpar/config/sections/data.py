@@ -29,6 +29,11 @@ class DataConfig:
     split: Share = 0.02
     """Share of the documents held out for validation if neither valid_corpus nor valid_sets is
     set."""
+    packing: Literal["none", "stream", "best_fit"] = "none"
+    """GPT only: how documents share a row of seq_length tokens. none: rows are cut from all text,
+    and tokens attend to what precedes them in the row, of whatever document. stream: the same rows,
+    but tokens attend within their document, whose positions start at 0. best_fit: as stream, but
+    documents are not cut unless they are longer than a row; what is left of a row is padding."""
     valid_corpus: tuple[str, ...] = ()
     """Files of one validation set, tokenized like `corpus`. Empty: `split` holds documents out."""
     valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
@@ -36,6 +41,11 @@ class DataConfig:
     its own loss."""
     cache: str = ""
     """Folder for prepared corpora. Empty: data/ in run.dir."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether micro-batches say where documents begin."""
+        return self.packing != "none"
 
     @property
     def valid_sources(self) -> dict[str, tuple[str, ...]]:

@@ -87,6 +87,7 @@ def _train(
         config.pipeline.num_microbatches,
         grid.replica,
         grid.num_replicas,
+        packed=config.data.is_packed,
     )
     offloader = engine.executor.offloader
     graphs = engine.executor.graphs

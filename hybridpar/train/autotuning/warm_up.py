@@ -71,6 +71,7 @@ def warm_up(
         config.pipeline.num_microbatches,
         grid.replica,
         grid.num_replicas,
+        packed=config.data.is_packed,
     )
     engine.train(loader, _BATCHES, lambda result: None)
     engine.close()

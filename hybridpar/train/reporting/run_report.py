@@ -59,7 +59,13 @@ class RunReport:
     """
 
     def __init__(
-        self, engine: Engine, reporter: Reporter, resumed: int, links: LinkWatch | None = None
+        self,
+        engine: Engine,
+        reporter: Reporter,
+        resumed: int,
+        links: LinkWatch | None = None,
+        *,
+        visible: float = 1.0,
     ):
         config = self.config = engine.config
         self.engine = engine
@@ -79,14 +85,14 @@ class RunReport:
         self._costs: RunCosts | None = None
         self._num_unlabelled = 0
         self._knows_validation_sets = False
-        self._flops_per_token = training_flops_per_token(config.model)
+        self._flops_per_token = training_flops_per_token(config.model, visible)
         self._peak = Peak(
             config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0
         )
         counts = config.model.counts
         each = (
             f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} "
-            f"({training_flops_rule(config.model)})"
+            f"({training_flops_rule(config.model, visible)})"
         )
         reporter.detail(
             f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s "
