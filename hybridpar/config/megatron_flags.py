@@ -142,6 +142,9 @@ MEGATRON: dict[str, str] = {
     "merge_file": "data.tokenizer",
     "tiktoken_pattern": ABSENT,
     "vocab_extra_ids": ABSENT,
+    "reset_position_ids": 'data.packing = "stream"',
+    "reset_attention_mask": 'data.packing = "stream"',
+    "eod_mask_loss": 'data.packing = "stream"',
     "num_workers": ABSENT,
     "no_mmap_bin_files": ABSENT,
     # runs

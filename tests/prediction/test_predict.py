@@ -492,7 +492,7 @@ def peak_of_run(config: Config) -> tuple[int, int]:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     loader = BatchLoader(
-        SyntheticSamples(config.model, padding=False),
+        SyntheticSamples(config.model, padding=False, packed=config.data.is_packed),
         micro_batch_size=config.train.micro_batch_size,
         num_microbatches=config.pipeline.num_microbatches,
         dp_rank=grid.dp.rank,
@@ -730,6 +730,20 @@ def test_with_shares_in_a_file(tmp_path: Path) -> None:
     config = replace(split, memory=MemoryConfig(budget=7 << 20, folder=str(tmp_path)))
     assert predict(JobPlan(config))[0].total < predict(JobPlan(split))[0].total - (4 << 20)
     agree(config, tolerance=0.02)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.ranks
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_of_packed_documents(position: str) -> None:
+    """First keys and positions of a micro-batch are kept once, by all layers together."""
+    packed = small(
+        pp=2,
+        model={"position": position},
+        data={"packing": "stream"},
+        pipeline={"schedule": "2bw"},
+    )
+    agree(packed, tolerance=0.02)
 
 
 def watched(config: Config) -> Any:

@@ -277,11 +277,14 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
     s = model.seq_length
     x = torch.randn(b, s, hidden, device=device, generator=generator).to(DTYPES[config.train.dtype])
     real = None if model.kind == "gpt" else torch.ones(b, s, dtype=torch.bool, device=device)
-    y = layer(x.requires_grad_(), real, RandomKey.of(0, 0, 0, b, device))
+    first = None
+    if config.data.is_packed:
+        first = torch.zeros(b, s, dtype=torch.int32, device=device)
+    y = layer(x.requires_grad_(), real, RandomKey.of(0, 0, 0, b, device), first_key=first)
     y.backward(torch.ones_like(y))
     if config.train.eval_interval and model.attention_dropout:
         with torch.no_grad():
-            layer(x, real)
+            layer(x, real, first_key=first)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
