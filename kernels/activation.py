@@ -1,8 +1,9 @@
-"""gelu(x + bias) in its tanh form and silu(gate + bias) * (up + bias), forward and backward.
+"""gelu(x + bias) in its tanh form, and silu or gelu of gate + bias, times up + bias; forward and
+backward.
 
 The backward keeps x and computes everything again. Traffic a bf16 element of x: gelu reads it and
-writes y, 4 bytes; its backward reads dy and x and writes dx, 6; swiglu 3 and 5, as y has half as
-many. The gradient of the bias is the columns' sums of dx before it is rounded, see rows.py.
+writes y, 4 bytes; its backward reads dy and x and writes dx, 6; swiglu and geglu 3 and 5, as y has
+half as many. The gradient of the bias is the columns' sums of dx before it is rounded, see rows.py.
 Arithmetic: gelu has one exponential and one division an element, about 15 operations, below what
 the traffic takes on A100 and H100.
 Source: arXiv 1606.08415, arXiv 2002.05202.
@@ -22,6 +23,8 @@ OPERATORS = {
     "bias_gelu_backward": (),
     "bias_swiglu": (),
     "bias_swiglu_backward": (),
+    "bias_geglu": (),
+    "bias_geglu_backward": (),
 }
 
 _WIDEST = 1024
@@ -56,6 +59,18 @@ def bias_swiglu(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_swiglu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the bias (empty without one)."""
     return _backward(swiglu_backward_kernel, dy, x, bias)
+
+
+def bias_geglu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Shapes: x [.., 2 f], gate then up, bias [2 f], contiguous -> [.., f]."""
+    y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    _forward(geglu_kernel, x, bias, y)
+    return y
+
+
+def bias_geglu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the bias (empty without one)."""
+    return _backward(geglu_backward_kernel, dy, x, bias)
 
 
 def _forward(kernel, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -178,6 +193,65 @@ def swiglu_backward_kernel(
         dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
         s = _sigmoid(gate)
         dgate = dy * up * (s + gate * s * (1.0 - s))
+        dup = dy * (gate * s)
+        place = row.to(tl.int64) * 2 * cols + col
+        tl.store(dx_ptr + place, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + cols + place, dup.to(dx_ptr.dtype.element_ty), mask=inside)
+        gate_sums += dgate
+        up_sums += dup
+    if partial_ptr is not None:
+        partial_ptr += group.to(tl.int64) * 2 * cols + col
+        tl.store(partial_ptr, tl.sum(gate_sums, 0, keep_dims=True), mask=col < cols)
+        tl.store(partial_ptr + cols, tl.sum(up_sums, 0, keep_dims=True), mask=col < cols)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def geglu_kernel(
+    x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    row, col = _first_tile(blocks, ROWS, COLS)
+    gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
+    up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
+    gate = gate.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
+    up = up.to(tl.float32) + _bias(bias_ptr, cols, col, cols)
+    y = gate * _gate(gate) * up
+    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "rows_each"])
+def geglu_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    blocks,
+    rows_each,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    group = tl.program_id(0) // blocks
+    first = group * rows_each + tl.arange(0, ROWS)[:, None]
+    end = tl.minimum((group + 1) * rows_each, rows)
+    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
+    gate_bias = _bias(bias_ptr, 0, col, cols)
+    up_bias = _bias(bias_ptr, cols, col, cols)
+    gate_sums = tl.zeros([ROWS, COLS], tl.float32)
+    up_sums = tl.zeros([ROWS, COLS], tl.float32)
+    gate_next, _ = _tile(x_ptr, first, col, end, cols, 2 * cols)
+    up_next, _ = _tile(x_ptr + cols, first, col, end, cols, 2 * cols)
+    dy_next, inside_next = _tile(dy_ptr, first, col, end, cols, cols)
+    for at in range(0, end - group * rows_each, ROWS):
+        row = first + at
+        gate, up = gate_next.to(tl.float32) + gate_bias, up_next.to(tl.float32) + up_bias
+        dy, inside = dy_next.to(tl.float32), inside_next
+        gate_next, _ = _tile(x_ptr, row + ROWS, col, end, cols, 2 * cols)
+        up_next, _ = _tile(x_ptr + cols, row + ROWS, col, end, cols, 2 * cols)
+        dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
+        s = _gate(gate)
+        dgate = dy * up * (s + gate * s * (1.0 - s) * (3 * _CUBIC * gate * gate + _SLOPE))
         dup = dy * (gate * s)
         place = row.to(tl.int64) * 2 * cols + col
         tl.store(dx_ptr + place, dgate.to(dx_ptr.dtype.element_ty), mask=inside)

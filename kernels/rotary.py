@@ -4,16 +4,18 @@ position.
 Traffic a bf16 element: reads and writes it, 4 bytes. An angle is position * frequency, which
 float32 cannot hold at position 100000: it, and what is left of it after whole quarter turns, is
 computed in float64, once for up to _HEADS heads; sine and cosine of that remainder are float32
-polynomials. There is no table, so nothing is kept on the GPU between calls, and none has to be
+polynomials. There is no table of angles, so nothing is kept on the GPU between calls, and none has to be
 filled before a graph is captured. A100 and H100 have half as many float64 as float32 operations: it
 takes about 8 a pair and position, and the frequency 30 a pair and program, hidden behind the
-traffic; on GPUs with few float64 units it is not.
+traffic; on GPUs with few float64 units it is not. Scaled models give a table of frequencies, one a
+pair, instead.
 Source: arXiv 2104.09864. Polynomials: Cephes (S. L. Moshier), sinf and cosf, 1 ulp within an eighth
     of a turn.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -29,8 +31,18 @@ _PAIRS = 1024  # positions times pairs of a program, 8 a thread
 _HEADS = 8  # of a program
 
 
-def rotary(x: Tensor, base: float, offset: int, positions: Tensor | None, back: bool) -> Tensor:
+def rotary(
+    x: Tensor,
+    base: float,
+    frequencies: list[float],
+    magnitude: float,
+    offset: int,
+    positions: Tensor | None,
+    back: bool,
+) -> Tensor:
     """Positions are offset, offset + 1, .. or those given; `back` turns the other way.
+
+    frequencies: of each pair; empty: powers of the base. magnitude: factor of the result.
 
     Shapes: x [b, n, s, d] without gaps in d, positions int64 [s] or [b, s], contiguous -> [b, s, n,
         d].
@@ -52,6 +64,7 @@ def rotary(x: Tensor, base: float, offset: int, positions: Tensor | None, back: 
         b * blocks * groups,
         x,
         positions,
+        table(frequencies, d // 2, x.device),
         y,
         n,
         s,
@@ -62,6 +75,7 @@ def rotary(x: Tensor, base: float, offset: int, positions: Tensor | None, back: 
         groups,
         half=d // 2,
         STEP=-math.log2(base) / (d // 2),
+        MAGNITUDE=magnitude,
         BACK=back,
         HEADS=_HEADS,
         ROWS=at_a_time,
@@ -71,10 +85,25 @@ def rotary(x: Tensor, base: float, offset: int, positions: Tensor | None, back: 
     return y
 
 
+def table(frequencies: list[float], pairs: int, device: torch.device) -> Tensor | None:
+    """The frequencies on the device, float64; None: powers of the base.
+
+    Kept from call to call, so that a graph that is captured finds them there.
+    """
+    assert len(frequencies) in (0, pairs), f"{len(frequencies)} frequencies for {pairs} pairs"
+    return _table(tuple(frequencies), device) if frequencies else None
+
+
+@functools.lru_cache(maxsize=64)
+def _table(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(frequencies, dtype=torch.float64, device=device)
+
+
 @triton.jit(do_not_specialize=["heads", "size", "offset", "sample_positions", "blocks", "groups"])
 def rotary_kernel(
     x_ptr,
     positions_ptr,
+    frequencies_ptr,
     y_ptr,
     heads,
     size,
@@ -87,6 +116,7 @@ def rotary_kernel(
     groups,
     half: tl.constexpr,
     STEP: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
     BACK: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -103,7 +133,14 @@ def rotary_kernel(
         position = tl.load(
             positions_ptr + sample * sample_positions + row, mask=row < size, other=0
         )
-    cos, sin = _turn(position.to(tl.float64) * tl.exp2(col.to(tl.float64) * STEP))
+    if frequencies_ptr is None:
+        frequency = tl.exp2(col.to(tl.float64) * STEP)
+    else:
+        frequency = tl.load(frequencies_ptr + col, mask=col < half, other=0.0)
+    cos, sin = _turn(position.to(tl.float64) * frequency)
+    if MAGNITUDE != 1.0:
+        cos *= MAGNITUDE
+        sin *= MAGNITUDE
     if BACK:
         sin = -sin
     place_x = row.to(tl.int64) * x_position + col

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rotary import _cos_and_sin
+from .rotary import _cos_and_sin, table
 from .rows import add_up, launch, share, tile
 
 OPERATORS = {"split_qkv_backward": ()}
@@ -45,13 +45,15 @@ def split_qkv_backward(
     groups: list[int],
     with_bias: bool,
     base: float,
+    frequencies: list[float],
+    magnitude: float,
     turned: int,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the product and of the bias (empty if not `with_bias`).
 
     groups: query heads of each. turned: number of a head's first features that rotary positions of
-    this base turned, in pairs (i, i + turned / 2); 0: none.
+    this base turned, in pairs (i, i + turned / 2); 0: none. frequencies, magnitude: see rotary.
     Shapes: dq [b, n, s, d], dk, dv [b, g, s, d] without gaps in d, positions int64 [s] or [b, s],
         contiguous
     -> [b, s, (n + 2 g) d], [(n + 2 g) d].
@@ -86,6 +88,7 @@ def split_qkv_backward(
             dk,
             dv,
             positions,
+            table(frequencies, half, dq.device),
             dqkv,
             partial,
             rows,
@@ -103,6 +106,7 @@ def split_qkv_backward(
             HALF=half,
             REST=rest,
             STEP=-math.log2(base) / max(half, 1),
+            MAGNITUDE=magnitude,
             ROWS=size["ROWS"],
             PAIRS=triton.next_power_of_2(max(half, 1)),
             COLS=triton.next_power_of_2(max(rest, 1)),
@@ -132,6 +136,7 @@ def pack_kernel(
     dk_ptr,
     dv_ptr,
     positions_ptr,
+    frequencies_ptr,
     out_ptr,
     partial_ptr,
     rows,
@@ -155,6 +160,7 @@ def pack_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     STEP: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     COLS: tl.constexpr,
@@ -184,7 +190,10 @@ def pack_kernel(
     second_sums = tl.zeros([ROWS, PAIRS], tl.float32)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     if HALF > 0:
-        turns = tl.exp2(pair.to(tl.float64) * STEP) * _TURN
+        if frequencies_ptr is None:
+            turns = tl.exp2(pair.to(tl.float64) * STEP) * _TURN
+        else:
+            turns = tl.load(frequencies_ptr + pair, mask=pair < HALF, other=0.0) * _TURN
         turns = tl.where(number > queries, 0.0, turns - tl.floor(turns + 0.5))
         units = (turns * _WHOLE).to(tl.int64)  # that a position adds
     for at in tl.range(first, end, ROWS, num_stages=STAGES):
@@ -205,6 +214,10 @@ def pack_kernel(
                     other=0,
                 )
             cos, sin = _of_units(places * units)
+            if MAGNITUDE != 1.0:
+                factor = tl.where(number > queries, 1.0, MAGNITUDE)
+                cos *= factor
+                sin *= factor
             da, db = a * cos + b * sin, b * cos - a * sin
             tl.store(out_row + pair, da.to(out_ptr.dtype.element_ty), mask=inside)
             tl.store(out_row + HALF + pair, db.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-// gelu(x + bias) in its tanh form and silu(gate + bias) * (up + bias), forward and backward.
+// gelu(x + bias) in its tanh form, and silu or gelu of gate + bias, times up + bias; forward and backward.
 //
 // The activations keep x for the backward pass and compute everything again: one read, one write each way. The bias
 // gradient is the column sums of dx before rounding.
@@ -29,6 +29,10 @@ struct Rows {
   }                                                                                                    \
   ATTRIBUTES void swiglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {  \
     swiglu_backward_any(a, begin, end, sums);                                                          \
+  }                                                                                                    \
+  ATTRIBUTES void geglu_rows(const Rows<T>& a, int64_t begin, int64_t end) { geglu_any(a, begin, end); } \
+  ATTRIBUTES void geglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {   \
+    geglu_backward_any(a, begin, end, sums);                                                           \
   }
 #define HYBRIDPAR_ACTIVATION_CLONES(T) HYBRIDPAR_ACTIVATION(HYBRIDPAR_CLONES, T)
 
@@ -145,6 +149,30 @@ std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& 
                       });
 }
 
+Tensor bias_geglu(const Tensor& x, const Optional& bias) {
+  check("bias_geglu", x, bias);
+  const int64_t width = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(width % 2 == 0, "bias_geglu: the last size of x must be even");
+  Tensor y = empty_rows(x, width / 2);
+  by_type("bias_geglu", x, [&](auto element) {
+    using T = decltype(element);
+    const Widened<T> shared(data<T>(bias), width);
+    const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), width / 2};
+    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, geglu_rows, a, begin, end);
+    });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor> bias_geglu_backward(const Tensor& dy, const Tensor& x, const Optional& bias) {
+  return run_backward("bias_geglu_backward", dy, x, bias, x.size(x.dim() - 1) / 2,
+                      [](const auto& a, int64_t begin, int64_t end, auto* sums) {
+                        using T = typename std::decay_t<decltype(a)>::Element;
+                        HYBRIDPAR_RUN(has_bfloat16(), T, geglu_backward_rows, a, begin, end, sums);
+                      });
+}
+
 }  // namespace
 }  // namespace hybridpar
 
@@ -155,6 +183,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def("bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
   library.def("bias_swiglu(Tensor x, Tensor? bias) -> Tensor");
   library.def("bias_swiglu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
+  library.def("bias_geglu(Tensor x, Tensor? bias) -> Tensor");
+  library.def("bias_geglu_backward(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
@@ -162,4 +192,6 @@ STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
   library.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
   library.impl("bias_swiglu", TORCH_BOX(&bias_swiglu));
   library.impl("bias_swiglu_backward", TORCH_BOX(&bias_swiglu_backward));
+  library.impl("bias_geglu", TORCH_BOX(&bias_geglu));
+  library.impl("bias_geglu_backward", TORCH_BOX(&bias_geglu_backward));
 }

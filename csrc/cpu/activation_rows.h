@@ -94,3 +94,49 @@ HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64
       }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
   }
 }
+
+// gelu(gate) * up, of the same x
+template <class T>
+HYBRIDPAR_INLINE void geglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
+  const int64_t cols = a.cols;
+  const Wide<T>* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols;
+    T* y = a.out + row * cols;
+    if (bias)
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i);
+        put(y, i, gelu(g) * u);
+      }, ahead(gate), ahead(up), ahead(y));
+    else
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i);
+        put(y, i, gelu(g) * load(up, i));
+      }, ahead(gate), ahead(up), ahead(y));
+  }
+}
+
+template <class T>
+HYBRIDPAR_INLINE void geglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
+  const int64_t cols = a.cols;
+  const Wide<T>* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols, *dy = a.dy + row * cols;
+    T *dgate = a.out + row * 2 * cols, *dup = dgate + cols;
+    if (bias)
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i), d = load(dy, i);
+        const auto along = d * u * gelu_derivative(g), across = d * gelu(g);
+        put(sums, i, load(sums, i) + along);
+        put(sums, cols + i, load(sums, cols + i) + across);
+        put(dgate, i, along);
+        put(dup, i, across);
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
+    else
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i), d = load(dy, i);
+        put(dgate, i, d * load(up, i) * gelu_derivative(g));
+        put(dup, i, d * gelu(g));
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
+  }
+}

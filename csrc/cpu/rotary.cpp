@@ -20,22 +20,23 @@ struct Table {  // [kPositions, half] each
 };
 
 // The table of positions [number * kPositions, (number + 1) * kPositions). Any thread may ask.
+// frequencies: of each pair; magnitude: factor of cosines and sines.
 template <class W>
-std::shared_ptr<const Table<W>> table(double base, int64_t half, int64_t number) {
+std::shared_ptr<const Table<W>> table(const std::vector<double>& frequencies, double magnitude, int64_t number) {
   static std::mutex mutex;
-  static std::map<std::tuple<double, int64_t, int64_t>, std::shared_ptr<const Table<W>>> tables;
+  static std::map<std::tuple<int64_t, double, std::vector<double>>, std::shared_ptr<const Table<W>>> tables;
   std::lock_guard<std::mutex> lock(mutex);
-  const auto key = std::make_tuple(base, half, number);
+  const auto key = std::make_tuple(number, magnitude, frequencies);
   if (auto found = tables.find(key); found != tables.end()) return found->second;
+  const int64_t half = static_cast<int64_t>(frequencies.size());
   auto made = std::make_shared<Table<W>>();
   made->cos.resize(kPositions * half);
   made->sin.resize(kPositions * half);
   for (int64_t i = 0; i < half; ++i) {
-    const double frequency = std::pow(base, static_cast<double>(i) / -static_cast<double>(half));
     for (int64_t at = 0; at < kPositions; ++at) {
-      const double angle = static_cast<double>(number * kPositions + at) * frequency;
-      made->cos[at * half + i] = static_cast<W>(std::cos(angle));
-      made->sin[at * half + i] = static_cast<W>(std::sin(angle));
+      const double angle = static_cast<double>(number * kPositions + at) * frequencies[i];
+      made->cos[at * half + i] = static_cast<W>(magnitude * std::cos(angle));
+      made->sin[at * half + i] = static_cast<W>(magnitude * std::sin(angle));
     }
   }
   if (tables.size() >= kMostTables) tables.clear();
@@ -81,13 +82,20 @@ HYBRIDPAR_INLINE void turn_any(const Rotation<T>& a, int64_t begin, int64_t end)
 HYBRIDPAR_EACH_TYPE(HYBRIDPAR_ROTARY)
 
 // x [samples, heads, s, d], positions [s] or [samples, s] (without: from `offset` on) -> [samples, s, heads, d]
-Tensor rotary(const Tensor& x, double base, int64_t offset, const Optional& positions, bool back) {
+// given: frequencies of the pairs; empty: powers of the base
+Tensor rotary(const Tensor& x, double base, const std::vector<double>& given, double magnitude, int64_t offset,
+              const Optional& positions, bool back) {
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0 && (x.size(3) == 0 || x.stride(3) == 1),
                   "rotary: needs [samples, heads, s, d] with d even and without gaps");
   const int64_t samples = x.size(0), heads = x.size(1), s = x.size(2), d = x.size(3), half = d / 2;
   STD_TORCH_CHECK(!positions || (positions->is_contiguous() && positions->scalar_type() == ScalarType::Long &&
                                  (positions->numel() == s || positions->numel() == samples * s)),
                   "rotary: positions must be int64 [s] or [samples, s]");
+  STD_TORCH_CHECK(given.empty() || static_cast<int64_t>(given.size()) == half,
+                  "rotary: needs a frequency for each of the ", half, " pairs of features, got ", given.size());
+  std::vector<double> frequencies = given;
+  for (int64_t i = static_cast<int64_t>(given.size()); i < half; ++i)
+    frequencies.push_back(std::pow(base, static_cast<double>(i) / -static_cast<double>(half)));
   Tensor y = make({samples, s, heads, d}, x.scalar_type());
   by_type("rotary", x, [&](auto element) {
     using T = decltype(element);
@@ -99,7 +107,7 @@ Tensor rotary(const Tensor& x, double base, int64_t offset, const Optional& posi
       const int64_t at = positions ? data<int64_t>(*positions)[i] : offset + i;
       STD_TORCH_CHECK(at >= 0, "rotary: position ", at, " is negative");
       auto& block = tables[at / kPositions];
-      if (!block) block = table<W>(base, half, at / kPositions);
+      if (!block) block = table<W>(frequencies, magnitude, at / kPositions);
       cos[i] = block->cos.data() + at % kPositions * half;
       sin[i] = block->sin.data() + at % kPositions * half;
     }
@@ -116,7 +124,9 @@ Tensor rotary(const Tensor& x, double base, int64_t offset, const Optional& posi
 using namespace hybridpar;
 
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
-  library.def("rotary(Tensor x, float base, SymInt offset, Tensor? positions, bool back) -> Tensor");
+  library.def(
+      "rotary(Tensor x, float base, float[] frequencies, float magnitude, SymInt offset, Tensor? positions, bool back) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) { library.impl("rotary", TORCH_BOX(&rotary)); }

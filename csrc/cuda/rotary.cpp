@@ -6,9 +6,11 @@ namespace hybridpar {
 namespace {
 
 // x [samples, heads, s, d], positions [s] or [samples, s] (without: from `offset` on) -> [samples, s, heads, d].
-// Positions on the device may be negative: to look at them would be to wait for them.
-Tensor rotary(const Tensor& x, double base, int64_t offset, const Optional& positions, bool back) {
+// Positions on the device may be negative: to look at them would be to wait for them. Frequencies are powers of the base.
+Tensor rotary(const Tensor& x, double base, const std::vector<double>& frequencies, double magnitude, int64_t offset,
+              const Optional& positions, bool back) {
   const char* op = "rotary";
+  STD_TORCH_CHECK(frequencies.empty() && magnitude == 1.0, op, ": has no scaled frequencies");
   STD_TORCH_CHECK(x.dim() == 4 && x.size(3) % 2 == 0 && (x.size(3) == 0 || x.stride(3) == 1), op,
                   ": needs [samples, heads, s, d] with d even and without gaps");
   const int64_t samples = x.size(0), heads = x.size(1), s = x.size(2), d = x.size(3);

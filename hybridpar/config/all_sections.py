@@ -59,6 +59,8 @@ class KernelsConfig:
     """GELU, with the bias before it."""
     swiglu: str = "auto"
     """SwiGLU, with the bias before it."""
+    geglu: str = "auto"
+    """GeGLU, with the bias before it."""
     rotary: str = "auto"
     """Rotary position embeddings."""
     split_qkv: str = "auto"
@@ -187,7 +189,8 @@ class Config:
     def has_equal_layers(self) -> bool:
         """Whether all layers are alike and trained alike, so that one shows what each takes."""
         has_frozen = any(group.frozen for group in self.optim.groups)
-        return bool(self.model.layers_field) and not has_frozen
+        alike = self.model.layers_field and self.model.layers_are_alike
+        return bool(alike) and not has_frozen
 
     @property
     def cache_folder(self) -> Path:

@@ -70,6 +70,8 @@ class ModelSpec:
     layers_field: str = ""
     """Name of the field that holds the number of inner blocks, if these are all alike and there is
     one more at either end. Memory is then predicted from a few layers."""
+    layers_are_alike: bool = True
+    """Whether the layers that `layers_field` counts run equal operators on equal shapes."""
     logits_chunk: int | None = None
     """Tokens whose logits exist at a time (0: all), if the head can compute them in chunks."""
     can_generate: bool = False

@@ -18,8 +18,10 @@ Legend: b samples, s sequence, h hidden, v vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +43,17 @@ from hybridpar.nn import (
     VocabParallelEmbedding,
     vocab_parallel_linear_cross_entropy,
 )
-from hybridpar.nn.cross_entropy import CrossEntropySpec, VocabProjection, split_cross_entropy
+from hybridpar.nn.attention import QKNorm
+from hybridpar.nn.cross_entropy import (
+    CrossEntropySpec,
+    LogitTransform,
+    VocabProjection,
+    split_cross_entropy,
+)
 from hybridpar.nn.mlp import activation_function
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, value_of
+from hybridpar.nn.rotary import UNSCALED, RotaryScaling
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.random import RandomKey
 
@@ -63,7 +72,53 @@ def make_norm(
     """Build the norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
     return norms[model.norm](
-        model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **options
+        model.hidden_size,
+        axis,
+        eps=model.norm_epsilon,
+        kernels=kernels,
+        zero_centered=model.norm_zero_centered,
+        **options,
+    )
+
+
+def rotary_scaling(model: ModelConfig) -> RotaryScaling:
+    """Return how a model scales its rotary frequencies."""
+    names = (field.name for field in dataclasses.fields(RotaryScaling) if field.name != "kind")
+    settings = {name: getattr(model, f"rotary_{name}") for name in names}
+    return RotaryScaling(model.rotary_scaling, **settings)
+
+
+def attention_of(
+    model: ModelConfig, layer: int, axis: Axis, kernels: KernelsConfig, **options: Any
+) -> ParallelAttention:
+    """Build the attention of a layer, counted from 0."""
+    window = model.layer_window(layer)
+    has_own_base = window > 0 and model.window_rotary_base > 0
+    base = model.window_rotary_base if has_own_base else model.rotary_base
+    qk_norm = None
+    if model.qk_norm != "none":
+        qk_norm = QKNorm(model.qk_norm, model.norm_epsilon, model.norm_zero_centered)
+    return ParallelAttention(
+        model.hidden_size,
+        model.num_heads,
+        axis,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        causal=model.kind == "gpt",
+        rotary_base=base if model.layer_rotates(layer) else None,
+        rotary_fraction=model.rotary_fraction,
+        rotary_scaling=UNSCALED if has_own_base else rotary_scaling(model),
+        window=window or None,
+        qk_norm=qk_norm,
+        scale=model.attention_scale or None,
+        softcap=model.attention_softcap,
+        attention_dropout=model.attention_dropout,
+        kernels=kernels,
+        bias=model.bias,
+        qkv_bias=model.has_qkv_bias,
+        out_bias=model.has_out_bias,
+        init_std=model.init_std,
+        **options,
     )
 
 
@@ -96,6 +151,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.sequence = sequence
+        self.scale = model.embedding_scale
         h = model.hidden_size
         std = model.init_std
         self.tokens = VocabParallelEmbedding(
@@ -124,6 +180,8 @@ class Embedding(nn.Module):
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         part = part_of(batch, self.axis, self.sequence)
         out = self.tokens(batch["tokens"], part.sizes)
+        if self.scale != 1:
+            out = out * self.scale
         if self.positions is not None:
             if (at := batch.get("positions")) is None:
                 out = out + self.positions(part.length, part.start)
@@ -155,8 +213,14 @@ class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
     Pre-norm normalises the input of either (GPT-2), post-norm the sum after it (BERT, arXiv
-    1810.04805). With `parallel_residual` both read the layer's input, each through its own norm
-    (pre-norm; GPT-NeoX, arXiv 2204.06745).
+    1810.04805). Output norms normalise what either adds to the residual stream (OLMo 2, arXiv
+    2501.00656), sandwich norms its input and that (Gemma 2, arXiv 2408.00118). With
+    `parallel_residual` both read the layer's input, each through its own norm (pre-norm; GPT-NeoX,
+    arXiv 2204.06745).
+
+    Args:
+        layer: Number of the layer, from 0, which decides about its positions.
+
     Shapes: x [b, s, h], padding_mask [b, s] bool (True = real), document_start [b, s] int32 (packed
     documents: the first token that each attends to) -> [b, s, h], all replicated.
     Collectives: two all-reduces over tp forward, two backward. With `sequence`: forward two all-
@@ -170,6 +234,7 @@ class TransformerLayer(nn.Module):
         name: str,
         kernels: KernelsConfig,
         *,
+        layer: int,
         sequence: bool = False,
         **factory: Any,
     ):
@@ -177,24 +242,19 @@ class TransformerLayer(nn.Module):
         self.axis = axis
         self.sequence = sequence
         self.post_norm = model.post_norm
+        self.has_input_norms = model.norm_position != "output"
+        self.has_output_norms = model.norm_position in ("output", "sandwich")
         self.parallel_residual = model.parallel_residual
         # GPT-2: projections onto the residual stream start smaller, by the number of residual
         # additions
         out_std = (
             model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
         )
-        self.attention = ParallelAttention(
-            model.hidden_size,
-            model.num_heads,
+        self.attention = attention_of(
+            model,
+            layer,
             axis,
-            num_kv_heads=model.kv_heads,
-            causal=model.kind == "gpt",
-            rotary_base=model.rotary_base if model.position == "rotary" else None,
-            rotary_fraction=model.rotary_fraction,
-            attention_dropout=model.attention_dropout,
-            kernels=kernels,
-            bias=model.bias,
-            init_std=model.init_std,
+            kernels,
             out_init_std=out_std,
             name=f"{name}.attention",
             sequence=sequence,
@@ -212,15 +272,21 @@ class TransformerLayer(nn.Module):
             sequence=sequence,
             **factory,
         )
-        self.attention_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
-        self.mlp_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
+        norm = partial(make_norm, model, axis, kernels, sequence=sequence, **factory)
+        if self.has_input_norms:
+            self.attention_norm = norm()
+            self.mlp_norm = norm()
+        if self.has_output_norms:
+            self.attention_output_norm = norm()
+            self.mlp_output_norm = norm()
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
     def recompute(self) -> None:
         """From now on recompute outputs of norms and of the activation in the backward pass."""
-        self.attention_norm.recompute()
-        self.mlp_norm.recompute()
+        if self.has_input_norms:  # nothing keeps the results of the others
+            self.attention_norm.recompute()
+            self.mlp_norm.recompute()
         self.mlp.recompute()
 
     def forward(
@@ -246,6 +312,8 @@ class TransformerLayer(nn.Module):
                 *self.mlp.without_bias(x, sizes), value_of(x), self.mlp_dropout, key, start
             )[0]
         x = value_of(x)
+        if self.has_output_norms:
+            return self._with_output_norms(x, how, sizes, key, start)
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
             fed = self.mlp.without_bias(self.mlp_norm(x), sizes)
@@ -254,6 +322,32 @@ class TransformerLayer(nn.Module):
             )
         y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, start)
         return self.mlp_dropout.add(*self.mlp.without_bias(y, sizes), x, key, start)
+
+    def _with_output_norms(
+        self,
+        x: Tensor,
+        how: tuple[Any, ...],
+        sizes: tuple[int, ...] | None,
+        key: RandomKey | None,
+        start: int,
+    ) -> Tensor:
+        """Run the layer if what either sublayer adds is normalised first."""
+        inside = self.attention_norm(x) if self.has_input_norms else x
+        attended = self._output(
+            self.attention_output_norm, *self.attention.without_bias(inside, *how)
+        )
+        inner: HiddenStates
+        if self.has_input_norms:
+            inner, x = self.mlp_norm.add(attended, None, x, self.attention_dropout, key, start)
+        else:
+            inner = x = self.attention_dropout.add(attended, None, x, key, start)
+        fed = self._output(self.mlp_output_norm, *self.mlp.without_bias(inner, sizes))
+        return self.mlp_dropout.add(fed, None, x, key, start)
+
+    @staticmethod
+    def _output(norm: LayerNorm | RMSNorm, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the norm of a sublayer's output. Shapes: [b, s, h] -> the same."""
+        return norm.normalize(y if bias is None else y + bias)
 
 
 class LanguageModelHead(nn.Module):
@@ -268,6 +362,7 @@ class LanguageModelHead(nn.Module):
     ):
         super().__init__()
         self.label_smoothing = model.label_smoothing
+        self.transform = LogitTransform(model.logit_scale, model.logit_softcap)
         self.logits_chunk = model.logits_chunk
         self.kernels = kernels
         self.projection = ColumnParallelLinear(
@@ -304,6 +399,7 @@ class LanguageModelHead(nn.Module):
             0.0 if key is None else self.label_smoothing,
             IGNORE_INDEX,
             self.kernels.cross_entropy,
+            self.transform,
         )
         labels = batch["labels"]
         if self.logits_chunk:
@@ -322,9 +418,8 @@ class LanguageModelHead(nn.Module):
     def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [.., h] -> [..,
         v]."""
-        return gather_from(
-            self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size)
-        )
+        logits = self.transform(self.projection(x))
+        return gather_from(logits, self.axis, -1, split_sizes(self.vocab_size, self.axis.size))
 
 
 class GPTHead(nn.Module):
@@ -439,9 +534,7 @@ class BertHead(nn.Module):
             if model.post_norm
             else make_norm(model, axis, kernels, sequence=sequence, **factory)
         )
-        self.activation = activation_function(
-            "gelu" if model.activation == "swiglu" else model.activation, kernels
-        )
+        self.activation = activation_function("gelu" if model.gated else model.activation, kernels)
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
         self.norm = make_norm(model, axis, kernels, **factory)
         self.language_model = LanguageModelHead(model, axis, kernels, bias=True, **factory)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -130,15 +130,15 @@ def _groups_by_name(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Map
 
 def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Module:
     """Build block `number` of GPT or BERT."""
+    options: dict[str, Any] = {"sequence": build.sequence, **build.factory}
     if number == 0:
         kind: type[nn.Module] = Embedding
     elif number <= model.num_layers:
         kind = TransformerLayer
+        options["layer"] = number - 1
     else:
         kind = HEADS[model.kind]
-    return kind(
-        model, build.axis, build.name, build.kernels, sequence=build.sequence, **build.factory
-    )
+    return kind(model, build.axis, build.name, build.kernels, **options)
 
 
 def _tie(blocks: Iterable[nn.Module]) -> None:

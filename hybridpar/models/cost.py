@@ -21,10 +21,23 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
     """Return how many weights of a transformer layer take part in a matrix product with every
     token."""
     h = model.hidden_size
-    head_dim = h // model.num_heads
-    qkv = h * (h + 2 * model.kv_heads * head_dim)
-    ffn = (3 if model.activation == "swiglu" else 2) * h * model.ffn_size
-    return qkv + h * h + ffn
+    heads = model.num_heads * model.head_size
+    qkv = h * (heads + 2 * model.kv_heads * model.head_size)
+    ffn = (3 if model.gated else 2) * h * model.ffn_size
+    return qkv + h * heads + ffn
+
+
+def layer_attention_flops(model: ModelConfig, layer: int) -> int:
+    """Return the forward operations of a layer's scores and of their products with the values, for
+    one token: 4 for each feature of the query heads and each key.
+
+    All s keys count, which for a causal matrix is twice what a token sees. With a window of w keys
+    a token sees w - w^2 / 2s on average, which also counts twice.
+    """
+    s = model.seq_length
+    window = model.layer_window(layer)
+    keys = 2 * window - window * window // s if 0 < window < s else s
+    return 4 * keys * model.num_heads * model.head_size
 
 
 def head_matmul_parameters(model: ModelConfig) -> int:
@@ -37,16 +50,19 @@ def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
     """Return the forward operations of each block for one token.
 
     A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. A layer takes 2
-    per weight, and 4 s h for the attention scores and their product with the values; for a causal
-    matrix that is twice what counts (`training_flops_per_token`). Another model says its operations
-    (`ModelSpec.forward_flops`), or they are counted in its code (models/flops.py).
+    per weight, and 4 s n d for the attention scores of n heads of d features and their product with
+    the values, which is 4 s h in most models. For a causal matrix that is twice what counts
+    (`training_flops_per_token`). Another model says its operations (`ModelSpec.forward_flops`), or
+    they are counted in its code (models/flops.py).
     """
     if (formulas := model.cost_model) is None:
         return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
     weights = layer_matmul_parameters(formulas)
-    layer = 2 * weights + 4 * formulas.seq_length * formulas.hidden_size
+    layers = (
+        2 * weights + layer_attention_flops(formulas, layer) for layer in range(formulas.num_layers)
+    )
     head = round(2 * LABELLED[formulas.kind] * head_matmul_parameters(formulas))
-    return (0, *[layer] * formulas.num_layers, head)
+    return (0, *layers, head)
 
 
 @lru_cache(maxsize=256)
@@ -150,8 +166,9 @@ def training_flops_per_token(model: ModelSpec, visible: float = 1.0) -> int:
         return sum(map(sum, block_flops(model))) // model.tokens_per_sample
     masked = 0
     if formulas.kind == "gpt":
-        half = 2 * formulas.num_layers * formulas.seq_length * formulas.hidden_size
-        masked = 2 * half - round(visible * half)
+        layers = range(formulas.num_layers)
+        attention = sum(layer_attention_flops(formulas, layer) for layer in layers)
+        masked = attention - round(visible * attention / 2)
     return 3 * (sum(forward_flops_per_token(model)) - masked)
 
 

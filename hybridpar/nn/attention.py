@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -19,9 +20,12 @@ from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
+from hybridpar.nn.norm import RMSNorm
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
+from hybridpar.nn.qk_norm import HeadWeights, full_qk_norm
 from hybridpar.nn.recomputable import HiddenStates, value_of
-from hybridpar.ops.split_qkv import RotarySettings, sums_bias
+from hybridpar.nn.rotary import UNSCALED, RotaryScaling
+from hybridpar.ops.split_qkv import RotarySettings, sums_bias, turn_heads
 from hybridpar.random import RandomKey, site
 
 
@@ -35,6 +39,9 @@ class HeadLayout:
     on
     each of them.
 
+    Attributes:
+        head_dim: Features of a head; 0: hidden / num_heads.
+
     Raises:
         ConfigError: Counts do not fit; it names each.
     """
@@ -43,9 +50,10 @@ class HeadLayout:
     num_heads: int
     num_kv_heads: int
     num_ranks: int
+    head_dim: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.hidden % self.num_heads:
+        if self.num_heads < 1 or (not self.head_dim and self.hidden % self.num_heads):
             raise config_error(
                 "num_heads",
                 self.num_heads,
@@ -66,11 +74,8 @@ class HeadLayout:
                 f"must be at most num_heads = {self.num_heads}: every rank needs at least one head",
                 str(self.num_heads),
             )
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head."""
-        return self.hidden // self.num_heads
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden // self.num_heads)
 
     @property
     def q_per_group(self) -> int:
@@ -121,6 +126,19 @@ class HeadLayout:
             for a, b in ((0, m), (m, m + 1), (m + 1, m + 2))
         )
 
+    def group_range(self, rank: int) -> Range:
+        """Return the groups that `rank` takes part in."""
+        groups = self.group_heads(rank)
+        return min(groups), max(groups) + 1
+
+    def feature_shard(self, *, of_keys: bool) -> Shard:
+        """Return each rank's features of all queries, or of all keys, in the order of heads."""
+        d = self.head_dim
+        ranges = (
+            [self.group_range(rank) for rank in range(self.num_ranks)] if of_keys else self.heads
+        )
+        return Shard(0, tuple(((a * d, b * d),) for a, b in ranges))
+
     def out_shard(self) -> Shard:
         """Return the columns of the output weight that each rank holds, which its query heads
         produce."""
@@ -146,6 +164,22 @@ def rotary_features(head_dim: int, fraction: float) -> int:
     return features
 
 
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """The RMSNorm of queries and keys, before rotary positions.
+
+    Attributes:
+        kind: 'head': over the features of each head, with one weight for all heads. 'full': over
+            the features of all heads (nn.qk_norm).
+        eps: Added to the mean square.
+        zero_centered: Whether it multiplies by 1 + weight.
+    """
+
+    kind: Literal["head", "full"]
+    eps: float = 1e-6
+    zero_centered: bool = False
+
+
 class ParallelAttention(ParallelModule):
     """Self-attention whose heads are split over the axis.
 
@@ -162,6 +196,12 @@ class ParallelAttention(ParallelModule):
         rotary_fraction: Share of a head's features that it turns, the first ones.
         window: Most positions that a token attends to, its own included (sliding window); requires
             causal. None: no limit.
+        rotary_scaling: How its frequencies are scaled.
+        head_dim: Features of a head; None: hidden / num_heads.
+        qk_norm: Norm of queries and keys; None: there is none.
+        scale: Factor of the products of queries and keys; None: 1 / sqrt(head_dim).
+        softcap: Scores become softcap * tanh(score / softcap); 0: they do not.
+        qkv_bias, out_bias: Whether `qkv` and `out` have a bias; None: `bias`.
         name: Tells the dropout of one layer from another's.
         out_init_std: Standard deviation of `out` at the start; None: init_std.
         sequence: Whether calls have `sizes` (see column_linear).
@@ -169,7 +209,7 @@ class ParallelAttention(ParallelModule):
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real), first_key [b, s] int32
     (the first position that each token attends to) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
-    row_linear.
+    row_linear. With a full qk_norm: see full_qk_norm.
     Raises: ConfigError if counts do not fit (see HeadLayout), or for an odd number of rotary
     features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
@@ -186,9 +226,16 @@ class ParallelAttention(ParallelModule):
         window: int | None = None,
         rotary_base: float | None = None,
         rotary_fraction: float = 1.0,
+        rotary_scaling: RotaryScaling = UNSCALED,
+        head_dim: int | None = None,
+        qk_norm: QKNorm | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
         attention_dropout: float = 0.0,
         kernels: KernelsConfig = AUTO,
         bias: bool = True,
+        qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
         init_std: float = 0.02,
         out_init_std: float | None = None,
         name: str = "attention",
@@ -198,7 +245,7 @@ class ParallelAttention(ParallelModule):
     ):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
+        self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size, head_dim or 0)
         self.rotary_dim = (
             0 if rotary_base is None else rotary_features(layout.head_dim, rotary_fraction)
         )
@@ -207,6 +254,10 @@ class ParallelAttention(ParallelModule):
         self.dropout = attention_dropout
         self.kernels = kernels
         self.rotary_base = rotary_base
+        self.rotary_scaling = rotary_scaling
+        self.qk_norm = qk_norm
+        self.scale = scale
+        self.softcap = softcap
         self.site = site(f"{name}.dropout")
         self.head_start = layout.heads[axis.rank][0]
         self.group_sizes = [
@@ -221,7 +272,7 @@ class ParallelAttention(ParallelModule):
             hidden,
             qkv_rows,
             axis,
-            bias=bias,
+            bias=bias if qkv_bias is None else qkv_bias,
             shard=layout.qkv_shard(),
             init_std=init_std,
             matrices=layout.qkv_matrices(),
@@ -229,16 +280,41 @@ class ParallelAttention(ParallelModule):
             dtype=dtype,
         )
         self.out = RowParallelLinear(
-            hidden,
+            num_heads * layout.head_dim,
             hidden,
             axis,
-            bias=bias,
+            bias=bias if out_bias is None else out_bias,
             shard=layout.out_shard(),
             init_std=init_std if out_init_std is None else out_init_std,
             matrices=(((0, hidden),),),
             sequence=sequence,
             device=device,
             dtype=dtype,
+        )
+        if qk_norm is not None:
+            self.q_norm = self._norm(qk_norm, of_keys=False, device=device, dtype=dtype)
+            self.k_norm = self._norm(qk_norm, of_keys=True, device=device, dtype=dtype)
+
+    def _norm(self, spec: QKNorm, *, of_keys: bool, **factory: Any) -> RMSNorm | HeadWeights:
+        """Build the norm of the queries or of the keys."""
+        layout = self.layout
+        if spec.kind == "head":
+            return RMSNorm(
+                layout.head_dim,
+                self.axis,
+                eps=spec.eps,
+                kernels=self.kernels,
+                sequence=True,  # each rank has its own heads: its gradient is a partial sum
+                zero_centered=spec.zero_centered,
+                **factory,
+            )
+        return HeadWeights(
+            layout.num_kv_heads if of_keys else layout.num_heads,
+            layout.head_dim,
+            self.axis,
+            layout.feature_shard(of_keys=of_keys),
+            zero_centered=spec.zero_centered,
+            **factory,
         )
 
     def forward(
@@ -266,7 +342,8 @@ class ParallelAttention(ParallelModule):
 
         The caller adds it in another operator.
         """
-        q, k, v = self._heads(x, positions, sizes)
+        turn = self._turn(x, cache, sizes)
+        q, k, v = self._heads(x, turn, positions, sizes)
         window = self.window
         if cache is not None:
             assert positions is not None
@@ -287,12 +364,34 @@ class ParallelAttention(ParallelModule):
             key=key,
             site=self.site,
             head_start=self.head_start,
+            scale=self.scale,
+            softcap=self.softcap,
             backend=self.kernels.attention,
         )
         return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
 
+    def _turn(
+        self, x: HiddenStates, cache: KeyValueCache | None, sizes: Sequence[int] | None
+    ) -> RotarySettings | None:
+        """Return the rotary positions of queries and keys; with a cache for texts that fill it."""
+        if self.rotary_base is None:
+            return None
+        length = value_of(x).shape[1] if sizes is None else sum(sizes)
+        if cache is not None:
+            length = cache.capacity
+        return RotarySettings(
+            self.rotary_base,
+            self.rotary_dim,
+            self.kernels.rotary,
+            self.rotary_scaling.frequencies(self.rotary_base, self.rotary_dim, length),
+        )
+
     def _heads(
-        self, x: HiddenStates, positions: Tensor | None, sizes: Sequence[int] | None
+        self,
+        x: HiddenStates,
+        turn: RotarySettings | None,
+        positions: Tensor | None,
+        sizes: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the local heads at their positions.
 
@@ -301,17 +400,35 @@ class ParallelAttention(ParallelModule):
         """
         backend = self.kernels.split_qkv
         bias = None
-        turn = None
-        if self.rotary_base is not None:
-            turn = RotarySettings(self.rotary_base, self.rotary_dim, self.kernels.rotary)
         if self.qkv.bias is not None and sums_bias(value_of(x), backend):
             qkv = self.qkv.with_detached_bias(x, sizes)
             bias = self.qkv.bias
         else:
             qkv = self.qkv(x, sizes)
-        return ops.split_qkv(
-            qkv, self.group_sizes, bias=bias, turn=turn, positions=positions, backend=backend
+        is_normed = self.qk_norm is not None
+        q, k, v = ops.split_qkv(
+            qkv,
+            self.group_sizes,
+            bias=bias,
+            turn=None if is_normed else turn,
+            positions=positions,
+            backend=backend,
         )
+        if is_normed:
+            q, k = self._normed(q, k)
+            if turn is not None:
+                q = turn_heads(q, turn, positions)
+                k = turn_heads(k, turn, positions)
+        return q, k, v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norms of queries and keys. Shapes: the same."""
+        if isinstance(self.q_norm, HeadWeights):
+            assert isinstance(self.k_norm, HeadWeights)
+            assert self.qk_norm is not None
+            return full_qk_norm(q, k, self.q_norm, self.k_norm, self.qk_norm.eps)
+        assert isinstance(self.k_norm, RMSNorm)
+        return self.q_norm.normalize(q), self.k_norm.normalize(k)
 
 
 def _divisors(n: int) -> str:

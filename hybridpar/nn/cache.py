@@ -17,7 +17,7 @@ class KeyValueCache:
     """
 
     def __init__(self, capacity: int):
-        self._capacity = capacity
+        self.capacity = capacity
         self._kept: Tensor | None = None  # [2, b, g, capacity, d]
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class KeyValueCache:
         if self._kept is None:
             b, g, _, d = k.shape
             self._kept = k.new_zeros(
-                2, b, g, self._capacity, d
+                2, b, g, self.capacity, d
             )  # not empty: what is masked still must be finite
         keys, values = self._kept
         stop = int(positions.max()) + 1

@@ -24,6 +24,40 @@ from hybridpar.nn.embedding import check_range, within
 
 
 @dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a projection to the vocabulary becomes before the softmax.
+
+    Attributes:
+        scale: Factor of the logits.
+        softcap: Then logits become softcap * tanh(logit / softcap). 0: they do not.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        return self.scale != 1 or self.softcap > 0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the transformed logits, in new memory if anything changes."""
+        if not self.changes:
+            return logits
+        if not self.softcap:
+            return logits * self.scale
+        return (logits * (self.scale / self.softcap)).tanh_().mul_(self.softcap)
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """Return the derivative of the transformed logits by the logits."""
+        if not self.softcap:
+            return self.scale
+        return (transformed / self.softcap).square_().neg_().add_(1).mul_(self.scale)
+
+
+AS_PROJECTED = LogitTransform()
+
+
+@dataclass(frozen=True, slots=True)
 class CrossEntropySpec:
     """The cross-entropy of logits that are split over an axis by vocabulary.
 
@@ -36,6 +70,7 @@ class CrossEntropySpec:
             torch.nn.functional.cross_entropy does.
         ignore_index: Label whose loss is zero.
         backend: Backend of the local passes (ops.cross_entropy).
+        transform: What the projection becomes before the softmax.
     """
 
     axis: Axis
@@ -44,6 +79,7 @@ class CrossEntropySpec:
     label_smoothing: float = 0.0
     ignore_index: int = -100
     backend: str = "auto"
+    transform: LogitTransform = AS_PROJECTED
 
 
 class VocabProjection(NamedTuple):
@@ -165,7 +201,8 @@ def split_cross_entropy(
         f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
     )
     targets = _Targets.of(labels, spec.ignore_index, columns.num_vocab)
-    return _CrossEntropy.apply(logits, targets, columns, overwrite, spec.backend)
+    options = _Options(overwrite, spec.backend, spec.transform)
+    return _CrossEntropy.apply(logits, targets, columns, options)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -193,7 +230,9 @@ def vocab_parallel_linear_cross_entropy(
     x = x if sizes is None else gather_sequence(x, spec.axis, sizes)
     assert labels.shape == x.shape[:-1], f"labels {tuple(labels.shape)} for x {tuple(x.shape)}"
     targets = _Targets.of(labels, spec.ignore_index, columns.num_vocab)
-    chunks = _Chunks(chunk, columns, sizes is None, spec.backend, projection.consumer)
+    chunks = _Chunks(
+        chunk, columns, sizes is None, spec.backend, projection.consumer, spec.transform
+    )
     return _LinearCrossEntropy.apply(x, projection.weight, projection.bias, targets, chunks)
 
 
@@ -244,23 +283,33 @@ def _combine(
     )
 
 
+class _Options(NamedTuple):
+    """How the loss is computed.
+
+    Attributes:
+        overwrite: Whether the backward pass may turn the logits into their gradient.
+        backend: Backend of the local passes.
+        transform: What the logits become first; their transform is kept in their place.
+    """
+
+    overwrite: bool
+    backend: str
+    transform: LogitTransform
+
+
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: _Targets,
-        columns: _Columns,
-        overwrite: bool,
-        backend: str,
+        ctx: Any, logits: Tensor, targets: _Targets, columns: _Columns, options: _Options
     ) -> Tensor:
         flat = logits.detach().reshape(targets.labels.numel(), logits.shape[-1]).contiguous()
-        passes = ops.cross_entropy(flat, backend)
+        flat = options.transform(flat)
+        passes = ops.cross_entropy(flat, options.backend)
         column = columns.column(targets.labels)
         statistics = passes.statistics(flat, column, columns.num_real, columns.smoothing > 0)
         loss, rows = _combine(statistics, column, targets, columns)
         ctx.columns = columns
-        ctx.overwrite = overwrite
+        ctx.options = options
         ctx.passes = passes
         ctx.shape = logits.shape
         ctx.save_for_backward(flat, *rows)
@@ -271,11 +320,15 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, *saved = ctx.saved_tensors
         rows = _Rows(*saved)
-        gradient = flat if ctx.overwrite else torch.empty_like(flat)
+        transform = ctx.options.transform
+        slope = transform.slope(flat)
+        gradient = flat if ctx.options.overwrite else torch.empty_like(flat)
         ctx.passes.gradient_(
             gradient, flat, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real
         )
-        return gradient.view(ctx.shape), None, None, None, None
+        if transform.changes:
+            gradient.mul_(slope)
+        return gradient.view(ctx.shape), None, None, None
 
 
 class _Chunks(NamedTuple):
@@ -287,6 +340,7 @@ class _Chunks(NamedTuple):
         reduces_dx: Whether the gradient of x is all-reduced over the axis here.
         backend: Backend of the local passes.
         consumer: Takes the gradient of the weight. None: autograd does.
+        transform: What the logits become first.
     """
 
     size: int
@@ -294,6 +348,7 @@ class _Chunks(NamedTuple):
     reduces_dx: bool
     backend: str
     consumer: GradientConsumer | None
+    transform: LogitTransform
 
 
 class _LinearCrossEntropy(Function):
@@ -312,7 +367,10 @@ class _LinearCrossEntropy(Function):
         passes = ops.cross_entropy(flat, chunks.backend)
         statistics = [
             passes.statistics(
-                matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0
+                chunks.transform(matmul.linear(part, weight, bias)),
+                at,
+                columns.num_real,
+                columns.smoothing > 0,
             )
             for part, at in zip(flat.split(chunks.size), column.split(chunks.size), strict=True)
         ]
@@ -330,7 +388,7 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *saved = ctx.saved_tensors
         rows = _Rows(*saved)
-        size, columns, reduces_dx, _, consumer = ctx.chunks
+        size, columns, reduces_dx, _, consumer, transform = ctx.chunks
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x) if wants_x else None
         dw = None
@@ -340,8 +398,11 @@ class _LinearCrossEntropy(Function):
             piece = slice(start, start + size)
             part = x[piece]
             numbers = rows.numbers(grad, columns)[:, piece].contiguous()
-            gradient = matmul.linear(part, weight, bias)
+            gradient = transform(matmul.linear(part, weight, bias))
+            slope = transform.slope(gradient)
             ctx.passes.gradient_(gradient, gradient, rows.column[piece], numbers, columns.num_real)
+            if transform.changes:
+                gradient.mul_(slope)
             factor = matmul.factor(gradient)
             if dx is not None:
                 dx[piece] = matmul.input_gradient(factor, weight)

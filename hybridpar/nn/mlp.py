@@ -14,10 +14,12 @@ from hybridpar.grid import Axis
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
 from hybridpar.nn.recomputable import HiddenStates, recomputable
-from hybridpar.ops import gelu, swiglu
+from hybridpar.ops import geglu, gelu, swiglu
 from hybridpar.ops.activation import gelu_exact
 
-Activation = Literal["gelu", "gelu_exact", "swiglu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
+GATED = ("swiglu", "geglu")
+"""Activations with a gate beside the projection up."""
 
 
 def activation_function(
@@ -25,23 +27,24 @@ def activation_function(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return the function of (x, bias) that a configuration names.
 
-    Shapes: x [.., f], bias [f] or None -> [.., f]; swiglu takes gate and up side by side, [.., 2f]
-    and [2f].
+    Shapes: x [.., f], bias [f] or None -> [.., f]; swiglu and geglu take gate and up side by side,
+    [.., 2f] and [2f].
     """
     functions: dict[Activation, Callable[[Tensor, Tensor | None], Tensor]] = {
         "gelu": partial(gelu, backend=kernels.gelu),
         "gelu_exact": gelu_exact,
         "swiglu": partial(swiglu, backend=kernels.swiglu),
+        "geglu": partial(geglu, backend=kernels.geglu),
     }
     return functions[name]
 
 
 class ParallelMLP(ParallelModule):
-    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'.
+    """down(gelu(up x)), or with a gate down(act(gate x) * (up x)): SiLU in 'swiglu', gelu in 'geglu'.
 
-    Any ffn size splits over any number of ranks. 'gelu' is the tanh form, 'gelu_exact' uses the
-    error function. With 'swiglu' the weight `up` holds the ffn rows of gate, then the rows of up;
-    every rank holds the same rows of both.
+    Any ffn size splits over any number of ranks. 'gelu' is the tanh form, as in 'geglu';
+    'gelu_exact' uses the error function. With a gate the weight `up` holds the ffn rows of gate,
+    then the rows of up; every rank holds the same rows of both.
 
     Args:
         out_init_std: Standard deviation of `down` at the start (None: init_std), often smaller in
@@ -51,7 +54,7 @@ class ParallelMLP(ParallelModule):
     Shapes: [.., hidden] -> [.., hidden], both replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
     row_linear.
-    Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
+    Source: swiglu, geglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class ParallelMLP(ParallelModule):
         self.recomputes = False
         self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
-        gated = activation == "swiglu"
+        gated = activation in GATED
         shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if gated else None
         matrices = tuple(((i * ffn, (i + 1) * ffn),) for i in range(2 if gated else 1))
         self.up = ColumnParallelLinear(

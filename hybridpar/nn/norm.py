@@ -29,7 +29,8 @@ class _Norm(ParallelModule):
 
     Args:
         eps: Added to the variance; None: 1e-5 for LayerNorm, 1e-6 for RMSNorm.
-        sequence: Whether each rank sees its own rows only.
+        sequence: Whether each rank sees its own rows only, or its own heads.
+        zero_centered: Whether it multiplies by 1 + weight, and weights start from 0.
     """
 
     parameter_names: ClassVar[tuple[str, ...]]
@@ -46,21 +47,28 @@ class _Norm(ParallelModule):
         eps: float | None = None,
         kernels: KernelsConfig = AUTO,
         sequence: bool = False,
+        zero_centered: bool = False,
         **factory: Any,
     ):
         super().__init__(axis, sequence)
+        self.zero_centered = zero_centered
         self.eps = self.usual_eps if eps is None else eps
         self.kernels = kernels
         self.recomputes = False
         self.register_parameter("bias", None)
         for name in self.parameter_names:
-            init = Init("ones" if name == "weight" else "zeros")
+            starts_at_one = name == "weight" and not zero_centered
+            init = Init("ones" if starts_at_one else "zeros")
             placement = Placement((hidden,), init, weight_decay=False)
             self.add_parameter(name, placement, **factory)
 
     def recompute(self) -> None:
         """Compute outputs again in the backward pass from now on, instead of keeping them."""
         self.recomputes = True
+
+    def scale(self) -> Tensor:
+        """Return the factor of the normalised features."""
+        return self.weight + 1 if self.zero_centered else self.weight
 
     def forward(self, x: Tensor) -> HiddenStates:
         make = self._maker(x)
@@ -82,12 +90,16 @@ class _Norm(ParallelModule):
         y, total = ops.add_norm(
             x,
             residual,
-            NormWeights(self.weight, self.bias, self.eps),
+            NormWeights(self.scale(), self.bias, self.eps),
             bias_of_x=bias,
             dropout=dropout.spec(key, first_row),
             backend=self.kernels.add_norm,
         )
         return recomputable(y, self._maker(total)) if self.recomputes else y, total
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return the norm of `x`, which the backward pass does not compute again."""
+        return self._maker(x)()
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         """Return a function that computes the norm of `x` by the weights that are bound now."""
@@ -111,7 +123,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; zero-centered: * (1 + weight).
 
     Shapes: [.., hidden] -> same. Source: arXiv 1910.07467.
     """
@@ -120,4 +132,4 @@ class RMSNorm(_Norm):
     usual_eps = 1e-6
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
-        return partial(ops.rms_norm, x, self.weight, self.eps, backend=self.kernels.rms_norm)
+        return partial(ops.rms_norm, x, self.scale(), self.eps, backend=self.kernels.rms_norm)

@@ -3,7 +3,7 @@
 registry.py has the table of the code that runs them.
 """
 
-from hybridpar.ops.activation import gelu, swiglu
+from hybridpar.ops.activation import geglu, gelu, swiglu
 from hybridpar.ops.attention import attention
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
@@ -24,6 +24,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "geglu",
     "gelu",
     "largest",
     "layer_norm",

@@ -50,6 +50,19 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> T
     return resolve("swiglu", backend, x)(x, bias)
 
 
+def geglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Return gelu(gate) * up for gate, up = the two halves of x + bias; gelu in its tanh form.
+
+    Shapes: x [.., 2 f], bias [2 f] -> [.., f].
+    Raises: ValueError for other shapes; ConfigError if the backend cannot run.
+    Source: arXiv 2002.05202.
+    """
+    if x.dim() < 1 or x.shape[-1] % 2:
+        raise ValueError(f"the last size of x {tuple(x.shape)} must be even: gate, then up")
+    check_vectors(x, bias=bias)
+    return resolve("geglu", backend, x)(x, bias)
+
+
 def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
@@ -59,12 +72,21 @@ def swiglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def gelu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return _Activation.apply(x, bias, library.bias_gelu, library.bias_gelu_backward)
 
 
 def swiglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return _Activation.apply(x, bias, library.bias_swiglu, library.bias_swiglu_backward)
+
+
+def geglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    return _Activation.apply(x, bias, library.bias_geglu, library.bias_geglu_backward)
 
 
 class _Activation(Function):
@@ -89,9 +111,15 @@ def _gradients(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
     return like(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
+def _half(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
 PASSES: Shapes = {
     "bias_gelu": like,
     "bias_gelu_backward": _gradients,
-    "bias_swiglu": lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "bias_swiglu": _half,
     "bias_swiglu_backward": _gradients,
+    "bias_geglu": _half,
+    "bias_geglu_backward": _gradients,
 }

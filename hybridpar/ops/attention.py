@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
-from hybridpar.ops.backends.registry import resolve
+from hybridpar.ops.backends.registry import SOFTCAP, resolve
 from hybridpar.ops.dropout import KEEP_ALL, DropoutMask, DropoutSpec, drop, make_mask
 from hybridpar.random import RandomKey
 
@@ -43,6 +43,8 @@ class AttentionMask:
         first_key: int32 [b, queries], contiguous. None: key 0 for all queries.
         positions: int32 [queries], contiguous. None: the queries have the last positions.
         window: Most keys that a query sees, its own included. 0: no limit.
+        scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
+        softcap: Scores become softcap * tanh(score / softcap). 0: they do not.
     """
 
     causal: bool
@@ -52,6 +54,8 @@ class AttentionMask:
     first_key: Tensor | None = None
     positions: Tensor | None = None
     window: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
 
     @property
     def is_square(self) -> bool:
@@ -62,6 +66,10 @@ class AttentionMask:
     def is_plain(self) -> bool:
         """Whether libraries can express the mask: square, no padding and no dropout."""
         return self.is_square and self.padding_mask is None and self.dropout.threshold == 0
+
+    def scale_of(self, q: Tensor) -> float:
+        """Return the factor of the products of queries and keys."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def attention(
@@ -79,9 +87,11 @@ def attention(
     key: RandomKey | None = None,
     site: int = 0,
     head_start: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
+    """Return softmax(scale q k^T) v, with dropout on the softmax.
 
     If there are fewer queries than keys and no `positions`, the queries have the last positions;
     torch's kernel computes them, whatever the backend. A query that sees no key (all padding)
@@ -95,6 +105,9 @@ def attention(
             neighbours.
         head_start: Global number of the first query head: the dropout mask of (head, position, key)
             has index (head * keys + position) * keys + key within its sample.
+        scale: Factor of the products. None: 1 / sqrt(d).
+        softcap: Scores become softcap * tanh(score / softcap), by torch's operators alone. 0: they
+            do not.
 
     Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real;
     first_key int32 [b, s]; positions int32 [s] -> [b, n, s, d].
@@ -130,12 +143,15 @@ def attention(
         None if first_key is None else first_key.contiguous(),
         None if positions is None else positions.contiguous(),
         window if window is not None and window < keys else 0,  # a wider one hides nothing
+        scale,
+        softcap,
     )
     if s < keys and positions is None:
         if mask.dropout is not KEEP_ALL:
             raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
         return attention_torch(q, k, v, mask)
-    code = resolve("attention", backend, q, attention_class(q.shape[3], grouped=n != n_kv))
+    shape = attention_class(q.shape[3], grouped=n != n_kv)
+    code = resolve("attention", backend, q, shape, SOFTCAP if softcap else ())
     return code(q, k, v, mask)
 
 
@@ -163,12 +179,14 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tens
         or torch.are_deterministic_algorithms_enabled()
     ):
         return resolve("attention", "triton", q)(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, enable_gqa=n != n_kv)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=mask.causal, scale=mask.scale, enable_gqa=n != n_kv
+    )
 
 
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Run torch's fused kernel, which has no counter-based dropout; with dropout, the full
-    matrix of probabilities."""
+    """Run torch's fused kernel, which has no counter-based dropout and no soft-cap; with either, the
+    full matrix of probabilities."""
     b, n, queries, d = q.shape
     n_kv, keys = k.shape[1:3]
     if mask.kv_index != list(range(n_kv)):
@@ -184,16 +202,18 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Ten
             index = torch.tensor(mask.kv_index, device=q.device)
             k = k.index_select(1, index)
             v = v.index_select(1, index)
-    if mask.dropout is not KEEP_ALL:
+    if mask.dropout is not KEEP_ALL or mask.softcap:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-        probabilities = _softmax(scores * q.shape[-1] ** -0.5, mask)
-        return _drop_rows(probabilities, mask).to(q.dtype) @ v
+        scores = scores * mask.scale_of(q)
+        if mask.softcap:
+            scores = (scores / mask.softcap).tanh() * mask.softcap
+        return _drop_rows(_softmax(scores, mask), mask).to(q.dtype) @ v
     square = mask.padding_mask is None and mask.is_square
     if square and (queries in (1, keys) or not mask.causal):
         is_causal = mask.causal and queries == keys
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=mask.scale)
     visible, blind = _visible(queries, keys, mask, q.device)
-    y = F.scaled_dot_product_attention(q, k, v, visible)
+    y = F.scaled_dot_product_attention(q, k, v, visible, scale=mask.scale)
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
@@ -351,11 +371,6 @@ class LibraryPasses(NamedTuple):
         return self.library.attention_backward(dout, *saved, *_arguments(saved.q, mask))
 
 
-def scale_of(q: Tensor) -> float:
-    """Return the factor of the products of queries and keys."""
-    return q.shape[-1] ** -0.5
-
-
 def _arguments(q: Tensor, mask: AttentionMask) -> tuple[Any, ...]:
     """Return the arguments of operators that describe the mask. Rows of dropout's mask are as many
     elements apart as there are keys."""
@@ -364,7 +379,7 @@ def _arguments(q: Tensor, mask: AttentionMask) -> tuple[Any, ...]:
         mask.first_key,
         mask.positions,
         mask.kv_index,
-        scale_of(q),
+        mask.scale_of(q),
         mask.causal,
         mask.window,
         *mask.dropout[:5],

@@ -20,7 +20,7 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, without_gaps
 from hybridpar.ops.backends.registry import resolve
-from hybridpar.ops.rotary import rotary
+from hybridpar.ops.rotary import POWERS, Frequencies, rotary
 
 
 class RotarySettings(NamedTuple):
@@ -30,11 +30,13 @@ class RotarySettings(NamedTuple):
         base: See `rotary`.
         features: Number of a head's first features that are turned.
         backend: Backend of `rotary`.
+        frequencies: See `rotary`.
     """
 
     base: float
     features: int
     backend: str = "auto"
+    frequencies: Frequencies = POWERS
 
 
 def split_qkv(
@@ -119,19 +121,22 @@ def _split(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (t.transpose(1, 2) for t in split_heads(qkv, groups))
     if turn is not None:
-        q = _turned(q, turn, positions)
-        k = _turned(k, turn, positions)
+        q = turn_heads(q, turn, positions)
+        k = turn_heads(k, turn, positions)
     return q, k, v
 
 
-def _turned(x: Tensor, turn: RotarySettings, positions: Tensor | None) -> Tensor:
+def turn_heads(x: Tensor, turn: RotarySettings, positions: Tensor | None) -> Tensor:
     """Turn the first features of each head. Shapes: [b, n, s, d] -> the same."""
+    settings: dict[str, Any] = {
+        "frequencies": turn.frequencies,
+        "positions": positions,
+        "backend": turn.backend,
+    }
     if turn.features == x.shape[-1]:
-        return rotary(x, turn.base, positions=positions, backend=turn.backend)
+        return rotary(x, turn.base, **settings)
     first, rest = x.split((turn.features, x.shape[-1] - turn.features), dim=-1)
-    return torch.cat(
-        (rotary(first, turn.base, positions=positions, backend=turn.backend), rest), dim=-1
-    )
+    return torch.cat((rotary(first, turn.base, **settings), rest), dim=-1)
 
 
 def _check(qkv: Tensor, groups: Sequence[int], bias: Tensor | None) -> None:
@@ -180,7 +185,10 @@ class _SplitQkv(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.library = library
         ctx.groups = groups
-        ctx.rotation = (1.0, 0) if turn is None else (turn.base, turn.features)
+        ctx.rotation = (1.0, [], 1.0, 0)
+        if turn is not None:
+            values, magnitude = turn.frequencies
+            ctx.rotation = (turn.base, list(values), magnitude, turn.features)
         ctx.positions = None if turn is None or positions is None else positions.contiguous()
         return _split(qkv, groups, turn, positions)
 

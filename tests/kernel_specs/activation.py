@@ -35,4 +35,6 @@ SPECS = {
     "gelu_backward_kernel": [backward(*kind) for kind in WIDTHS],
     "swiglu_kernel": [forward(*kind) for kind in WIDTHS],
     "swiglu_backward_kernel": [backward(*kind) for kind in WIDTHS],
+    "geglu_kernel": [forward(*kind) for kind in WIDTHS],
+    "geglu_backward_kernel": [backward(*kind) for kind in WIDTHS],
 }

@@ -16,12 +16,17 @@ INTEGERS = (
 )
 
 
-def spec(dtype: str, half: int, given: bool, back: bool) -> Spec:
+def spec(dtype: str, half: int, given: bool, back: bool, scaled: bool = False) -> Spec:
     types, constants = ({"positions_ptr": "*i64"}, {}) if given else ({}, {"positions_ptr": None})
+    if scaled:
+        types["frequencies_ptr"] = "*fp64"
+    else:
+        constants["frequencies_ptr"] = None
     cols = 1 << (half - 1).bit_length()
     constants |= {
         "half": half,
         "STEP": -math.log2(1e4) / half,
+        "MAGNITUDE": 1.2 if scaled else 1.0,
         "BACK": back,
         "HEADS": 8,
         "ROWS": 1024 // cols,
@@ -46,4 +51,5 @@ SPECS = {
             (128, False, True),
         )
     ]
+    + [spec("bf16", 64, given, given, scaled=True) for given in (False, True)]
 }

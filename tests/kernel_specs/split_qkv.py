@@ -17,10 +17,16 @@ INTEGERS = (
 )
 
 
-def spec(dtype: str, half: int, rest: int, biased: bool, given: bool = False) -> Spec:
+def spec(
+    dtype: str, half: int, rest: int, biased: bool, given: bool = False, scaled: bool = False
+) -> Spec:
     types = pointers(dtype, "dq", "dk", "dv", "out")
     constants = {}
-    for name, kind, there in (("partial_ptr", "*fp32", biased), ("positions_ptr", "*i64", given)):
+    for name, kind, there in (
+        ("partial_ptr", "*fp32", biased),
+        ("positions_ptr", "*i64", given),
+        ("frequencies_ptr", "*fp64", scaled),
+    ):
         if there:
             types[name] = kind
         else:
@@ -31,6 +37,7 @@ def spec(dtype: str, half: int, rest: int, biased: bool, given: bool = False) ->
         "HALF": half,
         "REST": rest,
         "STEP": -math.log2(1e4) / max(half, 1),
+        "MAGNITUDE": 1.2 if scaled else 1.0,
         "PAIRS": pairs,
         "COLS": cols,
         "ROWS": 1024 // max(pairs, cols),
@@ -54,5 +61,7 @@ SPECS = {
         spec("bf16", 0, 64, True),
         spec("fp32", 32, 0, True, True),
         spec("bf16", 128, 0, False),
+        spec("bf16", 64, 0, True, scaled=True),
+        spec("bf16", 48, 32, False, True, scaled=True),
     ]
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import HeadLayout, ParallelAttention, named_placements, reduce_shared_gradients
+from hybridpar.nn.attention import QKNorm
 from hybridpar.ops.backends import libraries, registry
 from hybridpar.ops.split_qkv import split_heads
 from hybridpar.random import RandomKey
@@ -36,6 +37,11 @@ class Case:
     batch: int = 2
     rotary_fraction: float = 1.0
     window: int | None = None
+    head_dim: int = HEAD_DIM
+    qk_norm: QKNorm | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    qkv_bias: bool | None = None
 
 
 CASES = [
@@ -53,6 +59,12 @@ CASES = [
     Case(4, 2, rotary_base=100.0, rotary_fraction=0.5, batch=0),
     Case(5, 5, window=2),
     Case(4, 2, padding=True, window=3),
+    Case(5, 1, rotary_base=100.0, head_dim=6, bias=False, qkv_bias=True, scale=0.3),
+    Case(6, 3, rotary_base=100.0, qk_norm=QKNorm("head", 1e-2), softcap=0.5),
+    Case(6, 2, rotary_base=100.0, qk_norm=QKNorm("full", 1e-2)),
+    Case(9, 3, qk_norm=QKNorm("full", 1e-2, zero_centered=True), padding=True, softcap=2.0),
+    Case(4, 1, qk_norm=QKNorm("head", 1e-2, zero_centered=True), head_dim=3, causal=False),
+    Case(4, 2, qk_norm=QKNorm("full"), batch=0),
 ]
 
 
@@ -67,6 +79,11 @@ def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
         bias=case.bias,
         rotary_base=case.rotary_base,
         rotary_fraction=case.rotary_fraction,
+        head_dim=case.head_dim,
+        qk_norm=case.qk_norm,
+        softcap=case.softcap,
+        scale=case.scale,
+        qkv_bias=case.qkv_bias,
         attention_dropout=dropout,
         name="blocks.0.attention",
         dtype=torch.float64,
@@ -77,13 +94,18 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
     """Attention by its formula, head by head in the order of the global weight."""
     m = case.heads // case.kv_heads
     qkv = x @ whole["qkv.weight"].T + whole.get("qkv.bias", 0.0)
-    qkv = rearrange(qkv, "b s (g slot d) -> b g slot s d", g=case.kv_heads, d=HEAD_DIM)
+    qkv = rearrange(qkv, "b s (g slot d) -> b g slot s d", g=case.kv_heads, d=case.head_dim)
     q = rearrange(qkv[:, :, :m], "b g m s d -> b (g m) s d")
     k = qkv[:, :, m]
     v = qkv[:, :, m + 1]
+    if case.qk_norm is not None:
+        q, k = (
+            normed(t, whole[f"{name}_norm.weight"], case.qk_norm)
+            for name, t in (("q", q), ("k", k))
+        )
     k, v = (repeat(t, "b g s d -> b (g m) s d", m=m) for t in (k, v))
     if case.rotary_base is not None:
-        r = int(HEAD_DIM * case.rotary_fraction)
+        r = int(case.head_dim * case.rotary_fraction)
         q, k = (
             torch.cat((rotate(t[..., :r], case.rotary_base), t[..., r:]), dim=-1) for t in (q, k)
         )
@@ -97,9 +119,20 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
         visible = visible.triu(1 - case.window)
     if mask is not None:
         visible = visible & mask[:, None, None, :]
-    scores = (q @ k.transpose(-1, -2) / HEAD_DIM**0.5).masked_fill(~visible, -torch.inf)
+    scores = q @ k.transpose(-1, -2) * (case.scale or case.head_dim**-0.5)
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
     y = rearrange(scores.softmax(-1) @ v, "b n s d -> b s (n d)")
     return y @ whole["out.weight"].T + whole.get("out.bias", 0.0)
+
+
+def normed(x: Tensor, weight: Tensor, norm: QKNorm) -> Tensor:
+    """RMSNorm over each head, or over all features of a position. Shapes: x [b, n, s, d]."""
+    joined = x if norm.kind == "head" else rearrange(x, "b n s d -> b 1 s (n d)")
+    scale = weight + 1 if norm.zero_centered else weight
+    y = joined / (joined.square().mean(-1, keepdim=True) + norm.eps).sqrt() * scale
+    return y if norm.kind == "head" else rearrange(y, "b 1 s (n d) -> b n s d", n=x.shape[1])
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
@@ -122,11 +155,12 @@ def check(case: Case, axis: Axis) -> None:
     x = leaf("x", case.batch, 5, h)
     x_ref = leaf("x", case.batch, 5, h)
     mask = torch.arange(5) < torch.tensor([[3], [5]]) if case.padding else None
-    with traffic(axis, all_reduce=1):
+    calls = 2 if case.qk_norm and case.qk_norm.kind == "full" else 1
+    with traffic(axis, all_reduce=calls):
         y = layer(x, mask)
     y_ref = reference(x_ref, mask, whole, case)
     torch.testing.assert_close(y, y_ref, **TOLERANCE)
-    with traffic(axis, all_reduce=1):
+    with traffic(axis, all_reduce=calls):
         y.backward(values("dy", *y.shape))
     y_ref.backward(values("dy", *y.shape))
     torch.testing.assert_close(x.grad, x_ref.grad, **TOLERANCE)

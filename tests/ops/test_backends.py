@@ -21,9 +21,11 @@ from hybridpar.errors import ConfigError
 from hybridpar.ops.backends import registry
 from hybridpar.ops.dropout import NO_DROPOUT, DropoutSpec
 from hybridpar.ops.norm import NormWeights
+from hybridpar.ops.rotary import Frequencies
 from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.random import RandomKey
 
+SCALED = Frequencies(tuple(0.9 ** (i * i) for i in range(8)), 1.3)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KEY, SITE = RandomKey.of(2**35 + 11, 7, 100), random.site("test.backends")
 DROPS = DropoutSpec(0.3, KEY, SITE)
@@ -67,6 +69,8 @@ def cases() -> Iterator[Case]:
         wide = (2 * shape[-1],)
         yield Case("swiglu", name, (pair, wide), lambda x, b, k: ops.swiglu(x, b, backend=k))
         yield Case("swiglu", f"{name}-no-bias", (pair,), lambda x, k: ops.swiglu(x, backend=k))
+        yield Case("geglu", name, (pair, wide), lambda x, b, k: ops.geglu(x, b, backend=k))
+        yield Case("geglu", f"{name}-no-bias", (pair,), lambda x, k: ops.geglu(x, backend=k))
         for drop, spec in (("", NO_DROPOUT), ("-dropout", DROPS)):
             yield Case(
                 "add_norm",
@@ -122,6 +126,33 @@ def cases() -> Iterator[Case]:
         "first-features",
         ((2, 3, 5, 16),),
         lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k),
+    )
+    given = torch.arange(10).view(2, 5).flip(-1)
+    yield Case(
+        "rotary",
+        "scaled",
+        ((2, 3, 5, 16),),
+        lambda x, k: ops.rotary(x, frequencies=SCALED, positions=given.to(x.device), backend=k),
+    )
+    for biased in (True, False):
+        yield Case(
+            "split_qkv",
+            f"scaled{'-no-bias' * (not biased)}",
+            ((2, 5, 8 * 20), (8 * 20,)) if biased else ((2, 5, 8 * 20),),
+            lambda qkv, *bias_and_backend: ops.split_qkv(
+                qkv,
+                (3, 1),
+                bias=bias_and_backend[0] if len(bias_and_backend) == 2 else None,
+                turn=RotarySettings(500.0, 16, "torch", SCALED),
+                positions=given.to(qkv.device),
+                backend=bias_and_backend[-1],
+            ),
+        )
+    yield Case(
+        "attention",
+        "scale",
+        ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8)),
+        lambda q, k, v, backend: ops.attention(q, k, v, causal=True, scale=0.9, backend=backend),
     )
     for b, s, d, groups, features in (
         (2, 5, 7, (1, 1, 1), 0),
@@ -291,7 +322,7 @@ def test_any_number_of_threads_gives_the_same_bits(case, dtype):
     [
         c
         for c in CASES
-        if c.op in ("gelu", "swiglu", "attention", "layer_norm")
+        if c.op in ("gelu", "swiglu", "geglu", "attention", "layer_norm")
         and ("7x41" in str(c) or "5x7" in str(c))
     ],
     ids=str,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybridpar.config.names import meant
+from hybridpar.config.sections.architecture import attention_conflicts, norm_conflicts
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
 from hybridpar.errors import ConfigError, Problem
@@ -30,9 +31,11 @@ class ModelConfig(ModelSpec):
     hidden_size: Annotated[int, Within(1, 2**20)] = 256
     """Number of features per token between layers."""
     num_heads: Annotated[int, Within(1, 2**16)] = 8
-    """Number of attention heads; must divide hidden_size."""
+    """Number of attention heads; must divide hidden_size unless head_dim is given."""
     num_kv_heads: Annotated[int, Within(0, 2**16)] = 0
     """Number of key and value heads (grouped-query attention). 0: num_heads."""
+    head_dim: Annotated[int, Within(0, 2**16)] = 0
+    """Features of an attention head. 0: hidden_size / num_heads."""
     ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
     """Hidden size of the MLP. 0: 4 * hidden_size."""
     seq_length: Annotated[int, Within(1, 2**24)] = 128
@@ -50,21 +53,82 @@ class ModelConfig(ModelSpec):
     """Base of the rotary wavelengths (theta)."""
     rotary_fraction: Annotated[float, Within(above=0, most=1)] = 1.0
     """Share of each head's features that rotary embeddings rotate, from the first on."""
+    rotary_pattern: str = "1"
+    """Layers with rotary embeddings: a digit per layer, repeated to num_layers. 1: with, 0:
+    without, such as "1110" for every fourth layer without."""
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    """Change of the rotary frequencies for longer texts than the model was first trained on. linear
+    divides them by rotary_factor; llama3 only those with long waves; yarn and longrope scale each
+    pair of features differently, and multiply queries and keys (rotary_magnitude)."""
+    rotary_factor: Positive = 1.0
+    """Factor by which rotary_scaling extends the texts."""
+    rotary_original_positions: Annotated[int, Within(0, 2**24)] = 0
+    """Longest text before the extension; llama3, yarn and longrope need it. longrope divides the
+    frequencies by rotary_short_factors up to this length, and by rotary_long_factors beyond."""
+    rotary_low_factor: Positive = 1.0
+    """llama3: waves longer than rotary_original_positions / this are divided by rotary_factor."""
+    rotary_high_factor: Positive = 4.0
+    """llama3: waves shorter than rotary_original_positions / this are unchanged; between the two
+    limits the change is gradual."""
+    rotary_beta_fast: Positive = 32.0
+    """yarn: features that turn at least this often in rotary_original_positions are unchanged."""
+    rotary_beta_slow: Positive = 1.0
+    """yarn: features that turn at most this often are divided by rotary_factor."""
+    rotary_truncate: bool = True
+    """yarn: round the ends of the gradual change to whole features, outwards."""
+    rotary_magnitude: NotNegative = 0.0
+    """yarn, longrope: factor of the rotated queries and keys. 0: 0.1 ln(rotary_factor) + 1 for
+    yarn, sqrt(1 + ln(rotary_factor) / ln(rotary_original_positions)) for longrope."""
+    rotary_short_factors: tuple[Positive, ...] = ()
+    """longrope: divisor of each frequency, for texts up to rotary_original_positions."""
+    rotary_long_factors: tuple[Positive, ...] = ()
+    """longrope: divisor of each frequency, for longer texts."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys, before rotary embeddings. head: over each head's features, with
+    one weight for all heads, as in Qwen3. full: over all features of the projection, as in OLMo
+    2."""
+    window: Annotated[int, Within(0, 2**24)] = 0
+    """Most positions that a token attends to, its own included (sliding window). 0: all earlier
+    ones."""
+    window_pattern: str = "1"
+    """Layers with a window: a digit per layer, repeated to num_layers. 1: with, 0: without, such as
+    "10" for every other layer, from the first on."""
+    window_rotary_base: NotNegative = 0.0
+    """rotary_base of layers with a window, which then have no rotary_scaling, as in Gemma 3. 0: as
+    in other layers."""
+    attention_scale: NotNegative = 0.0
+    """Factor of the products of queries and keys. 0: 1 / sqrt(head_dim)."""
+    attention_softcap: NotNegative = 0.0
+    """Attention scores become cap * tanh(score / cap), as in Gemma 2. 0: no cap."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     """Normalization layer."""
     norm_eps: NotNegative = 0.0
     """Added to the variance for stability. 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
-    norm_position: Literal["auto", "pre", "post"] = "auto"
-    """Place of the norm: before each sublayer (pre) or after its residual addition (post). auto:
-    pre-norm for GPT, post-norm for BERT."""
+    norm_zero_centered: bool = False
+    """rms_norm multiplies by 1 + weight, and weights start from 0, as in Gemma."""
+    norm_position: Literal["auto", "pre", "post", "output", "sandwich"] = "auto"
+    """Place of the norm: before each sublayer (pre), after its residual addition (post), on its
+    output before the addition (output, as in OLMo 2), or before it and on its output (sandwich, as
+    in Gemma 2). auto: pre-norm for GPT, post-norm for BERT."""
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input, as in GPT-NeoX. false: the MLP reads the
     output of attention."""
-    activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"
     """Activation of the MLP. gelu: the tanh approximation. gelu_exact: with the error function,
-    as published BERT weights use it."""
+    as published BERT weights use it. swiglu and geglu: a gate, by SiLU or by gelu's tanh
+    approximation, times a second projection."""
     bias: bool = True
     """Linear layers and layer_norm have a bias."""
+    qkv_bias: Literal["auto", "on", "off"] = "auto"
+    """The projections to queries, keys and values have a bias. auto: as bias."""
+    out_bias: Literal["auto", "on", "off"] = "auto"
+    """Attention's output projection has a bias. auto: as bias."""
+    embedding_scale: Positive = 1.0
+    """Factor of the token embeddings; sqrt(hidden_size) in Gemma."""
+    logit_scale: Positive = 1.0
+    """Factor of the logits."""
+    logit_softcap: NotNegative = 0.0
+    """Logits become cap * tanh(logit / cap), after logit_scale, as in Gemma 2. 0: no cap."""
     dropout: Share = 0.0
     """Share of hidden activations that dropout zeroes in training."""
     attention_dropout: Share = 0.0
@@ -130,7 +194,7 @@ class ModelConfig(ModelSpec):
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        names = ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size")
+        names = ("hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
     def canonical(self) -> ModelConfig:
@@ -140,6 +204,44 @@ class ModelConfig(ModelSpec):
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Features of an attention head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_features(self) -> int:
+        """Features of a head that rotary embeddings rotate."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias == "auto" else self.qkv_bias == "on"
+
+    @property
+    def has_out_bias(self) -> bool:
+        return self.bias if self.out_bias == "auto" else self.out_bias == "on"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate, a third matrix."""
+        return self.activation in ("swiglu", "geglu")
+
+    def layer_rotates(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotary embeddings."""
+        pattern = self.rotary_pattern
+        return self.position == "rotary" and pattern[layer % len(pattern)] == "1"
+
+    def layer_window(self, layer: int) -> int:
+        """Return the window of a layer, counted from 0; 0: it has none."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] == "1" else 0
+
+    @property
+    def layers_are_alike(self) -> bool:  # type: ignore[override]
+        """Whether no layer differs from another by its window or rotary embeddings."""
+        layers = range(self.num_layers)
+        return len({(self.layer_window(n), self.layer_rotates(n)) for n in layers}) == 1
 
     @property
     def num_positions(self) -> int:
@@ -220,21 +322,8 @@ class ModelConfig(ModelSpec):
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""
-        heads = self.num_heads
-        hidden = self.hidden_size
-        if hidden % heads:
-            yield Problem(
-                "model.num_heads",
-                heads,
-                f"must divide model.hidden_size = {hidden}",
-                str(_nearest_divisor(hidden, heads)),
-            )
-        elif self.position == "rotary" and self.rotary_fraction == 1 and hidden // heads % 2:
-            rule = (
-                f"requires an even head size; model.hidden_size / model.num_heads is "
-                f"{hidden // heads}"
-            )
-            yield Problem("model.position", "rotary", rule, '"learned"')
+        yield from attention_conflicts(self)
+        yield from norm_conflicts(self)
         if self.position == "learned" and 0 < self.max_positions < self.seq_length:
             short = self.kind == "bert" and self.max_positions < 8
             yield Problem(
@@ -246,26 +335,6 @@ class ModelConfig(ModelSpec):
                 if short
                 else str(self.max_positions),
             )
-        if self.parallel_residual and self.post_norm:
-            yield Problem(
-                "model.parallel_residual",
-                True,
-                f"requires pre-norm layers; model.norm_position is {self.norm_position} "
-                f"({self.kind})",
-                'model.norm_position = "pre"',
-            )
-        if heads % self.kv_heads:
-            yield Problem(
-                "model.num_kv_heads",
-                self.num_kv_heads,
-                f"must divide model.num_heads = {heads}",
-                str(_nearest_divisor(heads, self.kv_heads)),
-            )
         if self.kind == "bert" and self.seq_length < 8:
             rule = "must be at least 8: a sample holds [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")
-
-
-def _nearest_divisor(whole: int, number: int) -> int:
-    """The divisor of `whole` nearest to `number`."""
-    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - number))

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import native
-from hybridpar.ops.attention import (
-    AttentionMask,
-    LibraryPasses,
-    SavedAttention,
-    attention_by,
-    scale_of,
-)
+from hybridpar.ops.attention import AttentionMask, LibraryPasses, SavedAttention, attention_by
 from hybridpar.ops.backends.libraries import cpp_missing, has_cuda, triton_missing
 
 CAPABILITY = (9, 0)
@@ -50,7 +44,7 @@ class HopperPasses(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         if _is_plain(q, mask):
             return torch.ops.hybridpar.attention_hopper(
-                q, k, v, mask.kv_index, scale_of(q), mask.causal
+                q, k, v, mask.kv_index, mask.scale_of(q), mask.causal
             )
         return LibraryPasses(torch.ops.hybridpar_triton).forward(q, k, v, mask)
 
@@ -83,7 +77,7 @@ class HopperPasses(NamedTuple):
             s,
             0.0,
             mask.causal,
-            scale=scale_of(q),
+            scale=mask.scale_of(q),
         )
         return tuple(gradient.transpose(1, 2) for gradient in gradients)
 

@@ -37,6 +37,9 @@ from hybridpar.ops.backends import measured
 
 _log = logging.getLogger(__name__)
 _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
+SCALED = ("scaled frequencies",)
+SOFTCAP = ("soft-caps",)
+"""Features of operations that not all of their backends have."""
 _HALF = torch.bfloat16, torch.float16
 _NARROW = torch.float32, *_HALF
 _ALL = torch.float64, *_NARROW
@@ -53,6 +56,7 @@ class Backend:
         check: Path of a function of (op, device_type, dtype) that returns why the code cannot run
             here; empty: it can.
         fallback: It runs if no row before it can; `auto` does not take it for its measured time.
+        lacks: Features of the operation that it does not have.
     """
 
     op: str
@@ -62,12 +66,19 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = ()
     check: str = ""
     fallback: bool = False
+    lacks: tuple[str, ...] = ()
 
     def unsupported(
-        self, device_type: str | None = None, dtype: torch.dtype | None = None
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        needs: tuple[str, ...] = (),
     ) -> str | None:
-        """Return why it cannot run on such tensors; None if it can. Without tensors: on this
-        machine at all."""
+        """Return why it cannot run on such tensors, with the features in `needs`; None if it can.
+        Without tensors: on this machine at all."""
+        for feature in needs:
+            if feature in self.lacks:
+                return f"has no {feature}"
         if self.device and device_type not in (None, self.device):
             return f"runs on {_DEVICES[self.device]}, not on {device_type}"
         if self.dtypes and dtype not in (None, *self.dtypes):
@@ -93,7 +104,7 @@ class _Library:
     Attributes:
         backend: The backend's name.
         path: Path of the library.
-        device, dtypes, check, fallback: See Backend.
+        device, dtypes, check, fallback, lacks: See Backend.
     """
 
     backend: str
@@ -102,6 +113,7 @@ class _Library:
     dtypes: tuple[torch.dtype, ...]
     check: str
     fallback: bool = False
+    lacks: tuple[str, ...] = ()
 
 
 _CPP = _Library(
@@ -154,6 +166,7 @@ def _rows(
             library.dtypes,
             library.check,
             library.fallback,
+            library.lacks,
         )
     yield from others
     yield Backend(op, "torch", reference)
@@ -167,6 +180,7 @@ _HOPPER = Backend(
     "cuda",
     _HALF,
     "hybridpar.ops.backends.hopper:missing",
+    lacks=SOFTCAP,
 )
 
 
@@ -185,7 +199,8 @@ TABLE = (
     *_rows("bias_dropout_add", "norm"),
     *_rows("gelu", "activation"),
     *_rows("swiglu", "activation"),
-    *_rows("rotary", "rotary", libraries=(_CPP, _TRITON, _CUDA)),
+    *_rows("geglu", "activation"),
+    *_rows("rotary", "rotary", libraries=(_CPP, _TRITON, replace(_CUDA, lacks=SCALED))),
     *_rows("split_qkv", "split_qkv", libraries=(_TRITON,)),
     Backend(
         "attention",
@@ -194,8 +209,14 @@ TABLE = (
         "cuda",
         _HALF,
         _TRITON.check,
+        lacks=SOFTCAP,
     ),
-    *_rows("attention", "attention", others=(_HOPPER,)),
+    *_rows(
+        "attention",
+        "attention",
+        libraries=(replace(_CPP, lacks=SOFTCAP), replace(_TRITON, lacks=SOFTCAP)),
+        others=(_HOPPER,),
+    ),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", libraries=(_CPP, _TRITON, _CUDA)),
     *_rows("dropout", "dropout"),
     *_rows(
@@ -255,18 +276,19 @@ def backends(op: str) -> tuple[Backend, ...]:
     return tuple(row for row in TABLE if row.op == op)
 
 
-def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Any:
+def resolve(op: str, choice: str, x: Tensor, shape: str = "", needs: tuple[str, ...] = ()) -> Any:
     """Return the code, or passes, that run `op` on tensors like `x`.
 
     Args:
         backend: Name of the backend; 'auto': see `select`.
         shape: Class of the shape, if the fastest backend depends on it.
+        needs: Features of the operation that not all backends have.
 
     Raises:
         ConfigError: The backend does not exist or cannot run.
     """
     code, *library = [
-        _loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape).split()
+        _loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape, needs).split()
     ]
     return functools.partial(code, *library) if library else code
 
@@ -277,6 +299,7 @@ def select(
     device_type: str | None = None,
     dtype: torch.dtype | None = None,
     shape: str = "",
+    needs: tuple[str, ...] = (),
 ) -> Backend:
     """Return the row that runs `op` on such tensors (None: on this machine at all), of a class
     of shapes.
@@ -292,15 +315,16 @@ def select(
     if not rows:
         raise config_error("kernels", op, "unknown operation", ", ".join(ops()))
     if choice == "auto":
-        return _automatic(op, device_type, dtype, shape)[0]
+        return _automatic(op, device_type, dtype, shape, needs)[0]
     row = next((row for row in rows if row.name == choice), None)
-    works = ("auto", *(row.name for row in rows if row.unsupported(device_type, dtype) is None))
+    able = (row.name for row in rows if row.unsupported(device_type, dtype, needs) is None)
+    works = ("auto", *able)
     if row is None:
         names = ", ".join(row.name for row in rows)
         near = get_close_matches(choice, works, 1)
         rule = f"unknown backend of {op}. Backends: {names}"
         raise config_error(f"kernels.{op}", choice, rule, near[0] if near else "auto")
-    if reason := row.unsupported(device_type, dtype):
+    if reason := row.unsupported(device_type, dtype, needs):
         raise config_error(
             f"kernels.{op}", choice, f"cannot run here: {reason}", " or ".join(works)
         )
@@ -332,10 +356,14 @@ def report(
 
 
 def _automatic(
-    op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = ""
+    op: str,
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    shape: str = "",
+    needs: tuple[str, ...] = (),
 ) -> tuple[Backend, bool]:
     """Return the row that 'auto' takes, and whether measured times decided."""
-    able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
+    able = [row for row in backends(op) if row.unsupported(device_type, dtype, needs) is None]
     times = measured.medians(op, device_type, dtype, shape)
     timed = [row for row in able if row.name in times and not row.fallback]
     return (
@@ -343,21 +371,35 @@ def _automatic(
     )
 
 
-def _path(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> str:
+def _path(
+    op: str,
+    choice: str,
+    device_type: str,
+    dtype: torch.dtype,
+    shape: str,
+    needs: tuple[str, ...],
+) -> str:
     """Return the path of the selected row, whose modules are loaded.
 
     It is a text, as torch.compile runs this while it traces.
     """
-    return _selected(op, choice, device_type, dtype, shape).path
+    return _selected(op, choice, device_type, dtype, shape, needs).path
 
 
 constant_when_traced(_path)
 
 
 @functools.cache
-def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> Backend:
+def _selected(
+    op: str,
+    choice: str,
+    device_type: str,
+    dtype: torch.dtype,
+    shape: str,
+    needs: tuple[str, ...],
+) -> Backend:
     """Select once for each kind of tensor, and log the choice."""
-    row = select(op, choice, device_type, dtype, shape)
+    row = select(op, choice, device_type, dtype, shape, needs)
     _log.info("%s on %s %s: %s backend", f"{op} {shape}".rstrip(), device_type, dtype, row.name)
     return row
 

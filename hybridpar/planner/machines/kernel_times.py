@@ -157,13 +157,14 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     h = model.hidden_size
     f = model.ffn_size
     tokens = b * model.seq_length
-    gates = 2 if model.activation == "swiglu" else 1
-    joined = h + 2 * model.kv_heads * (h // model.num_heads)
+    gates = 2 if model.gated else 1
+    heads = model.num_heads * model.head_size
+    joined = heads + 2 * model.kv_heads * model.head_size
     forward, backward = _products(
         device,
         (
             Product(tokens, -(-joined // tp), h),
-            Product(tokens, h, h // tp),
+            Product(tokens, h, heads // tp),
             Product(tokens, gates * f // tp, h),
             Product(tokens, h, f // tp),
         ),
@@ -226,9 +227,9 @@ def _fused_attention(model: ModelConfig, b: int, device: Device, tp: int) -> Blo
     2307.08691, section 3.1 and figures 5 and 6.
     """
     s = model.seq_length
-    h = model.hidden_size
-    flops = 4 * s * h / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
-    reached = s / (s + _SETTLED) * min(1.0, (h / model.num_heads / 128) ** 0.5)
+    heads = model.num_heads * model.head_size
+    flops = 4 * s * heads / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
+    reached = s / (s + _SETTLED) * min(1.0, (model.head_size / 128) ** 0.5)
     rates = (
         device.peak_flops * share * reached
         for share in (device.attention_share, device.attention_back_share)
@@ -244,7 +245,7 @@ def _written_attention(model: ModelConfig, b: int, device: Device, tp: int) -> B
     Source: arXiv 2205.05198, section 4.
     """
     s = model.seq_length
-    d = model.hidden_size // model.num_heads
+    d = model.head_size
     heads = -(-b * model.num_heads // tp)
     forward, backward = _products(device, (Product(s, s, d, heads), Product(s, d, s, heads)), None)
     scores = device.memory_time(
@@ -278,7 +279,7 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
 def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
     """Return the seconds of recomputing the outputs of a layer's norms and activation function:
     each reads its input and writes as much, or half."""
-    activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size
+    activation = (3 if model.gated else 2) * model.ffn_size
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
 

@@ -158,11 +158,9 @@ class Unit:
             return lambda: None
         x = torch.ones_like(self._sent)
         u = x.new_ones((*batch["tokens"].shape, len(layer.mlp.up.weight)))
-        makes = (
-            partial(layer.attention_norm, x),
-            partial(layer.mlp_norm, x),
-            partial(layer.mlp.activation, u, layer.mlp.up.bias),
-        )
+        makes: list[Callable[[], object]] = [partial(layer.mlp.activation, u, layer.mlp.up.bias)]
+        if layer.has_input_norms:
+            makes += [partial(layer.attention_norm, x), partial(layer.mlp_norm, x)]
 
         def make() -> None:
             with torch.no_grad():

@@ -34,6 +34,7 @@ import torch
 from hybridpar.checkpoint.format.files import write_text
 from hybridpar.config import Config, ModelConfig, from_plain
 from hybridpar.grid import Axis
+from hybridpar.models.blocks import rotary_scaling
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
 from hybridpar.ops.backends.libraries import triton_missing
@@ -249,10 +250,12 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
     The heads form a whole layer without tensor parallelism, so that strides equal the training's
     and nothing is communicated. A separate generator leaves the run's random numbers unchanged.
     """
-    layout = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, config.parallel.tp)
+    layout = HeadLayout(
+        model.hidden_size, model.num_heads, model.kv_heads, config.parallel.tp, model.head_dim
+    )
     groups = layout.group_heads(0)
     heads = layout.heads[0][1]
-    hidden = layout.heads[0][1] * layout.head_dim
+    hidden = heads * layout.head_dim
     num_kv_heads = len(groups) if heads % len(groups) == 0 else 1
     rotary_base = model.rotary_base if model.position == "rotary" else None
     layer = ParallelAttention(
@@ -263,9 +266,13 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
         causal=model.kind == "gpt",
         rotary_base=rotary_base,
         rotary_fraction=model.rotary_fraction,
+        rotary_scaling=rotary_scaling(model),
+        scale=model.attention_scale or None,
+        softcap=model.attention_softcap,
         attention_dropout=model.attention_dropout,
         kernels=config.kernels,
         bias=model.bias,
+        qkv_bias=model.has_qkv_bias,
         device=device,
         dtype=DTYPES[config.train.dtype],
     )

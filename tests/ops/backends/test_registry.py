@@ -152,7 +152,7 @@ def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
     monkeypatch.setattr(
         Backend,
         "unsupported",
-        lambda row, device_type=None, dtype=None: "for CPUs" if row.device == "cpu" else None,
+        lambda row, device=None, *others: "for CPUs" if row.device == "cpu" else None,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -234,7 +234,7 @@ def test_a_gpu_that_was_not_measured_goes_by_its_class(
     monkeypatch.setattr(
         Backend,
         "unsupported",
-        lambda row, device_type=None, dtype=None: "for CPUs" if row.device == "cpu" else None,
+        lambda row, device=None, *others: "for CPUs" if row.device == "cpu" else None,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
