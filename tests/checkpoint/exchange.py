@@ -85,6 +85,10 @@ def save_ours(root: Path, model: ModelConfig, dtype: torch.dtype = torch.float32
     return checkpoint.save_weights(root, Config(model, ParallelConfig(dp=1)), weights, placements)
 
 
+CONFIGS = {"gemma3": "Gemma3TextConfig"}
+"""Classes of configurations that are not named as their models."""
+
+
 def make_theirs(folder: Path, kind: str, **settings: Any) -> Path:
     """A folder as transformers saves it, of a model with random weights."""
     transformers = pytest.importorskip("transformers")
@@ -94,10 +98,17 @@ def make_theirs(folder: Path, kind: str, **settings: Any) -> Path:
         "mistral": "Mistral",
         "gpt_neox": "GPTNeoX",
         "bert": "Bert",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "olmo2": "Olmo2",
+        "phi3": "Phi3",
+        "smollm3": "SmolLM3",
+        "gemma2": "Gemma2",
+        "gemma3": "Gemma3",
     }[kind]
     head = {"gpt2": "LMHeadModel", "bert": "ForPreTraining"}.get(kind, "ForCausalLM")
     model = getattr(transformers, name + settings.pop("head", head))(
-        getattr(transformers, f"{name}Config")(**settings)
+        getattr(transformers, CONFIGS.get(kind, f"{name}Config"))(**settings)
     )
     dtype = settings.get("dtype", torch.float32)
     with torch.no_grad():

@@ -82,8 +82,13 @@ def test_no_row_of_the_vocabulary_is_added_or_lost(tmp_path: Path) -> None:
 def test_every_rule_is_used_by_some_model() -> None:
     """No table names a module that we do not have."""
     for name, family in FAMILIES.items():
-        model = OURS["llama" if name == "mistral" else name]
-        shapes = plan_of(replace(model, tie_embeddings=False), family).shapes
+        model = OURS.get(name, OURS["llama"])
+        changes = {
+            key: family.model[key]
+            for key in ("norm_position", "qk_norm", "norm_zero_centered")
+            if key in family.model and family.model[key] != "pre"
+        }
+        shapes = plan_of(replace(model, tie_embeddings=False, **changes), family).shapes
         for rule in family.tensors.values():
             for tensor in rule.names:
                 tensor = tensor.format(layer=0)
@@ -126,7 +131,14 @@ def test_the_token_that_starts_a_text(
             r"model\.parallel_residual = True: .* gpt2; try False",
         ),
         ("gpt_neox", {"bias": False}, r"model\.bias = False: .* gpt_neox; try True"),
-        ("llama", {"rotary_fraction": 0.5}, r"model\.rotary_fraction = 0\.5: .* llama; try 1\.0"),
+        ("llama", {"qk_norm": "full"}, r"model\.qk_norm = 'full': .* llama; try none"),
+        (
+            "llama",
+            {"rotary_pattern": "10", "out_bias": "on"},
+            r"model\.out_bias = 'on': .* try off",
+        ),
+        ("llama", {"embedding_scale": 2.0}, r"model\.embedding_scale = 2\.0: .* try 1\.0"),
+        ("gpt2", {"head_dim": 8}, r"model\.head_dim = 8: .* try 16"),
         ("gpt2", {"num_kv_heads": 1}, r"model\.num_kv_heads = 1"),
         ("gpt2", {"bias": False}, r"model\.bias = False"),
         ("gpt2", {"norm_position": "post"}, r"model\.norm_position = 'post'"),

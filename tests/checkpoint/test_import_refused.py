@@ -45,15 +45,91 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         (
             "llama",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
-            r"rope_scaling = .*without scaling.* try null",
+            r"rope_scaling\.low_freq_factor = None: missing; rope_type llama3 needs it",
         ),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "scaling 'dynamic' is not supported for llama: it depends on the length of each text",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}},
+            r"rope_scaling\.alpha = 3: unknown setting of rope_type linear",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 3.0},
+            },
+            r"rope_scaling\.factor = 2\.0: contradicts rope_parameters\.factor = 3\.0",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+            },
+            r"rope_scaling\.rope_type = 'linear': contradicts rope_parameters\.rope_type = 'yarn'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"rope_parameters\.factor = None: missing; rope_type yarn needs it",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": "4"}},
+            r"rope_scaling\.factor = '4': must be a finite number above 0",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8,
+                },
+                "original_max_position_embeddings": 10,
+            },
+            r"original_max_position_embeddings = 10: contradicts rope_scaling\.original_max",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "factor": 3.0,
+                    "short_factor": [1.0] * 6,
+                    "long_factor": [2.0] * 6,
+                    "original_max_position_embeddings": 10,
+                },
+            },
+            r"factor = 3\.0: contradicts max_position_embeddings / original_max.* = 2",
+        ),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}},
             "rope_scaling",
+        ),
+        ("llama", {"num_local_experts": 8}, "num_local_experts = 8: hybridpar has no such feature"),
+        ("llama", {"residual_multiplier": 0.2}, r"residual_multiplier = 0\.2"),
+        (
+            "llama",
+            {"model_type": "smollm3", "no_rope_layers": [1]},
+            r"no_rope_layers = \[1\]: must be a list of 0 and 1, one for each of the 2 layers",
+        ),
+        (
+            "llama",
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval = 0: must be an integer above 0",
+        ),
+        (
+            "llama",
+            {"model_type": "gemma2", "query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar = 0: must be a finite number above 0",
         ),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
         (
@@ -67,24 +143,51 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         ("llama", {"head_dim": "12"}, "head_dim = '12'"),
         (
             "llama",
-            {"attention_bias": True},
-            r"mlp_bias = False: must be as attention_bias: both are model\.bias",
-        ),
-        (
-            "llama",
             {"hidden_act": "gelu"},
             r"hidden_act = 'gelu': not supported; must be one of silu",
-        ),
-        (
-            "llama",
-            {"head_dim": 32},
-            r"head_dim = 32: must be hidden_size / num_attention_heads = 48 / 4",
         ),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         (
             "llama",
-            {"model_type": "mistral", "sliding_window": 8},
-            r"sliding_window = 8: must reach all 20 positions",
+            {"model_type": "mistral", "sliding_window": -8},
+            r"sliding_window = -8: must be an integer above 0, or null",
+        ),
+        (
+            "llama",
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types = .*: not supported: all layers of mistral are of one kind",
+        ),
+        (
+            "llama",
+            {"model_type": "qwen2", "layer_types": ["full_attention"]},
+            "layer_types = .*: must be a list of full_attention and sliding_attention, one for "
+            "each of the 2 layers",
+        ),
+        (
+            "llama",
+            {"model_type": "qwen2", "use_sliding_window": 1},
+            "use_sliding_window = 1: must be true or false",
+        ),
+        (
+            "llama",
+            {"model_type": "gemma3_text", "sliding_window": None},
+            "sliding_window = None: must be an integer above 0: its layers have positions of",
+        ),
+        (
+            "llama",
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "rope_parameters.sliding_attention = .*: layers with windows have no scaling here",
+        ),
+        (
+            "llama",
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 2.0},
+            },
+            r"rope_parameters\.rope_theta = 2\.0: must have settings for full_attention and",
         ),
         (
             "llama",
@@ -173,6 +276,26 @@ def test_what_we_do_not_have_is_named(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20e6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"attention_bias": True}, r"q_proj\.bias is missing; its shape would be \[48\]"),
+        (
+            {"head_dim": 32},
+            r"q_proj\.weight has shape \[48, 48\], config\.json makes it \[128, 48\]",
+        ),
+        ({"model_type": "qwen3"}, r"q_norm\.weight is missing"),
+        ({"model_type": "olmo2"}, r"post_feedforward_layernorm\.weight is missing"),
+    ],
+)
+def test_tensors_that_the_config_does_not_describe(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    folder = folder_of(tmp_path, "llama")
+    edit_config(folder, **changes)
+    refused(tmp_path, folder, CheckpointError, says)
 
 
 def test_all_that_is_wrong_in_a_config_is_said_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,10 +10,27 @@ from typing import Any
 from hybridpar.checkpoint.huggingface.families import (
     EVERYWHERE,
     FAMILIES,
+    ON_OFF,
     REQUIRED,
     SAYS_NOTHING,
     Family,
     Key,
+)
+from hybridpar.checkpoint.huggingface.layers import (
+    INTERVAL,
+    NO_ROPE,
+    WINDOW_KEYS,
+    period_of,
+    read_rotary_layers,
+    read_windows,
+    write_layers,
+)
+from hybridpar.checkpoint.huggingface.rope import (
+    ORIGINAL,
+    PLACES,
+    is_number,
+    read_rotary,
+    write_rotary,
 )
 from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
@@ -21,8 +38,7 @@ from hybridpar.config.typed import FINITE, convert, hints_of
 from hybridpar.errors import ConfigError, Problem, config_error, shown
 
 Plain = Mapping[str, Any]
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-_ROPE_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_ROPE_KEYS = (*PLACES, "rope_theta", "partial_rotary_factor", "rope_local_base_freq", ORIGINAL)
 
 
 def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
@@ -62,9 +78,7 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
     """
     plain, problems = _without_aliases(plain, family)
     problems += _unsupported(plain, family)
-    values: dict[str, Any] = {
-        key: value for key, value in family.model.items() if key != "norm_position"
-    }
+    values = dict(family.model)
     given: dict[str, str] = {}
     for key in family.keys:
         try:
@@ -84,11 +98,15 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
             )
         values[key.ours], given[key.ours] = value, key.theirs
     if family.rotary:
-        problems += _read_rotary(plain, values, family)
-    if family.sliding_window is not None:
-        problems += _windows(plain, values, family)
+        problems += read_rotary(plain, values, family)
+    if family.has_rotary_layers:
+        problems += read_rotary_layers(plain, values, family)
+    if family.windows is not None:
+        problems += read_windows(plain, values, family)
     if "max_positions" in values:
         values["seq_length"] = values["max_positions"]
+    if family.scales_embeddings and "hidden_size" in values:
+        values["embedding_scale"] = values["hidden_size"] ** 0.5
     if problems:
         raise ConfigError(*problems)
     known = (
@@ -98,13 +116,28 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         | SAYS_NOTHING
         | family.ignored
     )
-    known |= (
-        {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction, "head_dim"}
-        if family.rotary
-        else set()
-    )
-    known |= set() if family.sliding_window is None else {"sliding_window"}
-    return replace(ModelConfig(), **values), sorted(set(plain) - known)
+    if family.rotary:
+        known |= {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction}
+    if family.has_rotary_layers:
+        known |= {NO_ROPE, INTERVAL}
+    if family.windows is not None:
+        known |= WINDOW_KEYS
+    return replace(ModelConfig(), **_as_defaults(values)), sorted(set(plain) - known)
+
+
+def _as_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return keys of [model], with the default for each that says what the default means."""
+    bias = ON_OFF[values.get("bias", True)]
+    heads = values.get("num_heads", 0)
+    usual: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "norm_position": "pre"}
+    if values.get("kind") == "bert":
+        usual["norm_position"] = "post"
+    if heads and values["hidden_size"] % heads == 0:
+        usual["head_dim"] = values["hidden_size"] // heads
+    head_dim = values.get("head_dim") or usual.get("head_dim")
+    if head_dim:
+        usual["attention_scale"] = head_dim**-0.5
+    return {name: value for name, value in values.items() if value != usual.get(name)}
 
 
 def _problem(
@@ -152,27 +185,9 @@ def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
             )
 
 
-def _windows(plain: Plain, values: Mapping[str, Any], family: Family) -> Iterator[Problem]:
-    """Yield a problem if a sliding window hides earlier positions from some position."""
-    window = plain.get("sliding_window", family.sliding_window)
-    length = values.get("max_positions")
-    if window is None or length is None:
-        return
-    if not isinstance(window, int) or isinstance(window, bool) or window < length:
-        absent = (
-            ""
-            if "sliding_window" in plain
-            else f" (the key is absent, and so has {family.model_type}'s default)"
-        )
-        yield _problem(
-            "sliding_window",
-            window,
-            f"must reach all {length} positions of max_position_embeddings, as "
-            f"hybridpar has no windows yet{absent}",
-            "null for a model that was trained without a window, else a smaller "
-            "max_position_embeddings",
-            family.settings,
-        )
+def shown_plain(value: Any) -> str:
+    """Return a plain value as JSON has it, but texts without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _read(plain: Plain, key: Key) -> Any:
@@ -181,11 +196,17 @@ def _read(plain: Plain, key: Key) -> Any:
         raise ValueError("missing")
     value = plain.get(key.theirs, key.default)
     if key.words:
-        if not isinstance(value, str) or value not in key.words:
-            raise ValueError(f"not supported; must be one of {', '.join(key.words)}")
-        return key.words[value]
+        for theirs, ours in key.words.items():
+            if value == theirs and type(value) is type(theirs):
+                return ours
+        words = ", ".join(shown_plain(theirs) for theirs in key.words)
+        raise ValueError(f"not supported; must be one of {words}")
     if value is None and (key.default is None or key.is_nullable):
         return 0
+    if key.inverse_root:
+        if not is_number(value) or not value:
+            raise ValueError("must be a finite number above 0")
+        return value**-0.5
     kind, rule = hints_of(ModelConfig)[key.ours]
     value = convert(value, kind)
     if kind is float and not FINITE.allows(value):
@@ -195,100 +216,6 @@ def _read(plain: Plain, key: Key) -> Any:
     if rule is not None and not rule.allows(value):
         raise ValueError(rule.rule)
     return value
-
-
-def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Set rotary_base and rotary_fraction, and yield settings of the rotary embeddings that are
-    not supported."""
-    rotary = family.rotary
-    assert rotary is not None
-    ropes = {}
-    for name in ("rope_scaling", "rope_parameters"):  # the names in older and newer files
-        rope = plain.get(name) or {}
-        if (
-            not isinstance(rope, Mapping)
-            or rope.keys() - _ROPE_PARAMETERS
-            or (any(rope.get(key, "default") != "default" for key in ("rope_type", "type")))
-        ):
-            yield _problem(
-                name,
-                rope,
-                "hybridpar has rotary positions without scaling, the same in all layers",
-                "null",
-            )
-            continue
-        ropes[name] = rope
-    bases = _spellings(plain, ropes, rotary.base, "rope_theta", rotary.default_base)
-    parts = _spellings(
-        plain, ropes, rotary.fraction, "partial_rotary_factor", rotary.default_fraction
-    )
-    for found in (bases, parts):
-        (name, value), *others = found.items()
-        for other, other_value in others:
-            if other_value != value:
-                yield _contradiction(name, value, other, other_value, family)
-    name, part = next(iter(parts.items()))
-    if (
-        not _is_number(part)
-        or not 0 < part <= 1
-        or part != family.model.get("rotary_fraction", part)
-    ):
-        rule = "must be above 0 and at most 1"
-        if "rotary_fraction" in family.model:
-            rule = f"not supported: {family.model_type} rotates all features of a head"
-        yield _problem(name, part, rule, "1.0")
-    else:
-        values["rotary_fraction"] = float(part)
-    name, base = next(iter(bases.items()))
-    if not _is_number(base) or base <= 0:
-        yield _problem(name, base, "must be a finite number above 0", "10000.0")
-        return
-    values["rotary_base"] = float(base)
-    hidden = values.get("hidden_size")
-    heads = values.get("num_heads")
-    dim = plain.get("head_dim")
-    if (
-        hidden
-        and heads
-        and dim is not None
-        and not (isinstance(dim, int) and dim * heads == hidden)
-    ):
-        yield _problem(
-            "head_dim",
-            dim,
-            f"must be hidden_size / num_attention_heads = {hidden} / {heads} here",
-            "null",
-        )
-
-
-def _spellings(
-    plain: Plain, ropes: Mapping[str, Plain], key: str, inner: str, default: float
-) -> dict[str, Any]:
-    """Return the values that a configuration gives one quantity of its rotary embeddings, by the
-    names of their keys.
-
-    Args:
-        key: Its name in config.json.
-        inner: Its name in rope_parameters and rope_scaling, and in config.json of most families.
-        default: The value if transformers would read neither.
-    """
-    found = {key: plain[key]} if plain.get(key) is not None else {}
-    found |= {
-        f"{name}.{inner}": rope[inner]
-        for name, rope in ropes.items()
-        if rope.get(inner) is not None
-    }
-    found = found or {key: default}
-    return found if plain.get(inner) is None else {**found, inner: plain[inner]}
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a number of at least 0 that fits a float."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value <= sys.float_info.max
-    )
 
 
 def choose_family(model: ModelConfig) -> Family:
@@ -312,8 +239,23 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     ours = canonical(model)
     words = {key.ours: tuple(dict.fromkeys(key.words.values())) for key in family.keys if key.words}
     allowed = {**{name: (value,) for name, value in family.model.items()}, **words}
-    if all(key.ours != "num_kv_heads" for key in family.keys):
+    named = {key.ours for key in family.keys}
+    if "num_kv_heads" not in named:
         allowed["num_kv_heads"] = (model.num_heads,)
+    if "head_dim" not in named:
+        allowed["head_dim"] = (model.hidden_size // model.num_heads,)
+    if not family.has_rotary_layers:
+        allowed["rotary_pattern"] = ("1",)
+    scale = model.hidden_size**0.5 if family.scales_embeddings else 1.0
+    allowed["embedding_scale"] = (scale,)
+    allowed["rotary_scaling"] = ("none", *(family.rotary.scalings if family.rotary else ()))
+    allowed |= _one_of_two(ours, family)
+    allowed |= _windows_of(model, family)
+    if allowed.get("bias", (ours["bias"],)) != (ours["bias"],):
+        # biases that follow it are wrong as it is
+        for name in ("qkv_bias", "out_bias"):
+            if getattr(model, name) == "auto":
+                allowed.pop(name, None)
     rule = f"not supported by transformers; its nearest model is {family.model_type}"
     return [
         Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
@@ -322,16 +264,63 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     ]
 
 
+def _one_of_two(ours: Mapping[str, Any], family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return keys of [model] that must equal another, as one key of the family says both."""
+    first: dict[str, str] = {}
+    allowed = {}
+    for key in family.keys:
+        other = first.setdefault(key.theirs, key.ours)
+        if other != key.ours:
+            allowed[key.ours] = (ours[other],)
+    return allowed
+
+
+def _windows_of(model: ModelConfig, family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return the values of the keys of windows that a family can say, for a model."""
+    windows = family.windows
+    if windows is None:
+        return {"window": (0,)}
+    allowed: dict[str, tuple[Any, ...]] = {}
+    has_own_base = family.rotary is not None and family.rotary.window_base is not None
+    if not has_own_base:
+        allowed["window_rotary_base"] = (0.0,)
+    elif not model.window:
+        allowed["window"] = (windows.default,)
+    elif model.rotary_scaling != "none" and not model.window_rotary_base:
+        allowed["window_rotary_base"] = (model.rotary_base,)
+    if model.window and not windows.has_types:
+        allowed["window_pattern"] = ("1",)
+    return allowed
+
+
 def canonical(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of [model] with zeros and 'auto' replaced by what they stand for."""
+    scale = model.attention_scale
+    usual = model.head_size**-0.5
+    rotates = "".join(str(int(model.layer_rotates(layer))) for layer in range(model.num_layers))
+    if model.position != "rotary":
+        rotates = "1"
+    windowed = "".join(str(int(model.layer_window(n) > 0)) for n in range(model.num_layers))
     return {
         **vars(model),
         "num_kv_heads": model.kv_heads,
         "ffn_hidden_size": model.ffn_size,
-        "norm_position": "post" if model.post_norm else "pre",
+        "head_dim": model.head_size,
+        "qkv_bias": ON_OFF[model.has_qkv_bias],
+        "out_bias": ON_OFF[model.has_out_bias],
+        "attention_scale": 0.0 if scale == usual else scale,
+        "rotary_pattern": period_of(rotates),
+        "window_pattern": period_of(windowed) if model.window else "1",
+        "norm_position": _norm_position(model),
         "norm_eps": model.norm_epsilon,
         "max_positions": model.num_positions,
     }
+
+
+def _norm_position(model: ModelConfig) -> str:
+    if model.norm_position != "auto":
+        return model.norm_position
+    return "post" if model.post_norm else "pre"
 
 
 def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -343,19 +332,24 @@ def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         "architectures": [family.architectures[model.sentence_head if bert else ""]],
     }
-    for key in family.keys:
-        backward = {word: theirs for theirs, word in reversed(list(key.words.items()))}
-        plain[key.theirs] = (
-            backward.get(ours[key.ours], ours[key.ours]) if key.words else ours[key.ours]
-        )
+    plain |= {key.theirs: _write(ours, model, key) for key in family.keys}
     plain |= {key: works[0] for key, works in family.only.items()}
     if family.rotary:
-        plain |= {
-            family.rotary.base: model.rotary_base,
-            "head_dim": model.hidden_size // model.num_heads,
-        }
-        if "rotary_fraction" not in family.model:
-            plain[family.rotary.fraction] = model.rotary_fraction
+        plain |= write_rotary(model, family)
+    plain |= write_layers(model, family)
     if bert:
         plain["sentence_head"] = model.sentence_head  # transformers has one class for nsp and sop
     return plain
+
+
+def _write(ours: Mapping[str, Any], model: ModelConfig, key: Key) -> Any:
+    """Return the value of a key of config.json."""
+    value = ours[key.ours]
+    if key.words:
+        return next((theirs for theirs, word in key.words.items() if word == value), value)
+    if key.writes_null:
+        return value or None
+    if key.inverse_root:
+        scale = value or model.head_size**-0.5
+        return round(scale**-2)
+    return value

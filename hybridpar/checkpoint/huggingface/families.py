@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 REQUIRED = object()
 """Default of a key that must be present."""
@@ -32,26 +32,57 @@ class Key:
 
     `words`: hybridpar's values for theirs, the first for export. `default`: the value of an absent
     key. `is_nullable`: null is allowed, and is 0 in [model], where it stands for another key's
-    value; a key whose default is None is nullable anyway. Two of their keys may match one of ours;
-    they must then agree.
+    value; a key whose default is None is nullable anyway. `writes_null`: 0 in [model] is written as
+    null. `inverse_root`: our value is 1 / sqrt(theirs). Two of their keys may match one of ours, or
+    one of theirs two of ours; they must then agree.
     """
 
     theirs: str
     ours: str
     default: Any = REQUIRED
-    words: Mapping[str, str] = field(default_factory=dict)
+    words: Mapping[Any, str] = field(default_factory=dict)
     is_nullable: bool = False
+    writes_null: bool = False
+    inverse_root: bool = False
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Keys of config.json if rope_parameters does not have them: the base, and the share of a
-    head's features."""
+    """Rotary positions of a family.
+
+    `base`, `fraction`: keys of config.json if rope_parameters does not have them: the base, and the
+    share of a head's features. `scalings`: values of rope_type besides default. `renamed`: older
+    names of these. `window_base`: the default base of layers with windows, if they have one of
+    their own. `original_positions`: the default of that key, if the family has it beside
+    rope_scaling.
+    """
 
     base: str = "rope_theta"
     fraction: str = "partial_rotary_factor"
     default_base: float = 10000.0
     default_fraction: float = 1.0
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    window_base: float | None = None
+    original_positions: int | None = None
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows of a family.
+
+    `default`: the default of sliding_window. `has_switch`: they are off unless use_sliding_window.
+    `has_types`: layer_types names the layers that have one. `pattern`: the layers that have one
+    where layer_types is absent: all of them, those from max_window_layers on, those without rotary
+    positions, or all but every sliding_window_pattern'th. `default_pattern`: the default of the
+    latter, or of max_window_layers.
+    """
+
+    default: int | None
+    has_switch: bool = False
+    has_types: bool = False
+    pattern: Literal["all", "last", "without rotary", "most"] = "all"
+    default_pattern: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +97,9 @@ class Family:
     with the values that are supported; the first is the default. `computed`: patterns of names in
     the files that are not parameters. `renamed`: endings in older or newer files, and their names
     in `tensors`. `rotary`: where rotary settings are, if the family has them. `aliases`: other
-    names of keys, which transformers reads too (the class's attribute_map). `sliding_window`: its
-    default, if the family has that key; windows are not supported, so it must reach all positions.
+    names of keys, which transformers reads too (the class's attribute_map). `windows`: its sliding
+    windows, if it has them. `has_rotary_layers`: some layers have no rotary positions
+    (no_rope_layers). `scales_embeddings`: embeddings are multiplied by sqrt(hidden_size).
     `settings`: the file of its keys, for messages.
     """
 
@@ -85,7 +117,9 @@ class Family:
     ignored: frozenset[str] = frozenset()
     rotary: Rotary | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
-    sliding_window: int | None = None
+    windows: Windows | None = None
+    has_rotary_layers: bool = False
+    scales_embeddings: bool = False
     settings: str = "config.json"
 
 
@@ -100,6 +134,17 @@ EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "quantization"), (None,)),
+    **dict.fromkeys(
+        (
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "residual_multiplier",
+        ),
+        (None, 1.0, 1),
+    ),
 }
 """Keys of any family whose other values are not supported."""
 
@@ -132,6 +177,18 @@ SAYS_NOTHING = frozenset(
 """Keys that do not affect what a language model computes (sentence_head: hybridpar's own, which
 import reads separately)."""
 
+PLAIN: Mapping[str, Any] = {
+    "norm_zero_centered": False,
+    "qk_norm": "none",
+    "attention_scale": 0.0,
+    "attention_softcap": 0.0,
+    "logit_softcap": 0.0,
+    "logit_scale": 1.0,
+}
+"""Keys of [model] without the features that only some families have."""
+
+ON_OFF: Mapping[Any, str] = {True: "on", False: "off"}
+
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "gelu_fast": "gelu"}
 
 GPT2 = Family(
@@ -139,11 +196,14 @@ GPT2 = Family(
     {"": "GPT2LMHeadModel"},
     "transformer.",
     model={
+        **PLAIN,
         "kind": "gpt",
         "position": "learned",
         "norm": "layer_norm",
         "norm_position": "pre",
         "bias": True,
+        "qkv_bias": "on",
+        "out_bias": "on",
         "parallel_residual": False,
     },
     tensors={
@@ -199,6 +259,7 @@ LLAMA = Family(
     {"": "LlamaForCausalLM"},
     "model.",
     model={
+        **PLAIN,
         "kind": "gpt",
         "position": "rotary",
         "norm": "rms_norm",
@@ -233,7 +294,9 @@ LLAMA = Family(
         Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rms_norm_eps", "norm_eps", 1e-6),
         Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
-        Key("attention_bias", "bias", False),
+        Key("head_dim", "head_dim", None),
+        Key("attention_bias", "qkv_bias", False, ON_OFF),
+        Key("attention_bias", "out_bias", False, ON_OFF),
         Key("mlp_bias", "bias", False),
         Key("attention_dropout", "attention_dropout", 0.0),
         Key("initializer_range", "init_std", 0.02),
@@ -243,28 +306,221 @@ LLAMA = Family(
     rotary=Rotary(),
 )
 
-_OF_MISTRAL = {
-    "intermediate_size": 14336,
-    "max_position_embeddings": 4096 * 32,
-    "num_key_value_heads": 8,
-}
-"""Defaults of Mistral that differ from LLaMA's."""
+_NO_BIAS = {"bias": False, "qkv_bias": "off", "out_bias": "off"}
+_BIASES = ("bias", "qkv_bias", "out_bias")
 
-MISTRAL = replace(
-    LLAMA,
-    model_type="mistral",
-    architectures={"": "MistralForCausalLM"},
-    model={**LLAMA.model, "bias": False},
-    keys=tuple(
-        replace(
-            key,
-            default=_OF_MISTRAL.get(key.theirs, key.default),
-            is_nullable=key.theirs == "num_key_value_heads",
-        )
+
+def _like_llama(
+    model_type: str,
+    name: str,
+    model: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    keys: tuple[Key, ...] = (),
+    without: tuple[str, ...] = (),
+    **others: Any,
+) -> Family:
+    """Return a family that differs from LLaMA in some of its rows.
+
+    Args:
+        model: Keys of [model] that all its models share, besides LLaMA's.
+        defaults: Its defaults that differ from LLaMA's; None makes a key nullable.
+        keys: Keys that it has in place of LLaMA's for the same keys of [model], or besides them.
+        without: Keys of [model] that it has no key for.
+        others: Further fields of the family that differ.
+    """
+    replaced = {key.ours for key in keys} | {*without}
+    shared = {name: value for name, value in LLAMA.model.items() if name not in replaced}
+    own = tuple(
+        replace(key, default=defaults.get(key.theirs, key.default), is_nullable=key.default is None)
         for key in LLAMA.keys
-        if key.ours != "bias"
+        if key.ours not in replaced
+    )
+    return replace(
+        LLAMA,
+        model_type=model_type,
+        architectures={"": f"{name}ForCausalLM"},
+        model={**shared, **model},
+        keys=own + keys,
+        **others,
+    )
+
+
+MISTRAL = _like_llama(
+    "mistral",
+    "Mistral",
+    _NO_BIAS,
+    {
+        "intermediate_size": 14336,
+        "max_position_embeddings": 4096 * 32,
+        "num_key_value_heads": 8,
+    },
+    without=_BIASES,
+    windows=Windows(4096),
+)
+
+_OF_QWEN = {
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+}
+_QWEN_WINDOWS = Windows(4096, has_switch=True, has_types=True, pattern="last", default_pattern=28)
+
+QWEN2 = _like_llama(
+    "qwen2",
+    "Qwen2",
+    {"bias": False, "qkv_bias": "on", "out_bias": "off"},
+    _OF_QWEN,
+    without=_BIASES,
+    windows=_QWEN_WINDOWS,
+)
+
+_QK_NORMS = {
+    "layer.attention.q_norm": _one("model.layers.{layer}.self_attn.q_norm"),
+    "layer.attention.k_norm": _one("model.layers.{layer}.self_attn.k_norm"),
+}
+
+QWEN3 = _like_llama(
+    "qwen3",
+    "Qwen3",
+    {"bias": False, "qk_norm": "head"},
+    {**_OF_QWEN, "head_dim": 128},
+    without=("bias",),
+    tensors={**LLAMA.tensors, **_QK_NORMS},
+    windows=_QWEN_WINDOWS,
+)
+
+OLMO2 = _like_llama(
+    "olmo2",
+    "Olmo2",
+    {"bias": False, "qk_norm": "full", "norm_position": "output"},
+    {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    without=("bias",),
+    tensors={
+        **{name: of for name, of in LLAMA.tensors.items() if not name.endswith("_norm")},
+        **_QK_NORMS,
+        "layer.attention_output_norm": _one("model.layers.{layer}.post_attention_layernorm"),
+        "layer.mlp_output_norm": _one("model.layers.{layer}.post_feedforward_layernorm"),
+    },
+)
+
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3",
+    _NO_BIAS,
+    {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32064,
+    },
+    keys=(Key("resid_pdrop", "dropout", 0.0), Key("embd_pdrop", "dropout", 0.0)),
+    without=(*_BIASES, "rotary_fraction"),
+    tensors={
+        **LLAMA.tensors,
+        "layer.attention.qkv": _one("model.layers.{layer}.self_attn.qkv_proj", "qkv_rows"),
+        "layer.mlp.up": _one("model.layers.{layer}.mlp.gate_up_proj"),
+    },
+    rotary=Rotary(
+        scalings=("longrope",),
+        renamed={"su": "longrope", "yarn": "longrope"},
+        original_positions=4096,
     ),
-    sliding_window=4096,
+    windows=Windows(None),
+)
+
+SMOLLM3 = _like_llama(
+    "smollm3",
+    "SmolLM3",
+    {},
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    rotary=Rotary(default_base=2_000_000.0),
+    windows=Windows(None, has_switch=True, has_types=True, pattern="without rotary"),
+    has_rotary_layers=True,
+)
+
+_GEMMA_TENSORS = {
+    **LLAMA.tensors,
+    "layer.attention_output_norm": _one("model.layers.{layer}.post_attention_layernorm"),
+    "layer.mlp_norm": _one("model.layers.{layer}.pre_feedforward_layernorm"),
+    "layer.mlp_output_norm": _one("model.layers.{layer}.post_feedforward_layernorm"),
+}
+_OF_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "vocab_size": 256000,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+}
+_OF_ALL_GEMMAS = {
+    "bias": False,
+    "norm_position": "sandwich",
+    "norm_zero_centered": True,
+    "activation": "geglu",
+}
+
+
+_GEMMA_KEYS = (
+    Key(
+        "hidden_activation",
+        "activation",
+        "gelu_pytorch_tanh",
+        {"gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"},
+    ),
+    Key("query_pre_attn_scalar", "attention_scale", 256, inverse_root=True),
+)
+
+
+def _cap(theirs: str, ours: str, default: float | None) -> Key:
+    return Key(theirs, ours, default, is_nullable=True, writes_null=True)
+
+
+GEMMA2 = _like_llama(
+    "gemma2",
+    "Gemma2",
+    _OF_ALL_GEMMAS,
+    _OF_GEMMA,
+    keys=(
+        *_GEMMA_KEYS,
+        _cap("attn_logit_softcapping", "attention_softcap", 50.0),
+        _cap("final_logit_softcapping", "logit_softcap", 30.0),
+    ),
+    without=("bias",),
+    tensors=_GEMMA_TENSORS,
+    only={"use_bidirectional_attention": (None, False)},
+    windows=Windows(4096, has_types=True, pattern="most", default_pattern=2),
+    ignored=LLAMA.ignored | {"cache_implementation", "hidden_act"},
+    scales_embeddings=True,
+)
+
+# Transformers knows attn_logit_softcapping in Gemma 3's configuration and computes without it.
+GEMMA3 = _like_llama(
+    "gemma3_text",
+    "Gemma3",
+    {**_OF_ALL_GEMMAS, "qk_norm": "head"},
+    {**_OF_GEMMA, "max_position_embeddings": 131072, "vocab_size": 262208},
+    keys=(*_GEMMA_KEYS, _cap("final_logit_softcapping", "logit_softcap", None)),
+    without=("bias",),
+    tensors={**_GEMMA_TENSORS, **_QK_NORMS},
+    only={"use_bidirectional_attention": (False, None), "attn_logit_softcapping": (None,)},
+    rotary=Rotary(default_base=1e6, window_base=1e4),
+    windows=Windows(4096, has_types=True, pattern="most", default_pattern=6),
+    ignored=LLAMA.ignored | {"cache_implementation", "hidden_act"},
+    scales_embeddings=True,
 )
 
 _NEOX_LAYER = "gpt_neox.layers.{layer}"
@@ -274,11 +530,14 @@ GPT_NEOX = Family(
     {"": "GPTNeoXForCausalLM"},
     "gpt_neox.",
     model={
+        **PLAIN,
         "kind": "gpt",
         "position": "rotary",
         "norm": "layer_norm",
         "norm_position": "pre",
         "bias": True,
+        "qkv_bias": "on",
+        "out_bias": "on",
     },
     tensors={
         "embedding.tokens": _one("gpt_neox.embed_in"),
@@ -312,7 +571,7 @@ GPT_NEOX = Family(
         r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias",
     ),
     renamed={"lm_head.weight": "embed_out.weight"},
-    rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25),
+    rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25, scalings=()),
 )
 
 BERT = Family(
@@ -320,11 +579,14 @@ BERT = Family(
     {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"},
     "bert.",
     model={
+        **PLAIN,
         "kind": "bert",
         "position": "learned",
         "norm": "layer_norm",
         "norm_position": "post",
         "bias": True,
+        "qkv_bias": "on",
+        "out_bias": "on",
         "parallel_residual": False,
     },
     tensors={
@@ -372,5 +634,21 @@ BERT = Family(
     renamed={".gamma": ".weight", ".beta": ".bias"},
 )
 
-FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        OLMO2,
+        PHI3,
+        SMOLLM3,
+        GEMMA2,
+        GEMMA3,
+        GPT_NEOX,
+        BERT,
+    )
+}
 """Families by model_type. Export uses the first that fits a model."""

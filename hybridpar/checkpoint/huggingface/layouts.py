@@ -6,6 +6,7 @@ Each works on a weight [out, in] and on a bias [out] alike.
     same            one tensor
     conv1d          one tensor, [in, out]: GPT-2's linear layers
     qkv_conv1d      one tensor, [in, (all queries, all keys, all values)]: GPT-2's attention
+    qkv_rows        one tensor, [(all queries, all keys, all values), in]: Phi-3's attention
     qkv             three tensors: queries, keys, values, each [heads * head dim, in]
     gate_up         two tensors: gate, up
 
@@ -49,7 +50,12 @@ def _split_qkv(whole: Tensor, heads: HeadLayout) -> list[Tensor]:
 
 
 def _join_fused(parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
-    return _join_qkv(parts[0].t().split([len(rows) for rows in _rows(heads)]), heads)
+    return _join_qkv(_sections(parts[0].t(), heads), heads)
+
+
+def _sections(joined: Tensor, heads: HeadLayout) -> Sequence[Tensor]:
+    """Return all queries, all keys, all values of a tensor that has them in this order."""
+    return joined.split([len(rows) for rows in _rows(heads)])
 
 
 LAYOUTS = {
@@ -57,6 +63,10 @@ LAYOUTS = {
     "conv1d": Layout(lambda parts, heads: parts[0].t(), lambda whole, heads: [whole.t()]),
     "qkv_conv1d": Layout(
         _join_fused, lambda whole, heads: [torch.cat(_split_qkv(whole, heads)).t()]
+    ),
+    "qkv_rows": Layout(
+        lambda parts, heads: _join_qkv(_sections(parts[0], heads), heads),
+        lambda whole, heads: [torch.cat(_split_qkv(whole, heads))],
     ),
     "qkv": Layout(_join_qkv, _split_qkv),
     "gate_up": Layout(

@@ -59,7 +59,7 @@ class Plan:
 def plan_of(model: ModelConfig, family: Family) -> Plan:
     """Return how a hybridpar model maps to that family; allocates nothing. Raises: ConfigError
     for sizes that do not fit."""
-    heads = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, 1)
+    heads = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, 1, model.head_dim)
     stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
     entries = tuple(
         _entry(name, place, model, family, heads) for name, _, place in named_placements(stage)
