@@ -94,20 +94,13 @@ HARMLESS: dict[str, list[Any]] = {
 """What changes no logits."""
 
 REFUSED: dict[str, list[Any]] = {
-    "qk_layernorm": [True],
     "qk_l2_norm": [True],
     "glu_linear_offset": [1.0, -0.5],
     "rotary_percent": [0.0, 1.5],
     "rotary_interleaved": [True],
     "squared_relu": [True],
     "quick_geglu": [True],
-    "window_size": [(4, 0)],
-    "use_rope_scaling": [True],
-    "rotary_seq_len_interpolation_factor": [2],
-    "kv_channels": [8],
-    "no_rope_freq": [2],
-    "layernorm_zero_centered_gamma": [True],
-    "apply_layernorm_1p": [True],
+    "window_size": [(4, 3)],
     "softmax_type": ["off-by-one", "learnable"],
     "attention_output_gate": [True],
     "activation_func_clamp_value": [1.0],
@@ -117,7 +110,6 @@ REFUSED: dict[str, list[Any]] = {
     "multi_latent_attention": [True],
     "use_mup": [True],
     "normalization": ["L2Norm"],
-    "softmax_scale": [0.1],
     "experimental_attention_variant": ["gdn"],
     "spec": ["a.b"],
     "heterogeneous_layers_config_path": ["x.json"],
@@ -139,8 +131,16 @@ def random_arguments(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         name: rng.choice(HARMLESS[name])
         for name in rng.sample(sorted(HARMLESS), rng.randrange(len(HARMLESS)))
     }
-    args["kv_channels"] = rng.choice([None, args["hidden_size"] // args["num_attention_heads"]])
-    args["add_qkv_bias"] = args["add_bias_linear"] and rng.random() < 0.5
+    args["kv_channels"] = rng.choice([None, args["hidden_size"] // args["num_attention_heads"], 10])
+    args["add_qkv_bias"] = rng.random() < 0.5
+    can_norm = args["normalization"] == "RMSNorm" and not args.get("test_mode")
+    args["qk_layernorm"] = can_norm and rng.random() < 0.5
+    args["softmax_scale"] = rng.choice([None, 0.2])
+    args["no_rope_freq"] = rng.choice([None, args["num_layers"]])
+    is_rotary = args["use_rotary_position_embeddings"] or args["position_embedding_type"] == "rope"
+    args["use_rope_scaling"] = is_rotary and rng.random() < 0.3
+    if is_rotary and not args["use_rope_scaling"]:
+        args["rotary_seq_len_interpolation_factor"] = rng.choice([None, 2])
     epsilon = rng.choice([1e-5, 1e-3])
     del args["norm_epsilon"], args["layernorm_epsilon"]
     args[rng.choice(["norm_epsilon", "layernorm_epsilon"])] = epsilon
@@ -148,8 +148,6 @@ def random_arguments(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         name: rng.choice(REFUSED[name])
         for name in rng.sample(sorted(REFUSED), rng.choice([0, 0, 1, 3]))
     }
-    if not args["add_bias_linear"] and rng.random() < 0.1:
-        wrong["add_qkv_bias"] = True
     return args, wrong
 
 
@@ -196,6 +194,8 @@ def core_model(args: Mapping[str, Any]) -> Any:
         rotary_percent=args["rotary_percent"],
         rotary_base=args["rotary_base"],
         rope_scaling=args["use_rope_scaling"],
+        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -243,6 +243,7 @@ def core_config(args: Mapping[str, Any]) -> Any:
         "window_size",
         "attention_output_gate",
         "no_rope_freq",
+        "softmax_scale",
         "fp32_residual_connection",
         "apply_query_key_layer_scaling",
         "attention_softmax_in_fp32",

@@ -32,6 +32,18 @@ PLAIN: dict[str, Any] = {
     "dropout": 0.1,
     "attention_dropout": 0.1,
     "rotary_fraction": 1.0,
+    "rotary_scaling": "none",
+    "rotary_factor": 1.0,
+    "rotary_original_positions": 0,
+    "rotary_pattern": "1",
+    "head_dim": 0,
+    "qkv_bias": "auto",
+    "out_bias": "auto",
+    "qk_norm": "none",
+    "norm_zero_centered": False,
+    "attention_scale": 0.0,
+    "window": 0,
+    "window_pattern": "1",
 }
 
 
@@ -109,6 +121,40 @@ def test_what_nobody_knows_must_be_off(value: Any) -> None:
         ),
         ({"untie_embeddings_and_output_weights": True}, {"tie_embeddings": False}),
         ({"add_qkv_bias": True}, {}),
+        (
+            {"add_bias_linear": False, "add_qkv_bias": True},
+            {"bias": False, "qkv_bias": "on", "activation": "gelu_exact"},
+        ),
+        ({"kv_channels": 8}, {"head_dim": 8}),
+        (
+            {"normalization": "RMSNorm", "qk_layernorm": True, "apply_layernorm_1p": True},
+            {"norm": "rms_norm", "qk_norm": "head", "norm_zero_centered": True},
+        ),
+        (
+            {
+                "position_embedding_type": "rope",
+                "use_rope_scaling": True,
+                "rope_scaling_factor": 32,
+                "no_rope_freq": 2,
+            },
+            {
+                "position": "rotary",
+                "rotary_scaling": "llama3",
+                "rotary_factor": 32.0,
+                "rotary_original_positions": 8192,
+                "rotary_pattern": "10",
+            },
+        ),
+        (
+            {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 4},
+            {"position": "rotary", "rotary_scaling": "linear", "rotary_factor": 4.0},
+        ),
+        ({"softmax_scale": 0.5}, {"attention_scale": 0.5}),
+        ({"window_size": (4, 0)}, {"window": 5}),
+        (
+            {"window_size": [4, 0], "window_attn_skip_freq": 2},
+            {"window": 5, "window_pattern": "10"},
+        ),
     ],
 )
 def test_what_is_translated(more: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -134,6 +180,10 @@ def test_either_name_of_the_epsilon(name: str) -> None:
         (True, {"add_position_embedding": False}, "add_position_embedding"),
         (True, {"export_num_medusa_heads": 2}, "export_num_medusa_heads"),
         (True, {"rope_type": "yarn"}, "rope_type"),
+        (False, {"use_rope_scaling": True, "position_embedding_type": "rope"}, "use_rope_scaling"),
+        (True, {"qk_layernorm": True}, "qk_layernorm"),
+        (True, {"window_size": (4, 1)}, "window_size"),
+        (True, {"window_size": (4, 0), "window_attn_skip_freq": [1]}, "window_attn_skip_freq"),
     ],
 )
 def test_what_does_not_fit_the_others_or_is_no_value(
@@ -143,7 +193,7 @@ def test_what_does_not_fit_the_others_or_is_no_value(
 
 
 def test_all_are_named_at_once() -> None:
-    assert set(refused(qk_l2_norm=True, another=3, kv_channels=8, swiglu="yes")) == {
+    assert set(refused(qk_l2_norm=True, another=3, kv_channels="8", swiglu="yes")) == {
         "args: qk_l2_norm",
         "args: another",
         "args: kv_channels",

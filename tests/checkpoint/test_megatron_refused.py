@@ -39,11 +39,18 @@ def refused(
             {"num_experts": 8},
             "args: num_experts = 8: hybridpar has no such feature for megatron; try None",
         ),
-        ({"qk_layernorm": True}, "qk_layernorm = True"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
+        ({"qk_l2_norm": True}, "qk_l2_norm = True"),
+        (
+            {"qk_layernorm": True, "normalization": "LayerNorm"},
+            "qk_layernorm = True: not supported with normalization LayerNorm",
+        ),
+        (
+            {"apply_layernorm_1p": True, "normalization": "LayerNorm"},
+            "apply_layernorm_1p = True: not supported with normalization LayerNorm",
+        ),
         ({"rotary_percent": 1.5}, r"rotary_percent = 1\.5: must be above 0"),
         ({"squared_relu": True}, "squared_relu"),
-        ({"window_size": (128, 0)}, "window_size = 'tuple'"),
+        ({"window_size": (128, 128)}, r"window_size = .*: must be \(tokens before, 0\)"),
         ({"mtp_num_layers": 1}, "mtp_num_layers"),
         (
             {"position_embedding_type": "none"},
@@ -53,10 +60,18 @@ def refused(
             {"normalization": "other"},
             "normalization = 'other': not supported; must be one of LayerNorm, RMSNorm",
         ),
-        ({"add_bias_linear": False, "add_qkv_bias": True}, "add_qkv_bias_alone = True"),
+        ({"kv_channels": 16}, r"linear_qkv\.weight has shape"),
         (
-            {"kv_channels": 16},
-            "kv_channels = 16: must be hidden_size / num_attention_heads = 48 / 4",
+            {"no_rope_freq": [1], "position_embedding_type": "rope"},
+            r"no_rope_freq = \[1\]: must be an integer, or a list",
+        ),
+        (
+            {
+                "use_rope_scaling": True,
+                "rope_scaling_factor": -1,
+                "position_embedding_type": "rope",
+            },
+            "rope_scaling_factor = -1: must be a finite number above 0",
         ),
         ({"num_layers": None}, "num_layers = None: missing"),
         ({"num_layers": 10**4}, "10000: out of range: the files have"),

@@ -8,9 +8,12 @@ or empty.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybridpar.checkpoint.huggingface.configuration import model_of
+from hybridpar.checkpoint.huggingface.layers import period_of
+from hybridpar.checkpoint.huggingface.rope import is_number
 from hybridpar.checkpoint.megatron.family import GPT
 from hybridpar.checkpoint.megatron.ignored import is_ignored
 from hybridpar.config import ModelConfig
@@ -30,10 +33,21 @@ _FLAGS = frozenset(
         "use_rotary_position_embeddings",
         "add_position_embedding",
         "untie_embeddings_and_output_weights",
+        "qk_layernorm",
+        "layernorm_zero_centered_gamma",
+        "apply_layernorm_1p",
+        "use_rope_scaling",
     }
 )
-_TRANSLATED = _FLAGS | {key.theirs for key in GPT.keys} | {"kv_channels"}
+_OF_CORE = ("qk_layernorm", "use_rope_scaling", "no_rope_freq", "softmax_scale", "window_size")
+"""Arguments that models of before Megatron Core did not have."""
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
+_TRANSLATED = (
+    _FLAGS | {key.theirs for key in GPT.keys} | {_INTERPOLATION, "no_rope_freq", "window_size"}
+)
 _LEGACY_ROTARY_BASE = 10000
+_ORIGINAL_POSITIONS = 8192
+"""Longest text before use_rope_scaling, in Megatron Core's code."""
 _TE_ACTIVATIONS = "use_te_activation_func", "use_transformer_engine_op_fuser"
 
 
@@ -61,20 +75,83 @@ def model_of_arguments(args: Mapping[str, Any], vocab_size: int, *, is_core: boo
         "num_query_groups": args.get("num_query_groups")
         if args.get("group_query_attention")
         else None,
-        "add_qkv_bias_alone": bool(args.get("add_qkv_bias")) and not bias,
+        "add_qkv_bias": bool(args.get("add_qkv_bias")) or bias,
         "norm_epsilon": epsilon[0],
         "layernorm_epsilon": epsilon[-1],
     }
     if args.get("use_rotary_position_embeddings"):
         plain["position_embedding_type"] = "rope"  # the older name
+    zero_centered = bool(
+        args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")
+    )
+    plain |= dict.fromkeys(("layernorm_zero_centered_gamma", "apply_layernorm_1p"), zero_centered)
     problems = [*_not_off(args), *_does_not_fit(args, plain, is_core=is_core)]
+    positions: dict[str, Any] = {}
+    if plain.get("position_embedding_type") == "rope":
+        problems += _rotary(args, positions)
+    problems += _windows(args, positions)
     try:
         model, _ = model_of(plain, GPT)
     except ConfigError as error:
         raise ConfigError(*error.problems, *problems) from None
     if problems:
         raise ConfigError(*problems)
-    return model
+    return replace(model, **positions)
+
+
+def _rotary(args: Mapping[str, Any], values: dict[str, Any]) -> Iterator[Problem]:
+    """Set keys rotary_* of [model], and yield what is wrong with their arguments."""
+    interpolation = args.get(_INTERPOLATION)
+    if interpolation not in (None, 1):
+        if not is_number(interpolation) or interpolation <= 0 or args.get("use_rope_scaling"):
+            rule = "must be a finite number above 0, and 1 with use_rope_scaling"
+            yield _problem(_INTERPOLATION, interpolation, rule, "1")
+            return
+        values |= {"rotary_scaling": "linear", "rotary_factor": float(interpolation)}
+    if args.get("use_rope_scaling"):
+        factor = args.get("rope_scaling_factor", 8.0)
+        if not is_number(factor) or factor <= 0:
+            yield _problem("rope_scaling_factor", factor, "must be a finite number above 0", "8.0")
+            return
+        values |= {
+            "rotary_scaling": "llama3",
+            "rotary_factor": float(factor),
+            "rotary_original_positions": _ORIGINAL_POSITIONS,
+        }
+    skipped = args.get("no_rope_freq")
+    if not skipped:
+        return
+    layers = args.get("num_layers")
+    if isinstance(skipped, int) and not isinstance(skipped, bool):
+        values["rotary_pattern"] = period_of("1" * (skipped - 1) + "0")
+    elif isinstance(skipped, list) and len(skipped) == layers and {*skipped} <= {0, 1}:
+        values["rotary_pattern"] = period_of("".join(str(1 - int(one)) for one in skipped))
+    else:
+        rule = f"must be an integer, or a list of 0 and 1 (1: no rotary) for {layers} layers"
+        yield _problem("no_rope_freq", skipped, rule, "None")
+
+
+def _windows(args: Mapping[str, Any], values: dict[str, Any]) -> Iterator[Problem]:
+    """Set keys of windows of [model], and yield what is wrong with their arguments."""
+    size = args.get("window_size")
+    if size is None:
+        return
+    is_pair = isinstance(size, tuple | list) and len(size) == 2
+    if not is_pair or not all(type(one) is int for one in size) or size[0] < 0 or size[1] != 0:
+        rule = "must be (tokens before, 0), as nothing sees later tokens"
+        yield _problem("window_size", size, rule, "None")
+        return
+    values["window"] = size[0] + 1
+    layers = args.get("num_layers")
+    skipped = args.get("window_attn_skip_freq")
+    if isinstance(skipped, list) and len(skipped) == layers and {*skipped} <= {0, 1}:
+        values["window_pattern"] = period_of("".join(str(int(one)) for one in skipped))
+    elif type(skipped) is int and skipped > 0 and isinstance(layers, int):
+        digits = (str(int((layer + 1) % skipped != 0)) for layer in range(layers))
+        values["window_pattern"] = period_of("".join(digits))
+    elif skipped is not None:
+        rule = f"must be an integer above 0, or a list of 0 and 1 (1: window) for {layers} layers"
+        yield _problem("window_attn_skip_freq", skipped, rule, "None")
 
 
 def _problem(name: str, value: object, rule: str, suggestion: str = "") -> Problem:
@@ -112,17 +189,14 @@ def _does_not_fit(
             yield _problem(
                 name, args[name], "hybridpar does not know Transformer Engine's gelu", "False"
             )
-    hidden, heads, dim = (
-        args.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels")
-    )
-    if dim is not None and not (
-        isinstance(dim, int) and isinstance(heads, int) and dim * heads == hidden
-    ):
-        yield _problem(
-            "kv_channels",
-            dim,
-            f"must be hidden_size / num_attention_heads = {hidden} / {heads} here",
-        )
+    if plain.get("normalization", "LayerNorm") == "LayerNorm":
+        for name in ("qk_layernorm", "layernorm_zero_centered_gamma", "apply_layernorm_1p"):
+            if args.get(name):
+                rule = "not supported with normalization LayerNorm, only with RMSNorm"
+                yield _problem(name, args[name], rule, "False")
+    for name in _OF_CORE if not is_core else ():
+        if args.get(name):
+            yield _problem(name, args[name], "models of before Megatron Core have no such feature")
     is_rotary = plain.get("position_embedding_type") == "rope"
     if is_rotary and not is_core and args.get("rotary_base") not in (None, _LEGACY_ROTARY_BASE):
         yield _problem(

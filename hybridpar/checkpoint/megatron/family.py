@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from hybridpar.checkpoint.huggingface.families import Family, Key, Tensors
+from hybridpar.checkpoint.huggingface.families import ON_OFF, Family, Key, Tensors
 
 _LAYER = "decoder.layers.{layer}"
 
@@ -30,6 +30,8 @@ GPT = Family(
         "embedding.positions": _one("embedding.position_embeddings"),
         "layer.attention_norm": _one(f"{_LAYER}.input_layernorm"),
         "layer.attention.qkv": _one(f"{_LAYER}.self_attention.linear_qkv"),
+        "layer.attention.q_norm": _one(f"{_LAYER}.self_attention.q_layernorm"),
+        "layer.attention.k_norm": _one(f"{_LAYER}.self_attention.k_layernorm"),
         "layer.attention.out": _one(f"{_LAYER}.self_attention.linear_proj"),
         "layer.mlp_norm": _one(f"{_LAYER}.pre_mlp_layernorm"),
         "layer.mlp.up": _one(f"{_LAYER}.mlp.linear_fc1"),
@@ -46,7 +48,14 @@ GPT = Family(
         Key("max_position_embeddings", "max_positions"),
         Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings"),
+        Key("kv_channels", "head_dim", None),
         Key("add_bias_linear", "bias", True),
+        Key("add_bias_linear", "out_bias", True, ON_OFF),
+        Key("add_qkv_bias", "qkv_bias", False, ON_OFF),
+        Key("qk_layernorm", "qk_norm", False, {False: "none", True: "head"}),
+        Key("softmax_scale", "attention_scale", None),
+        Key("layernorm_zero_centered_gamma", "norm_zero_centered", False),
+        Key("apply_layernorm_1p", "norm_zero_centered", False),
         Key(
             "normalization", "norm", "LayerNorm", {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
         ),
@@ -73,12 +82,8 @@ GPT = Family(
     only={
         **dict.fromkeys(
             (
-                "apply_layernorm_1p",
-                "layernorm_zero_centered_gamma",
-                "qk_layernorm",
                 "qk_l2_norm",
                 "rotary_interleaved",
-                "use_rope_scaling",
                 "multi_latent_attention",
                 "apply_residual_connection_post_layernorm",
                 "squared_relu",
@@ -95,7 +100,6 @@ GPT = Family(
                 "export_offline_model",
                 "export_qk_l2_norm",
                 "flextron",
-                "add_qkv_bias_alone",
             ),
             (False, None),
         ),
@@ -106,14 +110,11 @@ GPT = Family(
                 "mtp_num_layers",
                 "hybrid_layer_pattern",
                 "hybrid_override_pattern",
-                "window_size",
                 "heterogeneous_layers_config_path",
                 "heterogeneous_layers_config_encoded_json",
                 "experimental_attention_variant",
                 "linear_attention_freq",
-                "no_rope_freq",
                 "activation_func_clamp_value",
-                "softmax_scale",
                 "spec",
                 "yaml_cfg",
                 "decoder_num_layers",
@@ -134,7 +135,6 @@ GPT = Family(
         **dict.fromkeys(
             ("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")
         ),
-        "rotary_seq_len_interpolation_factor": (None, 1),
         "rope_type": (None, "rope"),
         "softmax_type": ("vanilla",),
         "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
@@ -142,8 +142,6 @@ GPT = Family(
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
     settings="args",
 )
-"""add_qkv_bias_alone: biases of queries, keys and values in a model without other biases."""
-
 RENAMED = tuple(
     (re.compile(old), new)
     for old, new in (

@@ -38,6 +38,8 @@ _LONGEST_TRACKER = 100
 _WORDS = "embedding.word_embeddings.weight"
 _CHUNK = re.compile(r"model([0-9]{0,6})")
 _PLAIN = (bool, int, float, str, type(None))
+_LONGEST_LIST = 10_000
+"""Most integers of an argument that is a list, one for each layer."""
 _LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.(.*)")
 
 Place = tuple[int, int]  # pipeline rank, tensor rank
@@ -193,6 +195,8 @@ class MegatronFiles:
             return part
         heads = self.args["num_attention_heads"] // self.num_ranks[0]
         channels = self.args["hidden_size"] // self.args["num_attention_heads"]
+        if isinstance(self.args.get("kv_channels"), int):
+            channels = self.args["kv_channels"]
         shape = (3, heads, channels) if self.version == 0 else (heads, channels, 3)
         if len(part) != 3 * heads * channels:
             raise CheckpointError(
@@ -205,7 +209,9 @@ class MegatronFiles:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple, dict)) and not value)
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _LONGEST_LIST and all(isinstance(one, int) for one in value)
+    return isinstance(value, _PLAIN) or (isinstance(value, dict) and not value)
 
 
 def _iteration(folder: Path) -> Path:

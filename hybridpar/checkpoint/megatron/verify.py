@@ -152,6 +152,8 @@ def _build(files: MegatronFiles) -> Any:
         rotary_percent=args.get("rotary_percent", 1.0),
         rotary_base=args.get("rotary_base", 10000),
         rope_scaling=args.get("use_rope_scaling", False),
+        rope_scaling_factor=args.get("rope_scaling_factor", 8.0),
+        seq_len_interpolation_factor=args.get("rotary_seq_len_interpolation_factor"),
     )
     return model.double().eval()
 
