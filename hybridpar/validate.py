@@ -26,7 +26,7 @@ from hybridpar.models.build import (
     require_trainable,
 )
 from hybridpar.models.metrics import require_names
-from hybridpar.ops.backends.registry import select
+from hybridpar.ops.backends.registry import SCALED, SOFTCAP, select
 from hybridpar.optim.custom_rule import find_rule
 from hybridpar.runtime.codecs import Codecs
 
@@ -193,7 +193,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     if config.optim.name == "own" and config.optim.spec:
         attempts.append(partial(find_rule, config.optim))
     for op, choice in asdict(config.kernels).items():
-        attempts.append(partial(select, op, choice, device))
+        attempts.append(partial(select, op, choice, device, needs=needed_features(config, op)))
     found: list[Problem] = []
     for attempt in attempts:
         try:
@@ -205,6 +205,16 @@ def _refused(config: Config) -> Iterator[Problem]:
                 if problem not in found and f"model.{problem.field}" not in said
             ]  # a layer names its argument without the section
     yield from found
+
+
+def needed_features(config: Config, op: str) -> tuple[str, ...]:
+    """Return what the model needs of an operation, and not all of its backends have."""
+    layers = config.model.cost_model
+    if layers is None:
+        return ()
+    needed = {"rotary": SCALED if layers.rotary_scaling != "none" else ()}
+    needed["attention"] = SOFTCAP if layers.attention_softcap else ()
+    return needed.get(op, ())
 
 
 def _continued(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybridpar.config import JOB, Config, Launch, from_mapping, load_toml, to_mapping, to_toml
 from hybridpar.config.old_keys import REMOVED, translate_flags
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").glob("*.toml"))
@@ -124,6 +125,57 @@ def test_mistakes_are_named(document: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(document)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"head_dim": 7, "position": "rotary"}, "model.head_dim = 7: must be even with rotary"),
+        (
+            {"position": "rotary", "rotary_pattern": "12"},
+            "model.rotary_pattern = '12': must be digits 0 and 1, one per layer",
+        ),
+        (
+            {"window_pattern": "10101"},
+            "model.window_pattern = '10101': must have at most model.num_layers = 4 digits; try "
+            '"1010"',
+        ),
+        ({"rotary_scaling": "linear"}, 'requires model.position = "rotary", whose frequencies'),
+        (
+            {"position": "rotary", "rotary_scaling": "yarn"},
+            "model.rotary_original_positions = 0: must be above 0 with model.rotary_scaling = yarn",
+        ),
+        (
+            {
+                "position": "rotary",
+                "rotary_scaling": "llama3",
+                "rotary_original_positions": 8,
+                "rotary_low_factor": 4.0,
+            },
+            "model.rotary_high_factor = 4.0: must be above model.rotary_low_factor = 4.0",
+        ),
+        (
+            {
+                "position": "rotary",
+                "rotary_scaling": "longrope",
+                "rotary_original_positions": 8,
+                "rotary_long_factors": [1.0] * 16,
+            },
+            "model.rotary_short_factors = []: must have 16 numbers with longrope",
+        ),
+        ({"window": 4, "kind": "bert"}, 'model.window = 4: requires model.kind = "gpt"'),
+        ({"window_rotary_base": 5.0}, "model.window_rotary_base = 5.0: requires model.window"),
+        ({"qk_norm": "head"}, "model.qk_norm = 'head': requires model.norm = \"rms_norm\""),
+        ({"norm_zero_centered": True}, "model.norm_zero_centered = True: requires model.norm"),
+        (
+            {"parallel_residual": True, "norm_position": "sandwich"},
+            "requires pre-norm layers; model.norm_position is sandwich (gpt)",
+        ),
+    ],
+)
+def test_rules_of_attention_and_norms(model: dict, says: str) -> None:
+    problems = "\n".join(map(str, conflicts(from_mapping({"model": model}))))
+    assert says in problems
 
 
 def test_all_mistakes_at_once() -> None:

@@ -106,6 +106,18 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
         ({"data": {"text_key": ""}}, 1, "data.text_key", '"text"'),
         ({"kernels": {"dropout": "abacus"}}, 1, "kernels.dropout", "auto"),
         (
+            {"model": {"rotary_short_factors": [0.0]}},
+            1,
+            "model.rotary_short_factors",
+            "",
+        ),
+        (
+            {"kernels": {"attention": "cpp"}, "model": {"attention_softcap": 50.0}},
+            1,
+            "kernels.attention",
+            "auto or torch",
+        ),
+        (
             {"kernels": {"dropout": "triton"}, "train": {"device": "cpu"}},
             1,
             "kernels.dropout",

@@ -291,19 +291,33 @@ def make_manifest(
 
 
 def save_weights(
-    root: Path, config: Config, weights: Mapping[str, Tensor], placements: Mapping[str, Placement]
+    root: Path,
+    config: Config,
+    weights: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    read: Callable[[str], Tensor] | None = None,
 ) -> Path:
     """Save the full weights of an imported model under `root` as a checkpoint of step 0, from one
     process; return its folder.
 
     For train.start_from, generate and export; it has no optimizer state to resume from.
 
+    Args:
+        read: Returns a weight by its name, if `weights` only have shapes and types. One weight at a
+            time is in memory then.
+
     Raises:
         CheckpointError: It cannot be written.
     """
     tensors = {WeightVersions.key(name, "0"): tensor for name, tensor in weights.items()}
+    names = {id(tensor): name for name, tensor in weights.items()}
     part = Part(
-        saved_place(config), (0, config.model.num_blocks), (0,), tensors, header_of(placements, {})
+        saved_place(config),
+        (0, config.model.num_blocks),
+        (0,),
+        tensors,
+        header_of(placements, {}),
+        (lambda tensor: tensor) if read is None else (lambda tensor: read(names[id(tensor)])),
     )
     try:
         aside = begin(root, 0, part.num_bytes)

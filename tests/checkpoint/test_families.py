@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from verify.test_grids import holds
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import export_folder, import_folder
+from hybridpar.checkpoint.huggingface.source import WeightFiles
 from hybridpar.checkpoint.huggingface.verify import our_logits, random_batch, their_logits
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import Config, ModelConfig, from_mapping
@@ -250,3 +252,26 @@ def test_training_on_a_grid_equals_one_process(tmp_path: Path, name: str) -> Non
     model = checkpoint.read_manifest(ours.checkpoint).config.transformer
     sections = {"pipeline": {"num_microbatches": 2}, "train": {"micro_batch_size": 2}}
     holds({"tp": 2, "pp": 2, "dp": 2}, from_mapping(sections, Config(model)), num_batches=2)
+
+
+def test_an_import_holds_one_parameter_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = made(tmp_path / "theirs", "qwen3")
+    held: list[weakref.ref[Tensor]] = []
+    most = 0
+    read = WeightFiles.read
+
+    def counted(files: WeightFiles, name: str) -> Tensor:
+        nonlocal most
+        tensor = read(files, name)
+        held.append(weakref.ref(tensor))
+        alive = (one() for one in held)
+        most = max(most, sum(one.nbytes for one in alive if one is not None))
+        return tensor
+
+    monkeypatch.setattr(WeightFiles, "read", counted)
+    import_folder(theirs, tmp_path / "ours")
+    assert len(held) > 30
+    largest = max(tensor.nbytes for tensor in tensors_of(theirs).values())
+    assert most <= 2 * largest  # gate and up are one parameter

@@ -55,6 +55,29 @@ def test_flops_are_six_per_matmul_weight_and_token_and_attention() -> None:
     assert len(forward_flops_per_token(model)) == model.num_blocks
 
 
+def test_attention_of_wide_heads_in_windows() -> None:
+    """A token in a window of w keys sees w - w^2 / 2s of s on average, all heads' features each."""
+    model = ModelConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        head_dim=24,
+        seq_length=32,
+        vocab_size=50,
+        activation="geglu",
+        window=8,
+        window_pattern="110",
+    )
+    features = 4 * 24
+    layer = 64 * features * 4 + 3 * 64 * 4 * 64
+    pairs = 2 * (8 * 32 - 8 * 8 // 2) + 32 * 32 // 2
+    assert training_flops_per_token(model) == (
+        6 * (3 * layer + 64 * 50) + 12 * features * pairs // 32
+    )
+    first, full, *_ = sorted(set(forward_flops_per_token(model)[1:-1]))
+    assert full - first == 4 * features * (32 - 14)
+
+
 def test_the_whole_attention_matrix_counts_where_nothing_is_masked() -> None:
     model = ModelConfig(
         "bert", num_layers=3, hidden_size=64, num_heads=4, seq_length=32, vocab_size=50

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridpar.checkpoint.format.files import new_folder, write_text
 from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
 from hybridpar.checkpoint.huggingface.families import Family
-from hybridpar.checkpoint.huggingface.names import Match, Plan, match, plan_of
+from hybridpar.checkpoint.huggingface.names import Entry, Match, Plan, match, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
 from hybridpar.checkpoint.save import save_weights
@@ -101,9 +101,18 @@ def make_checkpoint(
         for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
             (aside / name).parent.mkdir(exist_ok=True)
             write_text(aside / name, text)
-        weights = _read(files, plan, matched, OUR_DTYPES[dtype], family.settings)
+        _check_copies(files, matched, family.settings)
         placements = {entry.ours: entry.placement for entry in plan.entries}
-        saved = save_weights(aside / "checkpoints", config, weights, placements)
+        shapes = {
+            name: torch.empty(placement.shape, dtype=OUR_DTYPES[dtype], device="meta")
+            for name, placement in placements.items()
+        }
+        entries = {entry.ours: entry for entry in plan.entries}
+
+        def read(name: str) -> Tensor:
+            return _read(files, entries[name], plan, matched, OUR_DTYPES[dtype])
+
+        saved = save_weights(aside / "checkpoints", config, shapes, placements, read)
     notes = [*notes, *_notes(matched, family, has_tokenizer=tokenizer is not None)]
     return Imported(
         output,
@@ -196,29 +205,28 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
     )
 
 
-def _read(
-    files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str
-) -> dict[str, Tensor]:
-    """Read the tensors. Raises: CheckpointError if tensors that must be equal differ, or numbers
-    are not finite."""
+def _check_copies(files: Weights, matched: Match, settings: str) -> None:
+    """Check that tensors that must be equal are. Raises: CheckpointError."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
             raise CheckpointError(
                 f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make "
                 f"them equal, or set tie_word_embeddings to false there"
             )
-    weights = {}
-    for entry in plan.entries:
-        if entry.ours in matched.absent:
-            weights[entry.ours] = torch.empty(entry.placement.shape, dtype=dtype)
-            initialize([(entry.ours, weights[entry.ours], entry.placement)], TrainConfig().seed)
-            continue
-        parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
-        for name, part in zip(entry.theirs, parts, strict=True):
-            if count := part.numel() - int(part.isfinite().sum()):
-                raise CheckpointError(
-                    f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} "
-                    f"values that are NaN or infinite; import an earlier checkpoint"
-                )
-        weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
-    return weights
+
+
+def _read(files: Weights, entry: Entry, plan: Plan, matched: Match, dtype: torch.dtype) -> Tensor:
+    """Read the tensors of a parameter; initialize one that the files lack. Raises: CheckpointError
+    if numbers are not finite."""
+    if entry.ours in matched.absent:
+        weight = torch.empty(entry.placement.shape, dtype=dtype)
+        initialize([(entry.ours, weight, entry.placement)], TrainConfig().seed)
+        return weight
+    parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
+    for name, part in zip(entry.theirs, parts, strict=True):
+        if count := part.numel() - int(part.isfinite().sum()):
+            raise CheckpointError(
+                f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} "
+                f"values that are NaN or infinite; import an earlier checkpoint"
+            )
+    return entry.layout.join(parts, plan.heads).contiguous()

@@ -79,9 +79,9 @@ class ModelConfig(ModelSpec):
     rotary_magnitude: NotNegative = 0.0
     """yarn, longrope: factor of the rotated queries and keys. 0: 0.1 ln(rotary_factor) + 1 for
     yarn, sqrt(1 + ln(rotary_factor) / ln(rotary_original_positions)) for longrope."""
-    rotary_short_factors: tuple[Positive, ...] = ()
+    rotary_short_factors: Annotated[tuple[float, ...], Within(above=0)] = ()
     """longrope: divisor of each frequency, for texts up to rotary_original_positions."""
-    rotary_long_factors: tuple[Positive, ...] = ()
+    rotary_long_factors: Annotated[tuple[float, ...], Within(above=0)] = ()
     """longrope: divisor of each frequency, for longer texts."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys, before rotary embeddings. head: over each head's features, with
