@@ -51,6 +51,31 @@ PADDING = torch.tensor(
 )
 
 
+def test_soft_caps_and_scales_against_the_formula():
+    q, k, v = heads(2, 4, 2, 7, 6)
+    out = attention(q, k, v, causal=True, scale=0.7, softcap=1.5)
+    wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = 1.5 * torch.tanh(0.7 * (q @ wide_k.mT) / 1.5)
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(later, -math.inf).softmax(-1) @ wide_v
+    torch.testing.assert_close(out, expected)
+    seed = torch.randn(out.shape, dtype=out.dtype)
+    for got, want in zip(
+        torch.autograd.grad(out, (q, k, v), seed),
+        torch.autograd.grad(expected, (q, k, v), seed),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+@needs_native
+def test_a_backend_without_soft_caps_says_so():
+    q, k, v = heads(1, 2, 2, 3, 4)
+    says = r"kernels.attention = 'cpp': cannot run here: has no soft-caps; try auto or torch"
+    with pytest.raises(ConfigError, match=says):
+        attention(q, k, v, causal=True, softcap=1.0, backend="cpp")
+
+
 @pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])

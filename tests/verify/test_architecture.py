@@ -3,12 +3,21 @@ groups and features do not divide."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from verify.test_grids import holds, make
 
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks
+from hybridpar.nn import KeyValueCache, named_placements
+from hybridpar.nn.init import initialize
+from hybridpar.runtime.stage import Stage
+
 pytestmark = pytest.mark.ranks
+F64 = torch.float64
 
 GATED: dict[str, Any] = {
     "num_kv_heads": 3,
@@ -120,3 +129,25 @@ def test_split_backward_and_chunks_of_logits(model: str) -> None:
     pipeline = {"schedule": "1f1b", "zero_bubble": True, "split_backward": True}
     config = make({**MODELS[model], "logits_chunk": 5}, pipeline=pipeline)
     holds({"tp": 2, "pp": 2, "dp": 2}, config, num_batches=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
+    model = replace(make(MODELS[name]).transformer, init_std=0.3)
+    stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=F64))
+    initialize(list(named_placements(stage)), seed=1)
+    tokens = torch.arange(28).view(2, 14) * 7 % 61
+    layers = range(1, model.num_layers + 1)
+    caches = {str(layer): KeyValueCache(14) for layer in layers}
+
+    def logits(positions: torch.Tensor, caches: dict[str, KeyValueCache]) -> torch.Tensor:
+        batch = {"tokens": tokens[:, positions], "positions": positions}
+        x = stage.blocks["0"](None, batch, None)
+        for layer in map(str, layers):
+            x = stage.blocks[layer](x, batch, None, caches.get(layer))
+        return stage.blocks[str(model.num_layers + 1)].logits(x)
+
+    with torch.no_grad():
+        steps = [torch.arange(5), *torch.arange(5, 14).split(1)]
+        one_by_one = torch.cat([logits(positions, caches) for positions in steps], 1)
+        torch.testing.assert_close(one_by_one, logits(torch.arange(14), {}), rtol=0, atol=1e-12)
