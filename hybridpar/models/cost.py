@@ -178,6 +178,11 @@ def training_flops_rule(model: ModelSpec, visible: float = 1.0) -> str:
         return "products, convolutions and attention, forward and backward"
     if formulas.kind != "gpt":
         return "6 N + 12 L h s"
+    is_usual = formulas.num_heads * formulas.head_size == formulas.hidden_size
+    if formulas.window or not is_usual:
+        return (
+            "6 N + 12 for each feature of a head and key that a token sees, causal attention once"
+        )
     if visible != 1.0:
         return f"6 N + 6 L h s x {visible:.3g}, the share of causal attention within documents"
     return "6 N + 6 L h s, causal attention once"
