@@ -88,7 +88,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("model", "tp"),
     [
@@ -107,14 +107,14 @@ def test_tensor_parallelism(model: str, tp: int) -> None:
     holds({"tp": tp}, make(MODELS[model]), num_batches=2)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("model", ["gemma", "olmo2", "qwen3", "phi3", "biased-output"])
 def test_sequence_parallelism(model: str) -> None:
     config = make(MODELS[model], parallel={"sequence": True})
     holds({"tp": 3, "pp": 2}, config, num_batches=2)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("recompute", ["selective", "all"])
 @pytest.mark.parametrize("model", ["gemma", "olmo2", "qwen3"])
 def test_recomputation(model: str, recompute: str) -> None:
