@@ -116,7 +116,8 @@ class GPTDataset:
         if self._first_tokens is None:
             return {"tokens": tokens, "labels": labels}
         offsets = self._offsets(places)
-        labels[offsets[:, 1:] == 0] = IGNORED
+        # not in place: with one row, tokens and labels are views of the same memory
+        labels = np.where(offsets[:, 1:] == 0, IGNORED, labels)
         starts = np.maximum(np.arange(self.seq_length) - offsets[:, :-1], 0)
         return {"tokens": tokens, "labels": labels, **document_entries(starts)}
 

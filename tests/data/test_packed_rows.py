@@ -120,6 +120,10 @@ def test_a_stream_says_where_documents_begin(make_indexed, seed):
         begins = (batch["positions"] == 0)[:, 1:]
         np.testing.assert_array_equal(begins, (tokens % 100 == 0)[:, 1:])
         indices = np.arange(len(packed))
+        for i in indices.tolist():  # a row alone is the row among others
+            alone = packed.batch(indices[i : i + 1], np.full(1, epoch))
+            for name, rows in alone.items():
+                np.testing.assert_array_equal(rows[0], batch[name][i])
         number = int((batch["labels"] != IGNORED).sum())
         assert packed.num_targets(indices, np.full_like(indices, epoch)) == number
 
