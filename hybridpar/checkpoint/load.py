@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpar.checkpoint import sites
@@ -18,12 +19,13 @@ from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.restate import Restated
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config
+from hybridpar.config import Config, ModelConfig
 from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
+from hybridpar.models.groups import adapter_of, is_adapter
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.runtime.stage import Stage
@@ -246,6 +248,38 @@ class FullWeights:
         return next(
             (other for other, place in self.placements.items() if tied and place.tied == tied), None
         )
+
+
+class MergedWeights(FullWeights):
+    """The weights of a checkpoint with its adapters (LoRA) merged into them, as a checkpoint of a
+    model without adapters. Without adapters: its weights.
+
+    A merged weight is computed in float64, and is fp32 where the checkpoint has less.
+    """
+
+    def __init__(self, folder: Path, flight: Flight = NO_FLIGHT):
+        super().__init__(folder, flight)
+        self._adapters = {
+            name: self.placements.pop(name) for name in list(self.placements) if is_adapter(name)
+        }
+        config = self.manifest.config
+        model = config.model
+        if isinstance(model, ModelConfig) and model.lora_rank:
+            self._scale = model.lora_alpha / model.lora_rank
+            config = replace(config, model=model.without_adapters)
+            self.manifest = replace(self.manifest, config=config)
+
+    def read_part(self, slot: ParameterSlot) -> Tensor:
+        part = super().read_part(slot)
+        names = adapter_of(slot.name)
+        if not names or names[0] not in self._adapters:
+            return part
+        places = {name: self._adapters[name] for name in names}
+        slots = [ParameterSlot(n, Placement(p.shape, p.init)) for n, p in places.items()]
+        a, b = (super(MergedWeights, self).read_part(slot).double() for slot in slots)
+        added = slot.placement.take(b @ a, slot.rank).mul_(self._scale)
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        return added.add_(part.double()).to(dtype)
 
 
 def load_full(folder: Path) -> tuple[Config, dict[str, Tensor]]:

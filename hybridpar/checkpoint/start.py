@@ -14,10 +14,12 @@ from hybridpar.checkpoint.finding import hold_found
 from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.format.manifest import read_manifest
 from hybridpar.checkpoint.format.part import Trainee
-from hybridpar.checkpoint.load import FullWeights, failures_together
+from hybridpar.checkpoint.load import FullWeights, MergedWeights, failures_together
 from hybridpar.config import ModelSpec, spec_name
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
+from hybridpar.models.groups import is_adapter
+from hybridpar.nn.init import initialize
 
 
 def find_start(path: str | Path, model: ModelSpec) -> Path:
@@ -51,7 +53,10 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     there = saved.settings_table()
     here = model.settings_table()
     # the size of a position table is compared separately
-    free = (*FREE, "seq_length", "max_positions")
+    free = [*FREE, "seq_length", "max_positions"]
+    # without adapters here, the saved ones are merged; without saved ones, ours start from zero
+    if not (there.get("lora_rank") and here.get("lora_rank")):
+        free += ["lora_rank", "lora_alpha", "lora_targets"]
     wrong = [
         Problem(
             f"model.{key}",
@@ -89,6 +94,9 @@ def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:
 def start_from(folder: Path, engine: Trainee) -> None:
     """Load the weights of a checkpoint of any grid into `engine`; its optimizer starts from zero.
 
+    Adapters (LoRA) of the checkpoint are merged if `engine` has none. Adapters that the checkpoint
+    lacks keep their initial values, with which they change nothing.
+
     Each rank reads what it needs, one parameter at a time.
     Collectives: on all ranks of the grid.
 
@@ -99,11 +107,17 @@ def start_from(folder: Path, engine: Trainee) -> None:
     state = engine.state
 
     def load() -> None:
-        full = FullWeights(folder, grid.flight)
+        has_adapters = any(map(is_adapter, state.whole_slots))
+        full = (FullWeights if has_adapters else MergedWeights)(folder, grid.flight)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
             for name, target in tensors.items():
-                target.copy_(full.read_part(state.whole_slots[name]))
+                slot = state.whole_slots[name]
+                if is_adapter(name) and name not in full.placements:
+                    new = [(name, target, slot.placement)]
+                    initialize(new, engine.config.train.seed, grid.place)
+                else:
+                    target.copy_(full.read_part(slot))
 
         state.fill(write)
 

@@ -73,6 +73,11 @@ class Preprocess:
     """More sources; Megatron-LM's name for this flag."""
     text_key: str = "text"
     """The field or column that holds a document's text."""
+    format: Literal["text", "chat"] = "text"
+    """What the records are. chat: conversations in JSON lines or JSON, with "messages" or with
+    "prompt" and "answer"; --tokenizer must be set."""
+    chat_template: str = ""
+    """chat: path of a chat template (jinja). Empty (default): the tokenizer's own."""
     output: str = "data"
     """Folder for the result."""
     vocab_size: Annotated[int, Within(1, 2**24)] = 8192
@@ -90,7 +95,7 @@ class Preprocess:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.data import CorpusOptions, prepare
+        from hybridpar.data import ChatTemplate, CorpusOptions, Tokenizer, prepare
 
         sources = (*self.sources, *self.input)
         if not sources:
@@ -100,13 +105,20 @@ class Preprocess:
                 "must name at least one file, folder or data set",
                 "hybridpar preprocess stdlib",
             )
+        chat = None
+        if self.format == "chat" and self.tokenizer:
+            chat = ChatTemplate.of(Tokenizer.load(self.tokenizer), self.chat_template)
+        elif self.format == "chat":
+            raise config_error(
+                "tokenizer", "", 'must be set with format = "chat"', "--tokenizer tokenizer.json"
+            )
         made = prepare(
             sources,
             self.output,
             self.vocab_size,
             tokenizer=self.tokenizer or None,
             options=CorpusOptions(
-                self.kind, self.text_key, self.max_bytes or None, self.on_bad_record
+                self.kind, self.text_key, self.max_bytes or None, self.on_bad_record, chat
             ),
         )
         plain: dict[str, Any] = {

@@ -29,6 +29,9 @@ class Export:
     """Precision of the weights. keep (default): train.dtype of the run."""
     max_file_gb: float = 5.0
     """Split weights into files of at most this size, in 1e9 bytes."""
+    adapters: bool = False
+    """Write the adapters (LoRA) alone, in the layout of PEFT. Without this flag they are merged
+    into the weights."""
     verify: bool = False
     """Load both models afterwards and compare every tensor (rounded to `dtype`) and the logits.
     Needs transformers."""
@@ -42,14 +45,29 @@ class Export:
             raise config_error(
                 "max_file_gb", self.max_file_gb, "must be positive, and at most 1e9", "5"
             )
+        if self.adapters and self.verify:
+            raise config_error(
+                "verify", True, "not supported with --adapters", "--verify without --adapters"
+            )
         say = partial(print, file=sys.stderr)
         return read_held(
             self.checkpoint, say, partial(self._export, say)
         )  # held during verification, too
 
     def _export(self, say: Callable[[str], None], checkpoint: Path) -> int:
-        from hybridpar.checkpoint.huggingface import export_folder
+        from hybridpar.checkpoint.huggingface import export_adapters, export_folder
 
+        if self.adapters:
+            written = export_adapters(checkpoint, self.output, dtype=self.dtype, say=say)
+            what = f"{written.num_parameters:,} parameters of adapters of {checkpoint}"
+            return _exchanged(
+                asdict(written),
+                f"{written.folder}: {what}, {written.dtype}",
+                checkpoint,
+                written.folder,
+                verify=False,
+                as_json=self.json,
+            )
         made = export_folder(
             checkpoint,
             self.output,

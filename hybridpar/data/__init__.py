@@ -6,6 +6,7 @@ prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokeni
              what cannot be read
 Tokenizer    tokenizer.py, with what the files beside a tokenizer.json say (tokenizer_folder.py)
 datasets     gpt.py, bert.py: samples of a part of a pair
+ChatDataset  chat.py, chat_template.py: conversations, with loss on their answers
 Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
 MappedDataset    mapped.py: samples of a custom dataset, in a Blend; sample_rules.py: those for GPT
                  and BERT
@@ -15,6 +16,7 @@ BatchLoader  the stream dealt out as micro-batches
 
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
+from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.datasets import NO_DATASETS, Data, absent_sources, open_data, split_tokens
 from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.gpt import GPTDataset
@@ -37,6 +39,7 @@ __all__ = [
     "BertDataset",
     "BertVocabulary",
     "Blend",
+    "ChatTemplate",
     "CorpusOptions",
     "Data",
     "DataStart",

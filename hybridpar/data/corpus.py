@@ -26,6 +26,7 @@ from hybridpar.data.files.columns import SavedDataset, saved_dataset
 from hybridpar.data.files.formats import SUFFIXES
 from hybridpar.data.files.pieces import Ends, Part
 from hybridpar.data.files.readers import Sized, detect_format, read_file, read_saved
+from hybridpar.data.files.record_place import TextFrom
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import errors_as, nearest_path
 
@@ -183,6 +184,7 @@ def read_parts(
     files: Sequence[SourceFile],
     max_bytes: int | None = None,
     bad: BadRecords | None = None,
+    text_from: TextFrom | None = None,
 ) -> Iterator[Part]:
     """Yield the documents of the files in parts, until there are `max_bytes` of text (None: all).
     Empty documents are left out.
@@ -190,6 +192,7 @@ def read_parts(
     Args:
         bad: Told of records that cannot be read, such as ones without text under the file's
             `text_key`. None: the first one is an error.
+        text_from: Makes the text of a record of JSON; None: it is under the file's `text_key`.
 
     Raises:
         DataError: A file or record cannot be read, a file that the user named is empty, or there is
@@ -200,7 +203,7 @@ def read_parts(
     begins = True
     formats: set[str] = set()
     for file in files:
-        for part, num_bytes in _read(file, formats, bad):
+        for part, num_bytes in _read(file, formats, bad, text_from):
             if max_bytes is not None and taken and taken + num_bytes > max_bytes:
                 if not begins:
                     yield Part("", Ends.DOCUMENT)
@@ -236,9 +239,11 @@ def _is_empty(path: Path) -> DataError:
     return DataError(f"{path}: is empty; {_ANY}")
 
 
-def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Sized]:
+def _read(
+    file: SourceFile, formats: set[str], bad: BadRecords, text_from: TextFrom | None
+) -> Iterator[Sized]:
     """Yield the documents of a file, and add its format to `formats`."""
-    if file.selects_from:
+    if file.selects_from and text_from is None:
         formats.add("Arrow by indices")
         yield from read_saved(file.path, file.selects_from, file.text_key, bad)
         return
@@ -248,9 +253,8 @@ def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Size
             raise _is_empty(file.path)
         return
     formats.add(str(found))
-    yield from read_file(
-        file.path, file.text_key, found, BadRecords(skips=True) if file.optional else bad
-    )
+    bad = BadRecords(skips=True) if file.optional else bad
+    yield from read_file(file.path, file.text_key, found, bad, text_from)
 
 
 def _stdlib_files() -> list[SourceFile]:

@@ -16,6 +16,8 @@ from hybridpar.config import Config, DataConfig, ModelConfig, spec_error
 from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
+from hybridpar.data.chat import CHAT, ChatDataset, split_documents
+from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.corpus import check_source
 from hybridpar.data.files.indexed import IndexedDataset, is_indexed
 from hybridpar.data.gpt import GPTDataset, TokenDocuments
@@ -108,7 +110,6 @@ def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
     data = config.data
     folder = config.cache_folder
     vocab_size = text.vocab_size
-    options = CorpusOptions(text.kind, data.text_key, on_bad_record=data.on_bad_record)
     sources = data.valid_sources
     tokenized = {
         name: open_prepared(_prefix(name))
@@ -123,6 +124,8 @@ def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
     )
     if path is None and own and texts:
         raise _tokenizer_needed(texts[0], str(own[0].prefix))
+    chat = _chat_template(data, path)
+    options = CorpusOptions(text.kind, data.text_key, on_bad_record=data.on_bad_record, chat=chat)
 
     def made_of(names: str | Sequence[str], tokenizer: Path | None) -> Prepared:
         return prepare(names, folder, vocab_size, tokenizer=tokenizer, options=options, quiet=quiet)
@@ -140,6 +143,7 @@ def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
     tokenizer = None
     if path:
         tokenizer = Tokenizer.load(path)
+        tokenizer = tokenizer.with_chat_template(chat.text) if chat else tokenizer
     elif texts:
         tokenizer = train[0].tokenizer()
     valid: dict[str, list[Prepared]] = {}
@@ -151,8 +155,28 @@ def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
                 raise _tokenizer_needed(texts[0], "data.corpus")
             valid[name].append(made_of(texts, used))
     corpora = _Corpora(train, valid, tokenizer)
-    _check(text, corpora, path)
+    _check(config, corpora, path)
     return corpora
+
+
+def _chat_template(data: DataConfig, tokenizer: Path | None) -> ChatTemplate | None:
+    """Return the template of conversations; None if the corpora are texts.
+
+    Raises:
+        ConfigError: There is no tokenizer.
+        DataError: There is no template, or it is damaged.
+    """
+    if data.format != CHAT:
+        return None
+    if tokenizer is None:
+        raise config_error(
+            "data.tokenizer",
+            "",
+            'must be set with data.format = "chat": the tokenizer has the special tokens of the '
+            "chat template",
+            "the tokenizer.json of the model",
+        )
+    return ChatTemplate.of(Tokenizer.load(tokenizer), data.chat_template)
 
 
 def _open_datasets(config: Config, datasets: Mapping[str, Any]) -> Data:
@@ -274,7 +298,7 @@ def split_tokens(
 
 
 def absent_sources(data: DataConfig) -> list[str]:
-    """Return the corpora and the tokenizer that this machine does not have or cannot read, each
+    """Return the corpora, the tokenizer and the template that this machine does not have or cannot read, each
     with its key and the reason."""
     found = []
     sets = {f"valid_sets.{name}": sources for name, sources in data.valid_sets.items()}
@@ -285,8 +309,9 @@ def absent_sources(data: DataConfig) -> list[str]:
                     check_source(name, data.text_key)
             except DataError as error:
                 found.append(f"data.{key} = {error}")
-    if data.tokenizer and not Path(data.tokenizer).is_file():
-        found.append(f"data.tokenizer = {data.tokenizer}: does not exist")
+    for key in ("tokenizer", "chat_template"):
+        if (path := getattr(data, key)) and not Path(path).is_file():
+            found.append(f"data.{key} = {path}: does not exist")
     return found
 
 
@@ -294,12 +319,15 @@ def _prefix(name: str) -> str:
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
-def _check(model: ModelConfig, corpora: _Corpora, used: Path | None) -> None:
+def _check(config: Config, corpora: _Corpora, used: Path | None) -> None:
     """Check that corpora, their tokenizer (from the file `used`) and model match.
 
     Raises:
         ConfigError: Names everything that does not.
     """
+    model = config.model.text_format
+    assert model is not None
+    expected = CHAT if config.data.format == CHAT else model.kind
     tokenizer = corpora.tokenizer
     problems: list[Problem] = []
     for one in corpora.all:
@@ -307,8 +335,9 @@ def _check(model: ModelConfig, corpora: _Corpora, used: Path | None) -> None:
             check_vocab(one, model.vocab_size)
         except ConfigError as error:
             problems.extend(error.problems)
-        if one.kind not in ("", model.kind):
-            rule = f"was prepared for {one.kind}, which does not match this {model.kind}"
+        if one.kind not in (expected, *[""] * (expected != CHAT)):
+            of = f"was prepared for {one.kind}" if one.kind else "says not what is an answer"
+            rule = f"{of}, which does not match this {expected}"
             problems.append(Problem("data.corpus", str(one.prefix), rule, "preparing it again"))
         if (
             one.tokenizer_path
@@ -335,6 +364,9 @@ def _blend(model: ModelConfig, config: Config, corpora: _Corpora) -> Data:
     seed = config.train.seed
     weights = config.data.weights
     packing = config.data.packing
+
+    if config.data.format == CHAT:
+        return _blend_chats(config, corpora)
 
     def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
         if model.kind == "gpt" and packing == "best_fit":
@@ -376,4 +408,42 @@ def _blend(model: ModelConfig, config: Config, corpora: _Corpora) -> Data:
     notes = (line for one in dict.fromkeys(corpora.all) for line in one.notes())
     return Data(
         Blend(train, weights, seed=seed), valid, tuple(corpora.train), tokenizer, tuple(notes)
+    )
+
+
+def _blend_chats(config: Config, corpora: _Corpora) -> Data:
+    """Split conversations into training and validation samples, and blend them."""
+    tokenizer = corpora.tokenizer
+    seed = config.train.seed
+    assert tokenizer is not None
+    pad = tokenizer.own("pad_token")
+    padding = tokenizer.end if pad is None else pad
+    notes: list[str] = []
+
+    def samples(corpus: Prepared, first: int, stop: int) -> ChatDataset:
+        made = ChatDataset(
+            corpus.open(), config.model.tokens_per_sample, (first, stop), padding=padding
+        )
+        notes.extend(made.notes())
+        return made
+
+    train: list[Dataset] = []
+    held_out: list[Dataset] = []
+    fraction = 0.0 if corpora.valid else config.data.split
+    for corpus in corpora.train:
+        may_hold_out = corpus.num_documents > 1 or config.train.eval_interval
+        cut, total = split_documents(corpus.open(), fraction if may_hold_out else 0.0)
+        train.append(samples(corpus, 0, cut))
+        if cut < total:
+            held_out.append(samples(corpus, cut, total))
+    valid = {"": Blend(held_out, config.data.weights, seed=seed)} if held_out else {}
+    for name, of_set in corpora.valid.items():
+        valid[name] = Blend([samples(one, 0, one.num_documents) for one in of_set], (), seed=seed)
+    bad = [line for one in dict.fromkeys(corpora.all) for line in one.notes()]
+    return Data(
+        Blend(train, config.data.weights, seed=seed),
+        valid,
+        tuple(corpora.train),
+        tokenizer,
+        (*bad, *notes),
     )

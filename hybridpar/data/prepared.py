@@ -14,9 +14,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hybridpar.data.chat import CHAT, write_conversations
+from hybridpar.data.chat_template import ChatTemplate, marked_text
 from hybridpar.data.corpus import (
     TEXT_KEY,
     SourceFile,
@@ -29,6 +32,7 @@ from hybridpar.data.corpus import (
 from hybridpar.data.files.bad_records import BadRecords
 from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.files.pieces import Ends, Part, pieces, sentences
+from hybridpar.data.files.record_place import TextFrom
 from hybridpar.data.tokenizer import (
     END,
     Kind,
@@ -37,7 +41,7 @@ from hybridpar.data.tokenizer import (
     check_vocab_size,
     train_tokenizer,
 )
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, config_error
 from hybridpar.reading import errors_as, read_json
 from hybridpar.scratch import remove_left_folders, scratch_folder
 
@@ -75,7 +79,7 @@ class Prepared:
 
     prefix: Path
     kind: str
-    """'gpt' or 'bert'; empty, without a tokenizer, for .bin/.idx files from elsewhere."""
+    """'gpt', 'bert' or 'chat'; empty, without a tokenizer, for .bin/.idx files from elsewhere."""
     tokenizer_path: Path | None
     vocab_size: int
     """All ids are below this."""
@@ -121,17 +125,29 @@ class CorpusOptions:
         text_key: Field or column with the text, for formats that have any.
         max_bytes: Use only so much text. None: all.
         on_bad_record: What to do with a record that cannot be read (bad_records.py).
+        chat: Template that makes texts of records, which are conversations. None: they are texts.
     """
 
     kind: Kind = "gpt"
     text_key: str = TEXT_KEY
     max_bytes: int | None = None
     on_bad_record: OnBadRecord = "error"
+    chat: ChatTemplate | None = None
 
     @property
     def skips(self) -> bool:
         """Whether bad records are left out."""
         return self.on_bad_record == "skip"
+
+    @property
+    def prepares(self) -> str:
+        """What the result is for: `kind`, or "chat" for conversations."""
+        return CHAT if self.chat else self.kind
+
+    @property
+    def text_from(self) -> TextFrom | None:
+        """The function that makes texts of records of JSON; None: they are under text_key."""
+        return partial(marked_text, template=self.chat) if self.chat else None
 
 
 def prepare(
@@ -147,8 +163,9 @@ def prepare(
     if none is given.
 
     GPT: a document is one sequence, with the tokens that the tokenizer puts before and after a
-    text, and an end-of-text token at its end. BERT: sequences are sentences. Documents are encoded
-    piece by piece, so long ones take no more memory.
+    text, and an end-of-text token at its end. BERT: sequences are sentences. Conversations: a
+    document is a conversation, whose sequences are by turns text without and with answers
+    (chat.py). Texts are encoded piece by piece, so long ones take no more memory.
 
     Args:
         sources: Files, folders or data sets (corpus.py).
@@ -160,12 +177,19 @@ def prepare(
 
     Raises:
         DataError: Sources are unreadable, files in `folder` are damaged, or it cannot be written.
-        ConfigError: The vocabulary is too small.
+        ConfigError: The vocabulary is too small, or there is no tokenizer for conversations.
     """
     named = [sources] if isinstance(sources, (str, Path)) else sources
     files = corpus_files(named, options.text_key)
     kind = options.kind
     loaded = Tokenizer.load(tokenizer) if tokenizer else None
+    if options.chat and loaded is None:
+        raise config_error(
+            "data.tokenizer",
+            "",
+            "must be set for conversations: it has the chat template's special tokens",
+            "the tokenizer.json of the model",
+        )
     if loaded is None:
         check_vocab_size(vocab_size, kind)
     else:
@@ -173,9 +197,11 @@ def prepare(
         _ = loaded.bert() if kind == "bert" else loaded.special(END)  # fail now rather than halfway
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
     policy = [options.on_bad_record] * options.skips
-    inputs = [_FORMAT, kind, name, options.max_bytes, corpus_key(files), *policy]
+    if options.chat:
+        policy.append(options.chat.fingerprint)
+    inputs = [_FORMAT, options.prepares, name, options.max_bytes, corpus_key(files), *policy]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
-    target = Path(folder) / f"{kind}-{key}"
+    target = Path(folder) / f"{options.prepares}-{key}"
     with _lock(Path(folder), target.name):
         if not target.exists():
             with _progress(quiet) as progress:
@@ -283,6 +309,8 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
             tokenizer = _train(
                 parts, job.vocab_size, options.kind, (job.progress, min(limit, total))
             )
+        if options.chat:
+            tokenizer = tokenizer.with_chat_template(options.chat.text)
         tokenizer.save(aside / "tokenizer.json")
         with (
             IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer,
@@ -290,12 +318,15 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
         ):
             bad = BadRecords(skips=options.skips, journal=journal)
             parts = _tracked(
-                read_parts(files, options.max_bytes, bad), job.progress, "encoding", total
+                read_parts(files, options.max_bytes, bad, options.text_from),
+                job.progress,
+                "encoding",
+                total,
             )
-            _encode(parts, tokenizer, writer, options.kind)
+            _encode(parts, tokenizer, writer, options.prepares)
         if not bad.count:
             (aside / BAD_RECORDS).unlink()
-        made = _opened(aside / "corpus", options.kind, tokenizer.vocab_size)
+        made = _opened(aside / "corpus", options.prepares, tokenizer.vocab_size)
         manifest = {
             "format": _FORMAT,
             **{field: getattr(made, field) for field in _FIELDS if field != "format"},
@@ -318,7 +349,10 @@ def _train(
     return train_tokenizer((piece.text for piece in pieces(tracked)), vocab_size, kind)
 
 
-def _encode(parts: Iterable[Part], tokenizer: Tokenizer, writer: IndexedWriter, kind: Kind) -> None:
+def _encode(parts: Iterable[Part], tokenizer: Tokenizer, writer: IndexedWriter, kind: str) -> None:
+    if kind == CHAT:
+        write_conversations(parts, tokenizer, writer)
+        return
     if kind == "bert":
         for ids, ends in tokenizer.encode_parts(sentences(parts)):
             writer.add(ids)

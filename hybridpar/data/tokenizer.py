@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,6 +152,32 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
+    def name(self) -> str:
+        """Return the name in errors: its file."""
+        return self._name
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the chat template that came with it; None if there is none. Raises: DataError."""
+        return self._folder.chat_template
+
+    @property
+    def template_words(self) -> dict[str, str]:
+        """Return the special tokens by role that a chat template may write, as transformers has
+        them. Without files beside tokenizer.json these are the ones that an export names."""
+        if SETTINGS in self._folder.files or self._folder.words:
+            return dict(self._folder.words)
+        roles = {"bos_token": (BEGIN, END), "eos_token": (END,)}
+        found = {
+            role: next(filter(None, map(self._word, names)), "") for role, names in roles.items()
+        }
+        return {role: word for role, word in found.items() if word}
+
+    def with_chat_template(self, text: str) -> Tokenizer:
+        """Return the same tokenizer with another chat template beside it."""
+        return Tokenizer(self._inner, self._name, self._folder.with_chat_template(text))
+
+    @property
     def vocab_size(self) -> int:
         """The largest id plus one."""
         return max(self.vocabulary.values()) + 1
@@ -196,6 +222,25 @@ class Tokenizer:
             if role in self._folder.words or self.ids(role)
             else self._find_known(name)
         )
+
+    def _word(self, name: str) -> str:
+        """Return how one of our special tokens is written; "" if there is none."""
+        token = self._find(name)
+        return "" if token is None else self.word(token)
+
+    @cached_property
+    def _for_rendered(self) -> tokenizers.Tokenizer:
+        """Return a copy that knows special tokens in a text. It has no post-processor, as some move
+        the beginning of a token behind its white space."""
+        import tokenizers
+
+        with _errors_of_rust(f"{self._name}: cannot be copied"):
+            copied: Any = tokenizers.Tokenizer.from_str(self.to_json())
+        copied.post_processor = None
+        copied.encode_special_tokens = False
+        copied.no_padding()
+        copied.no_truncation()
+        return cast("tokenizers.Tokenizer", copied)
 
     def own(self, role: str) -> int | None:
         """Return the id that the folder gives a role, such as pad_token; None if it gives none,
@@ -296,6 +341,22 @@ class Tokenizer:
                 ids = encoding.ids[piece.num_known :] if piece.text else []
                 yield np.array(ids, np.int32), piece.ends
             del found, encoding  # before the next texts arrive
+
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.int64]]]:
+        """Return the ids of rendered conversations, whose special tokens count as such, and the
+        character at which each id begins. Shapes: two of [t] for each text.
+        """
+        with self._encoding():
+            found = self._for_rendered.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (
+                np.array(one.ids, np.int32),
+                np.array([start for start, _ in one.offsets], np.int64),
+            )
+            for one in found
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. A decoder may strip a leading space."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 GENERATION = "generation_config.json"
 CONFIG = "config.json"
-_TEMPLATE = "chat_template.jinja"
+TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"
 _MAX_BYTES = 64 << 20
 _MAX_TEMPLATES = 64
@@ -95,6 +95,27 @@ class TokenizerFolder:
         return TokenizerFolder(
             path, files, settings, words, ids, _added(path, settings, set(words.values()), within)
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the default chat template: chat_template.jinja, else what tokenizer_config.json has.
+
+        Raises:
+            DataError: tokenizer_config.json has something else under chat_template.
+        """
+        if TEMPLATE in self.files:
+            return self.files[TEMPLATE]
+        found = self.settings.get("chat_template")
+        if isinstance(found, list):  # several by name
+            named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+            found = named.get("default")
+        if found is not None and not _is_text(found):
+            raise self.refused("chat_template", found, "must be a template, as text")
+        return found
+
+    def with_chat_template(self, text: str) -> TokenizerFolder:
+        """Return the same files with another default chat template."""
+        return replace(self, files={**self.files, TEMPLATE: text})
 
     def honour(self, inner: tokenizers.Tokenizer) -> None:
         """Give a tokenizer the settings and the added tokens that transformers would give it.
@@ -193,7 +214,7 @@ class TokenizerFolder:
 
 def _texts(path: Path, within: Path | None) -> dict[str, str]:
     """Return the files that are exported with a tokenizer, unchanged."""
-    names = [name for name in (SETTINGS, SPECIAL, GENERATION, _TEMPLATE) if (path / name).is_file()]
+    names = [name for name in (SETTINGS, SPECIAL, GENERATION, TEMPLATE) if (path / name).is_file()]
     further = sorted(found.name for found in (path / _TEMPLATES).glob("*.jinja") if found.is_file())
     if len(further) > _MAX_TEMPLATES:
         raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,13 @@ from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 from hybridpar.models.custom_blocks import Build, adopt, construct
-from hybridpar.models.groups import apply_groups, find_groups, require_matches
+from hybridpar.models.groups import (
+    Adapters,
+    add_adapters,
+    apply_groups,
+    find_groups,
+    require_matches,
+)
 from hybridpar.nn.placement import Placement, named_placements
 
 DTYPES = {
@@ -69,7 +77,8 @@ def build_blocks(
 ) -> dict[int, nn.Module]:
     """Build blocks of `model`, without values, by number.
 
-    Block 0 of GPT and BERT is the embedding, the last one the head. If the first and the last block
+    Block 0 of GPT and BERT is the embedding, the last one the head. With `model.lora_rank` layers
+    have adapters, and everything else is frozen. If the first and the last block
     are both built and tied, they share one parameter.
 
     Args:
@@ -92,6 +101,9 @@ def build_blocks(
             blocks[number] = construct(model, number, build)
             adopt(blocks[number], model, number, build)
     _tie(blocks.values())
+    if isinstance(model, ModelConfig) and model.lora_rank:
+        adapters = Adapters(model.lora_rank, model.lora_alpha, model.lora_targets)
+        add_adapters(blocks, adapters)
     if options.groups:
         apply_groups(blocks, options.groups, _groups_by_name(model, options.groups))
     return blocks
@@ -178,6 +190,16 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
             raise spec_error(model, rule, "requires_grad_(False) in both blocks")
     if any(_trained(model, groups)):
         return
+    if isinstance(model, ModelConfig) and model.lora_rank and not any(_trained(model, ())):
+        names = [name for name, place in placed.items() if place.matrices]
+        near = difflib.get_close_matches(model.lora_targets[0], names, 1, cutoff=0.0)
+        raise config_error(
+            "model.lora_targets",
+            list(model.lora_targets),
+            "must match a weight of a linear layer of attention or MLP, such as "
+            f"{', '.join(names[:2])}",
+            json.dumps(near or ["*.attention.*"]),
+        )
     if any(_trained(model, ())):
         frozen = [group.pattern for group in groups if group.frozen]
         raise config_error(

@@ -1,4 +1,5 @@
-"""Parameter groups: which entry of `optim.groups` decides on each parameter, by its global name.
+"""Patterns of global names: which entry of `optim.groups` decides on each parameter, and which
+layers get adapters.
 
 [[optim.groups]]                  blocks.0.words.weight            frozen
 pattern = "blocks.0.*"            blocks.1.attention.qkv.weight    lr 0.1
@@ -23,10 +24,68 @@ from torch import nn
 
 from hybridpar.config import OptimConfig, ParameterGroup
 from hybridpar.errors import ConfigError, Problem
+from hybridpar.nn.linear import AdaptableLinear
 from hybridpar.nn.placement import Placement, named_placements
+
+ADAPTER = ("lora_A", "lora_B")
+"""Names of the parameters of an adapter in its layer."""
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter, given by its name, belongs to an adapter."""
+    return name.rpartition(".")[2] in ADAPTER
+
+
+def adapter_of(weight: str) -> tuple[str, ...]:
+    """Return the names of the parameters that the adapter of a weight has, if there is one."""
+    layer, _, key = weight.rpartition(".")
+    return tuple(f"{layer}.{name}" for name in ADAPTER) if key == "weight" else ()
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a model.
+
+    Attributes:
+        rank: Their rank.
+        alpha: Their product counts alpha / rank times.
+        targets: Patterns of the global names of the weights that get one.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
 
 Placed = Mapping[str, Placement]
 """Placements by global name; a tied parameter has several names."""
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a global name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def add_adapters(blocks: Mapping[int, nn.Module], adapters: Adapters) -> None:
+    """Give the matching linear layers of blocks adapters, and freeze all other parameters.
+
+    Layers of embeddings and output heads, whose weights are no hidden matrices, get none.
+    """
+    for number, block in blocks.items():
+        for name, module in list(block.named_modules()):
+            if (
+                isinstance(module, AdaptableLinear)
+                and module.placements["weight"].matrices
+                and matches(f"blocks.{number}.{name}.weight", adapters.targets)
+            ):
+                module.add_adapter(adapters.rank, adapters.alpha)
+        for name, parameter, placement in list(named_placements(block)):
+            if is_adapter(name):
+                continue
+            module_name, _, key = name.rpartition(".")
+            placements: Any = block.get_submodule(module_name).placements
+            placements[key] = replace(placement, trainable=False)
+            parameter.requires_grad_(False)
 
 
 def find_groups(groups: Sequence[ParameterGroup], placed: Placed) -> dict[str, int]:

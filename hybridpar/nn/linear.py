@@ -7,13 +7,22 @@ With sequence parallelism (`sizes`, the rows of each rank) x before column and y
 rank's rows of each sample, dimension 1. Column gathers x, and gathers it a second time in its
 backward, as only the rank's rows are kept; row's output is reduce-scattered.
 
+With an adapter (LoRA) y gains scale * (x A^T) B^T, and W is frozen:
+
+    column    A [r, i] on all ranks, its gradient partial     B [o, r] split like W
+    row       A [r, i] split like W      B [o, r] on all ranks, its gradient partial
+
+Both products are summed together, so an adapter adds no collective; only column with `sizes` has
+one more, backward: a reduce-scatter of the gradient of x A^T, of r features.
+
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section
-4.2.2.
+4.2.2; LoRA: arXiv 2106.09685.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +50,71 @@ from hybridpar.nn.recomputable import HiddenStates, RecomputeFn, recompute_fn_of
 Device = str | torch.device | None
 
 
-class ColumnParallelLinear(ParallelModule):
+class Adapter(NamedTuple):
+    """The low-rank factors that a linear layer adds to its weight: W + scale B A.
+
+    Shapes: a [r, i] and b [o, r], local parts.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    a_binding: ParameterBinding = UNBOUND
+    b_binding: ParameterBinding = UNBOUND
+
+
+class AdaptableLinear(ParallelModule):
+    """A linear layer that can be given an adapter."""
+
+    weight: Tensor
+    lora_A: Tensor | None
+    lora_B: Tensor | None
+
+    def __init__(self, axis: Axis, sequence: bool = False):
+        super().__init__(axis, sequence)
+        self._scale = 0.0
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+
+    def add_adapter(self, rank: int, alpha: float) -> None:
+        """Add the parameters lora_A, random, and lora_B, zero, of an adapter of this rank, whose
+        product counts alpha / rank times. They are split like the weight.
+        """
+        weight = self.placements["weight"]
+        rows, columns = weight.shape
+        axes = (self.axis.name,)
+        # the variance of torch's linear layers, as PEFT has it
+        a = Placement(
+            (rank, columns),
+            Init("normal", (3 * columns) ** -0.5),
+            matrices=(((0, rank),),),
+            factored=True,
+        )
+        b = Placement((rows, rank), Init("zeros"), matrices=weight.matrices, factored=True)
+        split_rows = weight.shard is not None and weight.shard.dim == 0
+        self._scale = alpha / rank
+        factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.add_parameter(
+            "lora_A",
+            replace(a, partial=axes) if split_rows else replace(a, shard=weight.shard),
+            **factory,
+        )
+        self.add_parameter(
+            "lora_B",
+            replace(b, shard=weight.shard) if split_rows else replace(b, partial=axes),
+            **factory,
+        )
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter, if it has one."""
+        if self.lora_A is None or self.lora_B is None:
+            return None
+        bindings = self.binding("lora_A"), self.binding("lora_B")
+        return Adapter(self.lora_A, self.lora_B, self._scale, *bindings)
+
+
+class ColumnParallelLinear(AdaptableLinear):
     """y = x W^T + b with the rows of W (output features) split over the axis.
 
     Args:
@@ -57,7 +130,6 @@ class ColumnParallelLinear(ParallelModule):
     With `sizes`: see column_linear.
     """
 
-    weight: Tensor
     bias: Tensor | None
 
     def __init__(
@@ -100,7 +172,7 @@ class ColumnParallelLinear(ParallelModule):
             )
 
     def forward(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.binding("weight"))
+        y = self._with_bias(x, self.bias, sizes)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def with_detached_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
@@ -108,18 +180,23 @@ class ColumnParallelLinear(ParallelModule):
 
         Shapes: [.., in_features] -> [.., out_local].
         """
-        bias = None if self.bias is None else self.bias.detach()
-        return column_linear(x, self.weight, bias, self.axis, sizes, self.binding("weight"))
+        return self._with_bias(x, None if self.bias is None else self.bias.detach(), sizes)
 
     def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         """Return x W^T, for a caller that adds the bias in another operator.
 
         Shapes: [.., in_features] -> [.., out_local].
         """
-        return column_linear(x, self.weight, None, self.axis, sizes, self.binding("weight"))
+        return self._with_bias(x, None, sizes)
+
+    def _with_bias(
+        self, x: HiddenStates, bias: Tensor | None, sizes: Sequence[int] | None
+    ) -> Tensor:
+        binding = self.binding("weight")
+        return column_linear(x, self.weight, bias, self.axis, sizes, binding, self.adapter)
 
 
-class RowParallelLinear(ParallelModule):
+class RowParallelLinear(AdaptableLinear):
     """y = x W^T + b with the columns of W (input features) split over the axis; b is added after
     the sum.
 
@@ -135,7 +212,6 @@ class RowParallelLinear(ParallelModule):
     gradient). With `sizes`: see row_linear.
     """
 
-    weight: Tensor
     bias: Tensor | None
 
     def __init__(
@@ -177,22 +253,26 @@ class RowParallelLinear(ParallelModule):
             )
 
     def forward(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
-        return row_linear(
-            self._local(x),
-            self.weight,
-            self.bias,
-            self.axis,
-            sizes,
-            self.binding("weight"),
-        )
+        return self._with_bias(x, self.bias, sizes)
 
     def without_bias(self, x: HiddenStates, sizes: Sequence[int] | None = None) -> Tensor:
         """Return x W^T, summed over the axis, for a caller that adds the bias in another operator.
 
         Shapes: see `forward`.
         """
+        return self._with_bias(x, None, sizes)
+
+    def _with_bias(
+        self, x: HiddenStates, bias: Tensor | None, sizes: Sequence[int] | None
+    ) -> Tensor:
         return row_linear(
-            self._local(x), self.weight, None, self.axis, sizes, self.binding("weight")
+            self._local(x),
+            self.weight,
+            bias,
+            self.axis,
+            sizes,
+            self.binding("weight"),
+            self.adapter,
         )
 
     def _local(self, x: HiddenStates) -> HiddenStates:
@@ -208,6 +288,7 @@ def column_linear(
     axis: Axis,
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
+    adapter: Adapter | None = None,
 ) -> Tensor:
     """Return x W^T + b for a replicated `x` and this rank's rows of W and b; see
     ColumnParallelLinear.
@@ -219,12 +300,12 @@ def column_linear(
     """
     make = recompute_fn_of(x)
     x = value_of(x)
+    split = _Split(axis, None, sizes)
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
-        return _product(_gathered(x, axis, sizes), weight, bias, binding)
+        return _product_and_adapter(x, weight, bias, adapter, split, binding)[0]
     is_summed = axis.size > 1 and (x.requires_grad or sizes is not None)
-    if _is_ours(weight, binding) or make or is_summed:
-        split = _Split(axis, None, sizes)
-        return _Linear.apply(x, weight, bias, split, make, binding)
+    if _is_ours(weight, binding) or make or is_summed or adapter:
+        return _applied(x, weight, bias, adapter, split, make, binding)
     return F.linear(x, weight, bias)
 
 
@@ -235,6 +316,7 @@ def row_linear(
     axis: Axis,
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
+    adapter: Adapter | None = None,
 ) -> Tensor:
     """Return x W^T + b, summed over the axis, for this rank's features of `x` and columns of W.
 
@@ -246,11 +328,11 @@ def row_linear(
     """
     make = recompute_fn_of(x)
     x = value_of(x)
+    split = _Split(None, axis, sizes)
     if not torch.is_grad_enabled():
-        return _row_linear(x, weight, bias, axis, sizes, binding)
-    if _is_ours(weight, binding) or make or axis.size > 1:
-        split = _Split(None, axis, sizes)
-        return _Linear.apply(x, weight, bias, split, make, binding)
+        return _product_and_adapter(x, weight, bias, adapter, split, binding)[0]
+    if _is_ours(weight, binding) or make or axis.size > 1 or adapter:
+        return _applied(x, weight, bias, adapter, split, make, binding)
     return F.linear(x, weight, bias)
 
 
@@ -262,20 +344,39 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, binding: ParameterB
     return matmul.linear(x, weight, bias)
 
 
-def _row_linear(
+def _product_and_adapter(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    axis: Axis,
-    sizes: Sequence[int] | None,
+    adapter: Adapter | None,
+    split: _Split,
     binding: ParameterBinding,
-) -> Tensor:
-    """Compute `row_linear` outside of autograd."""
-    if axis.size == 1:
-        return _product(x, weight, bias, binding)
-    y = _product(x, weight, None, binding)
-    y = all_reduce(y, axis) if sizes is None else reduce_scatter(y, axis, 1, sizes)
-    return y if bias is None else y.add_(bias)
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a split layer outside of autograd; return y, and scale * x A^T if there is an adapter.
+
+    Shapes: as `column_linear` or `row_linear`, and [.., r] with the rows of the product.
+    """
+    dx_axis, y_axis, sizes = split
+    if dx_axis is not None:
+        x = _gathered(x, dx_axis, sizes)
+    is_summed = y_axis is not None and y_axis.size > 1
+    y = _product(x, weight, None if is_summed else bias, binding)
+    low = None
+    if adapter is not None:
+        low = matmul.linear(x, adapter.a).mul_(adapter.scale)
+        _add_product(y, low, adapter.b)
+    if y_axis is None or not is_summed:
+        return y, low
+    y = all_reduce(y, y_axis) if sizes is None else reduce_scatter(y, y_axis, 1, sizes)
+    return y if bias is None else y.add_(bias), low
+
+
+def _add_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add x W^T to y, in place. Shapes: y [.., o], x [.., i], weight [o, i]."""
+    if matmul.by_float32(weight):
+        y.add_(matmul.linear(x, weight))
+    else:
+        y.view(-1, y.shape[-1]).addmm_(_rows(x), weight.t())
 
 
 def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
@@ -315,7 +416,7 @@ def _is_ours(weight: Tensor, binding: ParameterBinding) -> bool:
 
 
 class _Split(NamedTuple):
-    """How a linear layer is split over ranks.
+    """The split of a linear layer over ranks.
 
     Attributes:
         dx_axis: The axis over which dx is summed. None: it is complete.
@@ -326,6 +427,24 @@ class _Split(NamedTuple):
     dx_axis: Axis | None
     y_axis: Axis | None
     sizes: Sequence[int] | None
+
+
+def _applied(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: Adapter | None,
+    split: _Split,
+    make: RecomputeFn | None,
+    binding: ParameterBinding,
+) -> Tensor:
+    """Compute a split layer in autograd."""
+    if adapter is None:
+        return _Linear.apply(x, weight, bias, split, make, binding)
+    assert not weight.requires_grad, "the weight below an adapter is frozen"
+    return _AdaptedLinear.apply(
+        x, weight, bias, adapter.a, adapter.b, adapter, split, make, binding
+    )
 
 
 class _Linear(Function):
@@ -345,17 +464,15 @@ class _Linear(Function):
         make: RecomputeFn | None,
         binding: ParameterBinding,
     ) -> Tensor:
-        ctx.save_for_backward(None if make else x, weight)
+        keeps = ctx.needs_input_grad[1] and not make
+        ctx.save_for_backward(x if keeps else None, weight)
         ctx.split = split
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.leaf = weight
         ctx.make = make
         ctx.consumer = binding.consumer
         ctx.fp8_weight = binding.fp8_weight(weight)
-        if split.y_axis is not None:
-            return _row_linear(x, weight, bias, split.y_axis, split.sizes, binding)
-        assert split.dx_axis is not None
-        return _product(_gathered(x, split.dx_axis, split.sizes), weight, bias, binding)
+        return _product_and_adapter(x, weight, bias, None, split, binding)[0]
 
     @staticmethod
     @once_differentiable
@@ -400,3 +517,76 @@ class _Linear(Function):
         if finish is not None:
             dx = finish()
         return dx, dw, db, None, None, None
+
+
+class _AdaptedLinear(Function):
+    """A frozen linear layer with an adapter; see _Linear. It keeps x for the gradient of A, and
+    x A^T for the gradient of B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        adapter: Adapter,
+        split: _Split,
+        make: RecomputeFn | None,
+        binding: ParameterBinding,
+    ) -> Tensor:
+        y, low = _product_and_adapter(x, weight, bias, adapter._replace(a=a, b=b), split, binding)
+        trains_a, trains_b = ctx.needs_input_grad[3:5]
+        ctx.save_for_backward(
+            x if trains_a and not make else None, weight, a, b, low if trains_b else None
+        )
+        ctx.adapter = adapter
+        ctx.split = split
+        ctx.make = make if trains_a else None
+        ctx.fp8_weight = binding.fp8_weight(weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, low = ctx.saved_tensors
+        adapter = ctx.adapter
+        dx_axis, y_axis, sizes = ctx.split
+        wants_x, _, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
+        make = ctx.make
+        ctx.make = None
+        own = dy
+        dy = dy if y_axis is None else _gathered(dy, y_axis, sizes)
+        factor = matmul.factor(_rows(dy))
+        dlow = matmul.input_gradient(factor, b).mul_(adapter.scale)
+        # with `sizes` the gradient of x A^T is summed by itself: A then meets its own rows alone
+        is_apart = dx_axis is not None and sizes is not None
+        dx = da = db = dbias = finish = None
+        if wants_x:
+            if ctx.fp8_weight is None:
+                dx = matmul.input_gradient(factor, weight)
+            else:
+                dx = fp8.input_gradient(_rows(dy), ctx.fp8_weight)
+            if not is_apart:
+                _add_product(dx, dlow, a.t())
+            dx = dx.view(*dy.shape[:-1], weight.shape[1])
+            if dx_axis is not None:
+                finish = _start_sum(dx, dx_axis, sizes)
+                dx = None
+        if wants_b:
+            db = matmul.weight_gradient(factor, _rows(low), adapter.b, adapter.b_binding.consumer)
+        if is_apart:
+            dlow = _rows(reduce_scatter(dlow.view(*dy.shape[:-1], -1), dx_axis, 1, sizes))
+        if wants_a:
+            x = make() if make else x
+            da = matmul.weight_gradient(
+                matmul.factor(dlow), _rows(x), adapter.a, adapter.a_binding.consumer
+            )
+        if wants_bias:
+            dbias = _rows(own).sum(0)
+        if finish is not None:
+            dx = finish()
+            if is_apart:
+                _add_product(dx, dlow, a.t())
+        return dx, None, dbias, da, db, None, None, None, None

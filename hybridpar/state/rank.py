@@ -99,7 +99,11 @@ class RankState:
             parameters.layout, make_routes(policy, trained, grid), uses=self.uses
         )
         frozen = Partition(
-            parameters.frozen, frozen_routes(policy, parameters.frozen.names, grid), uses=self.uses
+            parameters.frozen,
+            frozen_routes(
+                policy, {name: self.placements[name] for name in parameters.frozen.names}, grid
+            ),
+            uses=self.uses,
         )
         self.slots, self.frozen_slots = (
             [

@@ -19,7 +19,7 @@ from hybridpar.checkpoint.huggingface.configuration import choose_family, plain_
 from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
-from hybridpar.checkpoint.load import FullWeights
+from hybridpar.checkpoint.load import FullWeights, MergedWeights
 from hybridpar.data.tokenizer_folder import GENERATION
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES
@@ -70,7 +70,7 @@ def export_folder(
 
 
 def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Exported:
-    full = FullWeights(folder)
+    full = MergedWeights(folder)
     config = full.manifest.config
     model = config.transformer
     dtype = config.train.dtype if dtype == "keep" else dtype

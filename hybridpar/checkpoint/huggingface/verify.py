@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridpar.checkpoint.huggingface.configuration import family_of
 from hybridpar.checkpoint.huggingface.names import match, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, WeightFiles, read_json
-from hybridpar.checkpoint.load import FullWeights
+from hybridpar.checkpoint.load import FullWeights, MergedWeights
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, config_error
@@ -90,7 +90,7 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
         ConfigError: transformers is not installed.
         CheckpointError: transformers misses tensors that it needs.
     """
-    full = FullWeights(checkpoint)
+    full = MergedWeights(checkpoint)
     model = full.manifest.config.transformer
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)

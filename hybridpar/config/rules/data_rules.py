@@ -16,6 +16,7 @@ def data(config: Config) -> Iterator[Problem]:
     yield from _corpus(config)
     yield from _validation_sets(config)
     yield from _packing(config)
+    yield from _chat(config)
     if not section.text_key:
         yield Problem("data.text_key", "", "must be the name of a field or column", '"text"')
     if section.split == 0 and not section.valid_sources and config.train.eval_interval:
@@ -37,6 +38,20 @@ def _packing(config: Config) -> Iterator[Problem]:
     elif text.kind != "gpt":
         rule = f"requires model.kind = gpt; model.kind is {text.kind}"
         yield Problem("data.packing", packing, rule, '"none"')
+
+
+def _chat(config: Config) -> Iterator[Problem]:
+    section = config.data
+    text = config.model.text_format
+    if section.format == "chat" and text is not None and text.kind != "gpt":
+        rule = "requires a GPT, which predicts the next token"
+        yield Problem("data.format", "chat", rule, '"text"')
+    if section.format == "chat" and "stdlib" in section.corpus:
+        rule = 'has no conversations, which data.format = "chat" requires'
+        yield Problem("data.corpus", list(section.corpus), rule, '["chat.jsonl"]')
+    if section.chat_template and section.format != "chat":
+        rule = 'has no effect without data.format = "chat"'
+        yield Problem("data.chat_template", section.chat_template, rule, '""')
 
 
 def _corpus(config: Config) -> Iterator[Problem]:

@@ -17,6 +17,12 @@ class DataConfig:
     source)."""
     weights: tuple[float, ...] = ()
     """Sampling weight of each entry of `corpus`. Empty: sample all documents alike."""
+    format: Literal["text", "chat"] = "text"
+    """What records are. text: documents, of which every token is learned. chat: conversations in
+    JSON lines or JSON, with "messages" or with "prompt" and "answer", one to a sample; the loss
+    counts the answers alone."""
+    chat_template: str = ""
+    """chat: path of a chat template (jinja). Empty: the tokenizer's own."""
     tokenizer: str = ""
     """Path of a tokenizer.json; files beside it are read too. Empty: train a byte-level BPE with
     model.vocab_size entries on the corpus."""

@@ -21,7 +21,6 @@ class ModelConfig(ModelSpec):
     counts: ClassVar[str] = "tokens"  # type: ignore[misc]  # which others say for themselves
     sequence_parallel: ClassVar[bool] = True  # type: ignore[misc]
     cuda_graph_safe: ClassVar[bool] = True  # type: ignore[misc]
-    layers_field: ClassVar[str] = "num_layers"  # type: ignore[misc]
     every_block_has_parameters: ClassVar[bool] = True  # type: ignore[misc]
     kind: Literal["gpt", "bert"] = "gpt"
     """Model family. gpt: causal, predicts the next token. bert: bidirectional, predicts masked
@@ -143,6 +142,14 @@ class ModelConfig(ModelSpec):
     0: all logits at once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
+    lora_rank: Annotated[int, Within(0, 2**16)] = 0
+    """Rank of the adapters (LoRA) that are trained instead of the weights, which are frozen. 0:
+    no adapters."""
+    lora_alpha: Positive = 16.0
+    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
+    lora_targets: tuple[str, ...] = ("*.attention.*", "*.mlp.*")
+    """Patterns of the global names of weights that get adapters, such as "*.attention.qkv.weight"
+    (as in optim.groups): weights of attention and MLP."""
 
     def __new__(cls, *values: Any, **settings: Any) -> ModelConfig:
         known = [field.name for field in dataclasses.fields(cls)]
@@ -186,6 +193,21 @@ class ModelConfig(ModelSpec):
         return self
 
     @property
+    def layers_field(self) -> str:  # type: ignore[override]
+        """Empty if adapters may differ between layers, because a pattern may name one of them."""
+        names_layers = any(set(pattern) & set("0123456789[?") for pattern in self.lora_targets)
+        return "" if self.lora_rank and names_layers else "num_layers"
+
+    @property
+    def without_adapters(self) -> ModelConfig:
+        """The model that is left when adapters are merged into its weights."""
+        return dataclasses.replace(
+            self,
+            lora_rank=0,
+            **{name: _DEFAULTS[name] for name in ("lora_alpha", "lora_targets")},
+        )
+
+    @property
     def can_generate(self) -> bool:  # type: ignore[override]
         return self.kind == "gpt"
 
@@ -199,8 +221,10 @@ class ModelConfig(ModelSpec):
         return {name: getattr(self, name) for name in names}
 
     def canonical(self) -> ModelConfig:
-        """An equal model whose max_positions is the size of its position table."""
-        return dataclasses.replace(self, max_positions=self.position_rows)
+        """An equal model whose max_positions is the size of its position table, and which says
+        nothing of adapters that it does not have."""
+        model = self if self.lora_rank else self.without_adapters
+        return dataclasses.replace(model, max_positions=self.position_rows)
 
     @property
     def kv_heads(self) -> int:
@@ -336,6 +360,10 @@ class ModelConfig(ModelSpec):
                 if short
                 else str(self.max_positions),
             )
+        if self.lora_rank and not (self.lora_targets and all(self.lora_targets)):
+            rule = "must have at least one pattern with model.lora_rank > 0, and no empty one"
+            works = '["*.attention.*", "*.mlp.*"]'
+            yield Problem("model.lora_targets", list(self.lora_targets), rule, works)
         if self.kind == "bert" and self.seq_length < 8:
             rule = "must be at least 8: a sample holds [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")

@@ -32,7 +32,7 @@ from hybridpar.data.files.formats import (
     format_of,
 )
 from hybridpar.data.files.pieces import PART, Ends, Part, in_parts
-from hybridpar.data.files.record_place import ESCAPED, RecordPlace, half_of_pair
+from hybridpar.data.files.record_place import ESCAPED, RecordPlace, TextFrom, half_of_pair
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import BoundedReader, errors_as, open_regular
 
@@ -80,17 +80,26 @@ def _start_of_data(raw: BoundedReader) -> int:
     return start
 
 
-def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iterator[Sized]:
+def read_file(
+    path: Path,
+    text_key: str,
+    found: Format,
+    bad: BadRecords,
+    text_from: TextFrom | None = None,
+) -> Iterator[Sized]:
     """Yield the documents of a file with this format, in parts; empty ones are left out.
 
     Args:
         bad: Told of each record that cannot be read.
+        text_from: Makes the text of a record of JSON; None: it is under `text_key`.
 
     Raises:
         DataError: The file cannot be read; names the file, its format, and the line if it has
             lines.
     """
-    place = RecordPlace(path, found, text_key, bad)
+    place = RecordPlace(path, found, text_key, bad, text_from)
+    if text_from is not None and found.kind not in ("JSON lines", "JSON"):
+        raise DataError(f"{path}: is {found}; conversations must be JSON lines or JSON")
     if bad.skips and found.kind == "plain text" and not _is_all_text(place):
         return
     with _opened(path) as raw:

@@ -15,15 +15,20 @@ ESCAPED = {chr(0xDC00 + byte): byte for byte in range(0x80, 0x100)}
 """Characters that replace bytes that are not UTF-8 when decoded with "surrogateescape"."""
 
 
+TextFrom = Callable[[object], str]
+"""Makes the text of a document from a JSON value. Raises: DataError if it cannot."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
     """A file of records, which names a record in an error. `bad` is told of records that cannot
-    be read."""
+    be read. `text_from` makes text from a record; None: it is under `text_key`."""
 
     path: Path
     format: Format
     text_key: str
     bad: BadRecords
+    text_from: TextFrom | None = None
 
     def error(self, line: int, what: str, unit: str = "line") -> DataError:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
@@ -55,7 +60,13 @@ class RecordPlace:
 
     def text_of(self, record: object, number: int, unit: str = "line") -> str:
         """Return the text of a JSON object. Raises: DataError if it has none."""
-        text = record.get(self.text_key) if isinstance(record, dict) else None
+        if self.text_from is not None:
+            try:
+                text = self.text_from(record)
+            except DataError as error:
+                raise self.error(number, str(error), unit) from None
+        else:
+            text = record.get(self.text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise self.error(number, self._no_text(record), unit)
         if (place := half_of_pair(text)) >= 0:

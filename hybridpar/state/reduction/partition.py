@@ -77,11 +77,21 @@ def make_routes(
     return {name: route(name, placement) for name, placement in placements.items()}
 
 
-def frozen_routes(policy: StatePolicy, names: Iterable[str], grid: ProcessGrid) -> dict[str, Route]:
+def frozen_routes(
+    policy: StatePolicy, placements: Mapping[str, Placement], grid: ProcessGrid
+) -> dict[str, Route]:
     """Return the routes of frozen parameters. They have no gradient; the route says which replicas
-    shard the weights.
+    shard the weights. As with trained parameters, rows that several tp ranks hold are not sharded.
     """
-    return {name: Route(grid.axis(*BATCH), sharded=policy.splits_weights) for name in names}
+    return {
+        name: Route(
+            grid.axis(*BATCH),
+            (False, common_rows),
+            sharded=policy.splits_weights and not common_rows,
+        )
+        for name, placement in placements.items()
+        for common_rows in [has_shared_rows(placement)]
+    }
 
 
 class Partition:

@@ -1,0 +1,283 @@
+import json
+
+import numpy as np
+import pytest
+
+from hybridpar.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from hybridpar.data import BatchLoader, open_data
+from hybridpar.data.chat import ChatDataset
+from hybridpar.data.chat_template import ChatTemplate, marked_text, split_marks
+from hybridpar.data.prepared import CorpusOptions, prepare
+from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
+from hybridpar.errors import ConfigError, DataError
+from hybridpar.validate import problems
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{%- for m in messages %}"
+    "{{- '<|' + m.role + '|>' }}"
+    "{%- if m.role == 'assistant' %}{% generation %}{{- m.content + eos_token }}{% endgeneration %}"
+    "{%- else %}{{- m.content }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+FORGETS = (  # drops what is before </think> in all answers but the last, as Qwen 3 does
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
+)
+TURNS = [
+    {"role": "user", "content": "Hi there"},
+    {"role": "assistant", "content": "Hello, Zoë"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "Bye ..."},
+]
+
+
+def template(text):
+    return ChatTemplate(text, "the template", {"eos_token": END})
+
+
+def answers(marked):
+    text, spans = split_marks(marked)
+    return [text[a:b] for a, b in spans]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer with the tokens of ChatML."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained = train_tokenizer(["Hello there, and now? Bye .. user assistant\n"] * 4, 320)
+    trained._inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    trained.save(folder / "tokenizer.json")
+    settings = {"eos_token": "<|im_end|>", "pad_token": END, "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder / "tokenizer.json"
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path
+
+
+def pair(prompt, answer):
+    return {"prompt": prompt, "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (CHATML, ["Hello, Zoë<|im_end|>\n", "Bye ...<|im_end|>\n"]),
+        (MARKED, [f"Hello, Zoë{END}", f"Bye ...{END}"]),
+    ],
+)
+def test_answers_are_what_the_template_marks_or_what_they_add(text, found):
+    made = template(text)
+    marked = marked_text({"messages": TURNS}, made)
+    assert answers(marked) == found
+    assert split_marks(marked)[0] == made.render(TURNS)
+
+
+def test_a_template_whose_prefixes_change_is_refused_by_name():
+    with pytest.raises(DataError, match=r"the template: writes .* before message 2 differently"):
+        marked_text(
+            {"messages": [{**m, "content": f"a</think>{m['content']}"} for m in TURNS]},
+            template(FORGETS),
+        )
+    single = {"messages": TURNS[:2]}
+    assert answers(marked_text(single, template(FORGETS))) == ["<assistant>Hello, Zoë"]
+
+
+def test_templates_run_in_a_sandbox_without_a_clock():
+    for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(DataError, match="refuses the conversation"):
+            template(text).render(TURNS)
+    clock = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}x"
+    assert template(clock).render(TURNS) == "x"
+    with pytest.raises(DataError, match="only two turns"):
+        template("{{ raise_exception('only two turns') }}").render(TURNS)
+    with pytest.raises(DataError, match="is not a valid chat template"):
+        template("{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, '"messages", or "prompt" and "answer"; it has'),
+        ({"messages": []}, "must be a list of messages"),
+        ({"messages": [{"content": "a"}]}, "message 1 must have a role"),
+        ({"messages": [TURNS[0]]}, "must have an answer"),
+        ({"messages": [{"role": "assistant", "content": [1]}]}, "message 1 must have text"),
+        ({"prompt": "a", "answer": "b", "response": "c"}, '"prompt" and "answer"'),
+        ({"prompt": "a", "answer": None}, "answer must be text"),
+        ({"prompt": "a", "answer": "\ufdd0"}, r"U\+FDD0"),
+        ([1], "is not an object"),
+    ],
+)
+def test_a_record_without_a_conversation_is_named(record, message, tmp_path, tokenizer):
+    source = write(tmp_path / "chat.jsonl", [pair("a", "b"), record])
+    with pytest.raises(DataError, match=rf"chat\.jsonl, line 2 of JSON lines: .*{message}"):
+        prepared(source, tmp_path, tokenizer)
+    made = prepared(source, tmp_path, tokenizer, on_bad_record="skip")
+    assert (made.num_documents, made.num_bad) == (1, 1)
+
+
+def prepared(source, tmp_path, tokenizer, **options):
+    chat = ChatTemplate.of(Tokenizer.load(tokenizer))
+    return prepare(
+        source,
+        tmp_path / "cache",
+        400,
+        tokenizer=tokenizer,
+        options=CorpusOptions(chat=chat, **options),
+        quiet=True,
+    )
+
+
+def test_labels_are_the_answers_and_their_ends(tmp_path, tokenizer):
+    loaded = Tokenizer.load(tokenizer)
+    source = write(tmp_path / "chat.jsonl", [{"messages": TURNS}])
+    made = prepared(source, tmp_path, tokenizer)
+    dataset = ChatDataset(made.open(), 200, (0, 1), padding=7)
+    batch = dataset.batch(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    tokens, labels = batch["tokens"][0], batch["labels"][0]
+    text = ChatTemplate.of(loaded).render(TURNS)
+    ids = loaded.encode_rendered([text])[0][0]
+    assert tokens[: len(ids)].tolist() == ids.tolist()
+    assert (tokens[len(ids) :] == 7).all()
+    counts = labels != -100
+    assert (labels[counts] == np.append(tokens[1:], 0)[counts]).all()
+    assert loaded.decode(labels[counts]) == "Hello, Zoë<|im_end|>\nBye ...<|im_end|>\n"
+    assert dataset.num_targets(np.zeros(1, np.int64), np.zeros(1, np.int64)) == counts.sum()
+    for word in ("<|im_start|>", "<|im_end|>"):  # special tokens of the template are single ids
+        assert (ids == loaded.vocabulary[word]).sum() == text.count(word)
+
+
+def test_cut_and_left_out_conversations_are_counted_and_named(tmp_path, tokenizer):
+    records = [pair("a", "b"), pair("long " * 80, "b"), pair("c", "Bye " * 80), pair("d", "e")]
+    made = prepared(write(tmp_path / "chat.jsonl", records), tmp_path, tokenizer)
+    dataset = ChatDataset(made.open(), 60, (0, 4), padding=0)
+    assert len(dataset) == 3
+    left_out, cut = dataset.notes()
+    assert "1 conversations have no answer within model.seq_length = 60" in left_out
+    assert "number 2 (" in left_out
+    assert "1 of 3 conversations are longer" in cut
+    assert "number 3 (" in cut
+    every = np.arange(3)
+    batch = dataset.batch(every, every)
+    counted = [dataset.num_targets(every[i : i + 1], every[:1]) for i in every]
+    assert counted == (batch["labels"] != -100).sum(1).tolist()
+    assert (batch["labels"][1, -1]) != -100  # the answer reaches over the end
+    with pytest.raises(ConfigError, match="must reach an answer of at least one of the 1 conv"):
+        ChatDataset(made.open(), 60, (1, 2), padding=0)
+
+
+def config_of(tmp_path, tokenizer, source, **data):
+    return Config(
+        ModelConfig(vocab_size=400, seq_length=64),
+        data=DataConfig(corpus=(str(source),), tokenizer=str(tokenizer), format="chat", **data),
+        run=RunConfig(dir=str(tmp_path)),
+        train=TrainConfig(eval_interval=1),
+    )
+
+
+def test_batches_are_equal_on_every_grid_and_hold_documents_out(tmp_path, tokenizer):
+    records = [pair(f"What is {i}?", f"It is {i} " * (1 + i % 3)) for i in range(23)]
+    config = config_of(tmp_path, tokenizer, write(tmp_path / "c.jsonl", records), split=0.2)
+    data = open_data(config, quiet=True)
+    whole = BatchLoader(data.train, micro_batch_size=6, num_microbatches=1).microbatch(2, 0)
+    parts = [
+        BatchLoader(
+            data.train, micro_batch_size=1, num_microbatches=3, dp_rank=d, dp_size=2
+        ).microbatch(2, i)
+        for i in range(3)
+        for d in range(2)
+    ]
+    for name in ("tokens", "labels"):
+        rows = np.concatenate([one[name].numpy() for one in parts])
+        assert (rows == whole[name].numpy()).all()
+    texts = [
+        {data.tokenizer.decode(row) for row in samples.batch(np.arange(n))["tokens"]}
+        for samples, n in ((data.train, 18), (data.valid[""], 5))
+    ]
+    assert [len(one) for one in texts] == [18, 5]
+    assert not texts[0] & texts[1]
+    assert data.tokenizer.files()["chat_template.jinja"] == CHATML
+
+
+def test_a_prepared_corpus_keeps_its_answers_and_is_not_mistaken_for_text(tmp_path, tokenizer):
+    source = write(tmp_path / "chat.jsonl", [pair("a", "b")] * 4)
+    made = prepared(source, tmp_path, tokenizer)
+    config = config_of(tmp_path, tokenizer, made.prefix)
+    assert open_data(config, quiet=True).prepared == (made,)
+    text = Config(config.model, data=DataConfig(corpus=(str(made.prefix),)), run=config.run)
+    with pytest.raises(ConfigError, match="prepared for chat, which does not match this gpt"):
+        open_data(text, quiet=True)
+    (tmp_path / "plain.txt").write_text("abc " * 100)
+    plain = prepare(tmp_path / "plain.txt", tmp_path, 400, tokenizer=tokenizer, quiet=True)
+    with pytest.raises(ConfigError, match="prepared for gpt, which does not match this chat"):
+        open_data(config_of(tmp_path, tokenizer, plain.prefix), quiet=True)
+
+
+def test_a_template_file_comes_before_the_tokenizers(tmp_path, tokenizer):
+    (tmp_path / "own.jinja").write_text(MARKED)
+    source = write(tmp_path / "chat.jsonl", [pair("a", "b")] * 3)
+    config = config_of(tmp_path, tokenizer, source, chat_template=str(tmp_path / "own.jinja"))
+    data = open_data(config, quiet=True)
+    row = data.train.batch(np.arange(1))["tokens"][0]
+    assert data.tokenizer.decode(row).startswith("<|user|>a<|assistant|>b<|im_end|>")
+    assert data.tokenizer.files()["chat_template.jinja"] == MARKED
+
+
+def test_missing_templates_tokenizers_and_wrong_sources_are_named(tmp_path, tokenizer):
+    source = write(tmp_path / "chat.jsonl", [pair("a", "b")] * 3)
+    bare = tmp_path / "bare.json"
+    bare.write_text(tokenizer.read_text())
+    with pytest.raises(DataError, match=r"bare\.json: has no chat template"):
+        open_data(config_of(tmp_path, bare, source), quiet=True)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer = .*must be set with data\.format"):
+        open_data(config_of(tmp_path, "", source), quiet=True)
+    table = tmp_path / "chat.csv"
+    table.write_text("prompt,answer\na,b\n")
+    with pytest.raises(DataError, match="is CSV; conversations must be JSON lines or JSON"):
+        open_data(config_of(tmp_path, tokenizer, table), quiet=True)
+    found = [p.field for p in problems(config_of(tmp_path, tokenizer, "stdlib"), 1)]
+    assert found == ["data.corpus"]
+
+
+def test_white_space_before_an_answer_is_no_part_of_it(tmp_path):
+    """GPT-2's post-processor trims white space off offsets."""
+    from tokenizers import processors
+
+    trained = train_tokenizer(["a b c\n\n"] * 4, 300)
+    trained._inner.post_processor = processors.ByteLevel(trim_offsets=True)
+    ids, starts = trained.encode_rendered(["a\n\n b"])[0]
+    assert trained.decode(ids) == "a\n\n b"
+    assert starts[0] == 0
+    assert starts[1] == 1
+
+
+def test_equals_transformers_on_templates_with_and_without_marks(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent))
+    loaded = Tokenizer.load(tokenizer)
+    for text in (CHATML, MARKED):
+        ours = ChatTemplate(text, "", loaded.template_words)
+        plain, spans = split_marks(marked_text({"messages": TURNS}, ours))
+        for asks in (False, True):
+            assert ours.render(TURNS, asks=asks) == theirs.apply_chat_template(
+                TURNS, chat_template=text, tokenize=False, add_generation_prompt=asks
+            )
+        found = theirs.apply_chat_template(
+            TURNS,
+            chat_template=text,
+            return_dict=True,
+            return_assistant_tokens_mask=text == MARKED,
+        )
+        ids, starts = loaded.encode_rendered([plain])[0]
+        assert ids.tolist() == found["input_ids"]
+        if text == MARKED:
+            mask = [any(a <= s < b for a, b in spans) for s in starts]
+            assert mask == [bool(one) for one in found["assistant_masks"]]
