@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.data.files.pieces import Ends, Part, Piece, in_parts, pieces
-from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder
+from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder, decoder_parts
 from hybridpar.errors import DataError, HybridparError, config_error
 from hybridpar.reading import errors_as, nearest_path, read_text
 
@@ -54,6 +55,9 @@ _SYNONYMS = {
 _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
 _MAX_HOLES = 1 << 24
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"
+"""Stands for a space in tokens of SentencePiece."""
 _WORD_BYTES = 4096
 """Longest word that is not divided in training."""
 # encoded at a time
@@ -200,6 +204,25 @@ class Tokenizer:
         has_token = np.zeros(size, np.bool_)
         has_token[ids] = True
         return np.flatnonzero(~has_token)
+
+    @cached_property
+    def byte_lengths(self) -> NDArray[np.int64] | None:
+        """Return how many bytes of text each id stands for, 0 for special tokens and ids that no
+        token has; None if that is not known, as with WordPiece. Shapes: returns [vocab_size]."""
+        kinds = {part.get("type") for part in decoder_parts(self._inner)}
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            return None
+        lengths = np.zeros(self.vocab_size, np.int64)
+        added = self._inner.get_added_tokens_decoder()
+        for word, token in self.vocabulary.items():
+            if token in added:
+                lengths[token] = 0 if added[token].special else len(word.encode())
+            elif "ByteLevel" in kinds:  # a character for each byte
+                lengths[token] = len(word)
+            else:
+                is_byte = _BYTE.fullmatch(word) is not None
+                lengths[token] = 1 if is_byte else len(word.replace(_SPACE, " ").encode())
+        return lengths
 
     def special(self, name: str) -> int:
         """Return the id of a special token by our name for it (END, BEGIN or one of

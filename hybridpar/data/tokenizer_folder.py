@@ -212,6 +212,11 @@ class TokenizerFolder:
                 )
 
 
+def decoder_parts(inner: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
+    """Return the components of a tokenizer's decoder, as tokenizer.json has them."""
+    return _parts(_state(inner.decoder), "decoders")
+
+
 def _texts(path: Path, within: Path | None) -> dict[str, str]:
     """Return the files that are exported with a tokenizer, unchanged."""
     names = [name for name in (SETTINGS, SPECIAL, GENERATION, TEMPLATE) if (path / name).is_file()]

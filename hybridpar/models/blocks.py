@@ -28,9 +28,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from hybridpar.comm import gather_from
+from hybridpar.comm import all_reduce, gather_from
 from hybridpar.config import KernelsConfig, ModelConfig
 from hybridpar.grid import Axis
+from hybridpar.models.metrics import LossesAndMetrics
 from hybridpar.nn import (
     ColumnParallelLinear,
     Dropout,
@@ -64,6 +65,9 @@ LABELLED = {"gpt": 1.0, "bert": 0.15}
 
 TIED = "word_embeddings"
 IGNORE_INDEX = -100
+WANTS_ACCURACY = "wants_accuracy"
+"""Entry of a micro-batch of an evaluation whose head also returns the accuracy."""
+ACCURACY = "accuracy"
 
 
 def make_norm(
@@ -415,6 +419,24 @@ class LanguageModelHead(nn.Module):
             loss = split_cross_entropy(self.projection(x, sizes), labels, spec, overwrite=True)
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
+    @torch.no_grad()
+    def num_right(
+        self, x: HiddenStates, labels: Tensor, sizes: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return how many labels that count are the most likely token.
+
+        Shapes: x [b, s, h] (with `sizes` this rank's part of the sequence), labels [b, s] -> 0-d.
+        Collectives: two all-reduces of a number for each label; with `sizes` one all-gather more.
+        """
+        logits = self.projection(x, sizes)
+        top, at = logits.max(-1)
+        best = all_reduce(top.clone(), self.axis, "max")
+        # of equal logits the first token counts, whatever rank has it
+        nobody = torch.full_like(at, self.vocab_size)
+        token = torch.where(top == best, at + self.vocab_start, nobody)
+        token = -all_reduce(-token, self.axis, "max")
+        return ((token == labels) & (labels != IGNORE_INDEX)).sum()
+
     def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [.., h] -> [..,
         v]."""
@@ -425,6 +447,8 @@ class LanguageModelHead(nn.Module):
 class GPTHead(nn.Module):
     """Final norm (pre-norm models), projection, loss of the next token.
 
+    If the batch has `WANTS_ACCURACY`, in an evaluation, the share of the labels that are the most
+    likely token is a metric, with the divisor of the loss.
     Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: see LanguageModelHead.
     """
 
@@ -450,7 +474,12 @@ class GPTHead(nn.Module):
 
     def forward(self, x: HiddenStates, batch: MicroBatch, key: RandomKey | None) -> Losses:
         sizes = part_of(batch, self.axis, self.sequence).sizes
-        return {"lm": self.language_model(self.norm(x), batch, key, sizes)}
+        x = self.norm(x)
+        losses = {"lm": self.language_model(x, batch, key, sizes)}
+        if WANTS_ACCURACY not in batch:
+            return losses
+        accuracy = self.language_model.num_right(x, batch["labels"], sizes) / batch["num_targets"]
+        return LossesAndMetrics(losses, {ACCURACY: accuracy})
 
     def logits(self, x: HiddenStates) -> Tensor:
         """Return the logits of the words, gathered from all tp ranks. Shapes: x [b, s, h] -> [b,

@@ -36,6 +36,7 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
     lr to min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of a run is
     above min_lr by one update of the decay, and by one for each that was skipped), and stays there.
 
+        cosine        with `restarts` decays so many times more, each time from lr
         constant      stays at lr
         wsd           (warmup, stable, decay) stays at lr except for the last `decay_steps` of
                       `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before
@@ -47,8 +48,8 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
     Args:
         delay: Age of the gradients, in updates.
 
-    Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv
-    2405.18392, section 3.
+    Source: restarts: SGDR, arXiv 1608.03983, with cycles of one length. wsd: MiniCPM, arXiv
+    2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv 2405.18392, section 3.
     """
     return _undelayed(step, settings, num_steps) * delay_factor(step, settings, num_steps, delay)
 
@@ -81,6 +82,8 @@ def _undelayed(step: int, settings: OptimConfig, num_steps: int) -> float:
         start = max(start, num_steps - (settings.decay_steps or ceil(WSD_SHARE * num_steps)))
         end = num_steps
     progress = min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 1.0
+    if settings.restarts and progress < 1:  # in whole numbers, so that cycles begin at lr
+        progress = (step - start) * (settings.restarts + 1) % (end - start) / (end - start)
     return settings.min_lr + (settings.lr - settings.min_lr) * DECAYS[settings.decay](progress)
 
 

@@ -17,6 +17,7 @@ from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
+from hybridpar.models.blocks import ACCURACY
 from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.prediction.predict import rooms_of
 from hybridpar.runtime import graphs
@@ -324,8 +325,9 @@ class Engine:
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
         """Return losses and metrics of the newest weights over the first batches of `loader`.
 
-        Dropout is off. Each number is a mean over all labels, or samples, of these batches, so it
-        does not depend on micro-batch size, replicas or sites. It is 0 if no label counts.
+        With "accuracy" in train.eval_metrics, that is one of them. Dropout is off. Each number is a
+        mean over all labels, or samples, of these batches, so it does not depend on micro-batch
+        size, replicas or sites. It is 0 if no label counts.
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
@@ -341,15 +343,18 @@ class Engine:
         )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
-            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated))
+            accuracy = ACCURACY in self.config.train.eval_metrics
+            source = LoaderSource(loader, self.config, self.device, evaluated, accuracy=accuracy)
+            self.executor.run(actions, source)
         self._rest()
-        totals = torch.zeros(len(self.number_names), dtype=torch.float64, device=self.device)
+        names = (*self.number_names, *[ACCURACY] * accuracy)
+        totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
             if self.grid.is_first_copy:
-                totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.number_names])
+                totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in names])
         all_reduce(totals, self.grid.world)
-        return dict(zip(self.number_names, (totals / self.grid.site.size).tolist(), strict=True))
+        return dict(zip(names, (totals / self.grid.site.size).tolist(), strict=True))
 
 
 # -- decisions of the constructor

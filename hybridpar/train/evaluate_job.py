@@ -109,4 +109,4 @@ def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, Any]:
             'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}',
         )
     flight.phase("evaluating", engine.config.faults.start_timeout_s)
-    return as_told(Evaluator(engine, data.valid).evaluate())
+    return as_told(Evaluator(engine, data.valid, data.tokenizer).evaluate())

@@ -24,20 +24,21 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
-from hybridpar.config.row_names import valid_name
+from hybridpar.config.row_names import VALID, valid_name
 from hybridpar.data import Data
 from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
 from hybridpar.prediction import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
+from hybridpar.train.early_stopping import EarlyStopping
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
 from hybridpar.train.faults.errors import CallbackError
 from hybridpar.train.faults.rollback import AnomalyHandler
 from hybridpar.train.faults.watchdog import SAVING
 from hybridpar.train.reporting.history import History
-from hybridpar.train.reporting.run_metrics import BatchClock, evaluation_at
+from hybridpar.train.reporting.run_metrics import BatchClock, evaluation_at, stream_metrics
 from hybridpar.train.reporting.run_report import RunReport, is_evaluated
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals
@@ -68,7 +69,8 @@ class Outcome:
         loss: The last training loss of this call; None if it trained no step.
         val_loss: The last validation loss of this call; None if it evaluated nothing.
         stopped_by: Number of the signal that ended the call early; 0 if none did.
-        asked_to_stop: Whether a callback returned STOP or the program called `request_stop`.
+        asked_to_stop: Whether a callback returned STOP, the program called `request_stop`, or
+            train.stop_patience is over.
     """
 
     folder: Path
@@ -155,7 +157,8 @@ class Run:
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
         self.memory = _memory_log(engine, report.resumed, self.reporter.say)
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
-        self.evaluator = Evaluator(engine, data.valid)
+        self.evaluator = Evaluator(engine, data.valid, data.tokenizer)
+        self.early_stopping = EarlyStopping(config, self._past_evaluations())
         self.anomalies = AnomalyHandler(engine, data.train, report.log, self.reporter.say)
         self.saving = Flight()
         run_folder.open_flight(engine.job, self.grid.rank, self.saving, SAVING)
@@ -198,7 +201,7 @@ class Run:
                         self._recover()
             else:
                 self._make_up_evaluation()
-            stop = self._agree(0)  # on_evaluation may have returned STOP
+            stop = self._agree(0)  # on_evaluation may have returned STOP, or the run be over
             if stop and engine.batches_done == 0:
                 self._save(last=True)
             while engine.batches_done < end and not stop:
@@ -257,6 +260,8 @@ class Run:
                 if self._is_evaluation_due and not last:
                     stop = self._agree(0)
                     last = bool(stop)
+                    if self.early_stopping.is_over:
+                        self.reporter.say(str(self.early_stopping))
             if saves or last:
                 self._save(last=last)
             if not self.anomalies.is_open:
@@ -359,6 +364,22 @@ class Run:
         if self.evaluated is not None and self.grid.rank == 0:
             self.saver.add_val_loss(*self.evaluated)
 
+    def _past_evaluations(self) -> dict[int, dict[str, Any]]:
+        """Return the rows of metrics.jsonl with evaluations, up to the step that the run is at.
+
+        Collectives: one gather.
+        """
+        found = {}
+        if self.grid.rank == 0 and self.config.train.stop_patience:
+            for row in stream_metrics(self.config.run.folder / run_folder.METRICS):
+                numbers = {name: value for name, value in row.items() if name.startswith(VALID)}
+                if numbers and row["step"] <= self.engine.batches_done:
+                    found[int(row["step"])] = numbers
+        if not self.config.train.stop_patience:
+            return {}
+        past: dict[int, dict[str, Any]] = gather_objects(found, self.grid.world)[0]
+        return past
+
     def _recorded_losses(self, step: int) -> tuple[float | None, float | None]:
         """Return a step's validation losses in its manifest and in metrics.jsonl, on rank 0.
 
@@ -384,6 +405,7 @@ class Run:
         if not numbers:
             return
         row = row_of(numbers, self.engine.loss_names)
+        self.early_stopping.add(step, row)
         loss = row.get(valid_name("loss", self.evaluator.best))
         self.report.evaluation(step, numbers, row, loss)
         if loss is not None:
@@ -397,6 +419,7 @@ class Run:
         notes = self.anomalies.resolve()
         self.train_loader.start_at(self.engine.data_start)
         self.evaluated = None
+        self.early_stopping.forget_after(self.engine.batches_done)
         self.report.log.cut_back(self.engine.batches_done)
         self.report.log.write({"step": self.engine.batches_done}, notes)
 
@@ -448,6 +471,7 @@ class Run:
 
         number: this rank's signal; 0 if none.
         """
-        mine = StopReason.of(number, by_program=self.callbacks.wants_stop)
+        wants_stop = self.callbacks.wants_stop or self.early_stopping.is_over
+        mine = StopReason.of(number, by_program=wants_stop)
         seen = torch.tensor([mine.code], dtype=torch.int64, device=self.engine.device)
         return StopReason(int(all_reduce(seen, self.grid.world, "max")))

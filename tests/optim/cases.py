@@ -24,6 +24,7 @@ class Settings:
     warmup_steps: int = 0
     decay: str = "cosine"
     decay_steps: int = 0
+    restarts: int = 0
     lr_points: tuple[tuple[int, float], ...] = ()
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)

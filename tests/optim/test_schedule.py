@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from optim.cases import Settings
 
+from hybridpar.config import OptimConfig
 from hybridpar.errors import ConfigError
 from hybridpar.optim import learning_rate
 from hybridpar.optim.schedule import delay_factor, describe_points, tabulate
@@ -160,3 +161,14 @@ def test_a_table_in_a_line():
     line = describe_points(((0, 0.0), (100, 1e-3), (1000, 1e-4)))
     assert line.endswith("(3): 0 at update 0, 0.001 at update 100, 0.0001 at update 1000")
     assert describe_points(((0, 0.5),)).endswith("(1): 0.5 at update 0")
+
+
+def test_cosine_with_restarts_decays_again_from_the_peak_in_equal_cycles():
+    settings = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=3, restarts=2)
+    rates = [learning_rate(step, settings, 33) for step in range(34)]
+    once = OptimConfig(lr=1.0, min_lr=0.1)
+    cycle = [learning_rate(step, once, 10) for step in range(10)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[3:33] == pytest.approx(cycle * 3)
+    assert rates[33] == pytest.approx(0.1)
+    assert [rates[i] for i in (3, 13, 23)] == [1.0] * 3

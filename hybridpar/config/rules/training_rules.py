@@ -21,6 +21,9 @@ def optim(config: Config) -> Iterator[Problem]:
             "each update"
         )
         yield Problem("optim.lr_points", given, rule, str(ordered))
+    if section.restarts and section.decay != "cosine":
+        rule = f'requires optim.decay = "cosine"; it is "{section.decay}"'
+        yield Problem("optim.restarts", section.restarts, rule, "0")
     for number, group in enumerate(section.groups):
         for name, value, broken in broken_rules(group):
             yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")
@@ -59,6 +62,27 @@ def train(config: Config) -> Iterator[Problem]:
         yield Problem("train.fp8", "true", rule, works)
     if section.share_gpus and section.device == "cpu":
         yield Problem("train.share_gpus", "true", 'requires GPUs; train.device is "cpu"', "false")
+    yield from _evaluation(config)
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    section = config.train
+    text = config.model.text_format
+    if section.eval_metrics and (text is not config.model or not config.model.can_generate):
+        rule = "requires a GPT (model.kind), whose loss is of the next token"
+        yield Problem("train.eval_metrics", list(section.eval_metrics), rule, "[]")
+    if section.stop_patience and not section.eval_interval:
+        rule = "requires evaluations; train.eval_interval is 0"
+        yield Problem("train.stop_patience", section.stop_patience, rule, "0")
+    number, _, valid_set = section.stop_by.partition("/")
+    names = ["loss", *section.eval_metrics, *config.model.metric_names]
+    sets = config.data.valid_sets
+    if section.stop_patience and number not in names:
+        rule = f"must be one of {', '.join(names)}; train.eval_metrics adds others"
+        yield Problem("train.stop_by", section.stop_by, rule, '"loss"')
+    elif section.stop_patience and sets and valid_set not in sets:
+        rule = f"must name a validation set (data.valid_sets): {', '.join(sets)}"
+        yield Problem("train.stop_by", section.stop_by, rule, f'"{number}/{next(iter(sets))}"')
 
 
 def _fp8(config: Config) -> Iterator[tuple[str, str]]:

@@ -367,3 +367,6 @@ class ModelConfig(ModelSpec):
         if self.kind == "bert" and self.seq_length < 8:
             rule = "must be at least 8: a sample holds [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}

@@ -40,6 +40,9 @@ class OptimConfig:
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning-rate decay. wsd (warmup-stable-decay): constant until the last
     steps, so a run can be extended (train.num_steps) from before these."""
+    restarts: Count = 0
+    """cosine: times that the rate returns to lr and decays again; the cycles between warm-up and
+    the end of the decay are equally long."""
     decay_steps: Count = 0
     """Update at which min_lr is reached; 0: train.num_steps. With wsd: number of updates of the
     final decay; 0: a fifth of train.num_steps."""

@@ -31,6 +31,17 @@ class TrainConfig:
     out grids on few GPUs."""
     eval_interval: Count = 0
     """Steps between evaluations (also at the start and the end). 0: none."""
+    eval_metrics: tuple[Literal["perplexity", "bits_per_byte", "accuracy"], ...] = ()
+    """Numbers of evaluations besides the loss, of GPTs. perplexity: e to the power of the loss.
+    bits_per_byte: the loss in bits for each byte of the text that the labels stand for. accuracy:
+    share of the labels that are the most likely token."""
+    stop_by: str = "loss"
+    """Number of evaluations that stop_patience compares: loss, one of eval_metrics, or a metric of
+    a custom model; of a named validation set as "loss/name". Accuracy and metrics of custom models
+    should rise, other numbers fall."""
+    stop_patience: Count = 0
+    """Evaluations in a row without a better stop_by, after which the run ends. 0: it does not end
+    early."""
     eval_batches: Annotated[int, Within(1, 2**30)] = 4
     """Batches of validation samples per evaluation; the loss is the mean over all their labels.
     If there are fewer samples, some count more than once, and the run says so."""
