@@ -27,6 +27,25 @@ class QuietMode(TorchDispatchMode):
         return False
 
 
+class _NoContext:
+    """The context of a forward without a backward: it keeps nothing."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep nothing."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: there will be no gradients."""
+
+
+def apply(kind: type[function.Function], *args: Any) -> Any:
+    """Return kind.apply(*args), without its overhead where autograd does not record: 10 us of an
+    operator's 20 when a token is generated.
+    """
+    if torch.is_grad_enabled():
+        return kind.apply(*args)  # type: ignore[no-untyped-call]
+    return kind.forward(_NoContext(), *args)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a Function's backward like torch's once_differentiable, without its overhead if
     gradients are not differentiated again.

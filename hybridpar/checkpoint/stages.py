@@ -36,18 +36,18 @@ def whole_model(
     return stage
 
 
-def load_stage(full: FullWeights, tp: Axis, numbers: range) -> Stage:
-    """Return some blocks of a checkpoint's model, with this tp rank's shards of the weights, in
-    fp32 on the CPU.
+def load_stage(
+    full: FullWeights, tp: Axis, numbers: range, dtype: torch.dtype = torch.float32
+) -> Stage:
+    """Return some blocks of a checkpoint's model, with this tp rank's shards of the weights, on
+    the CPU.
 
     Reads only these, one parameter at a time.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    stage = Stage(
-        build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32)
-    )
+    stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=dtype))
     with torch.no_grad():
         for name, parameter, place in named_placements(stage):
             parameter.copy_(full.read_part(ParameterSlot(name, place, {"tp": tp.rank})))

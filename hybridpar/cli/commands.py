@@ -149,6 +149,8 @@ class Generate:
     """A run folder, whose newest checkpoint is used, or one checkpoint."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
     """Beginning of a text. May be given several times; the texts are generated as one batch."""
+    chat: bool = False
+    """Each prompt is a message of a user, which the chat template of the run's tokenizer writes."""
     max_tokens: int = 200
     """Largest number of tokens to generate for each prompt."""
     temperature: float = 0.8
@@ -158,6 +160,11 @@ class Generate:
     top_p: float = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities add up to this
     value."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the text has already less likely: divides their positive logits, and
+    multiplies negative ones. 1: no penalty."""
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    """Text at which a continuation ends, and which is not printed. May be given several times."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
     """Seed of the sampling. Equal seeds give equal texts."""
     threads: Threads = 0
@@ -175,7 +182,15 @@ class Generate:
     def run(self, launch: Launch) -> int:
         from hybridpar.train.inference.generate import Sampling, check_prompts, on_grid
 
-        sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        sampling = Sampling(
+            self.max_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.seed,
+            self.repetition_penalty,
+            self.stop,
+        )
         prompts = tuple(map(as_utf8, self.prompt)) or ("",)
         check_prompts(prompts)
         starts = self.ranks if not launch.launched else 0
@@ -193,8 +208,8 @@ class Generate:
         live = speaks and len(prompts) == 1 and not self.json
         with on_grid(self.checkpoint, self.tp, self.pp, self.threads, launch) as generator:
             if live:
-                print(prompts[0], end="", flush=True)
-            for i, piece in generator.generate_all(prompts, sampling):
+                print("" if self.chat else prompts[0], end="", flush=True)
+            for i, piece in generator.generate_all(prompts, sampling, chat=self.chat):
                 texts[i] += piece
                 if live:
                     print(piece, end="", flush=True)
@@ -208,7 +223,10 @@ class Generate:
             print(
                 ""
                 if live
-                else "\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True))
+                else "\n\n".join(
+                    text if self.chat else prompt + text
+                    for prompt, text in zip(prompts, texts, strict=True)
+                )
             )
         return 0
 

@@ -197,9 +197,8 @@ def prepare(
         _ = loaded.bert() if kind == "bert" else loaded.special(END)  # fail now rather than halfway
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
     policy = [options.on_bad_record] * options.skips
-    if options.chat:
-        policy.append(options.chat.fingerprint)
-    inputs = [_FORMAT, options.prepares, name, options.max_bytes, corpus_key(files), *policy]
+    chat = [options.chat.fingerprint] if options.chat else []
+    inputs = [_FORMAT, options.prepares, name, options.max_bytes, corpus_key(files), *policy, *chat]
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     target = Path(folder) / f"{options.prepares}-{key}"
     with _lock(Path(folder), target.name):

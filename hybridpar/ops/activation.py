@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from hybridpar.autograd import once_differentiable
+from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, like
 from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.norm import check_vectors
@@ -78,11 +78,11 @@ def geglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gelu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    return _Activation.apply(x, bias, library.bias_gelu, library.bias_gelu_backward)
+    return apply(_Activation, x, bias, library.bias_gelu, library.bias_gelu_backward)
 
 
 def swiglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    return _Activation.apply(x, bias, library.bias_swiglu, library.bias_swiglu_backward)
+    return apply(_Activation, x, bias, library.bias_swiglu, library.bias_swiglu_backward)
 
 
 def geglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from hybridpar.autograd import once_differentiable
+from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
 from hybridpar.ops.backends.registry import SOFTCAP, resolve
 from hybridpar.ops.dropout import KEEP_ALL, DropoutMask, DropoutSpec, drop, make_mask
@@ -418,7 +418,7 @@ def attention_by(
     passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
 ) -> Tensor:
     """Run a kernel's passes, differentiably. Shapes: see `attention`."""
-    return _Attention.apply(passes, q, k, v, mask)
+    return apply(_Attention, passes, q, k, v, mask)
 
 
 def attention_fused(library: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

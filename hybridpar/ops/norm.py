@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function
 
-from hybridpar.autograd import once_differentiable
+from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, like, wide_type
 from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import NO_DROPOUT, DropoutMask, DropoutSpec, drop, make_mask
@@ -132,11 +133,11 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
 
 
 def layer_norm_fused(library: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return _Norm.apply(library, x, weight, bias, eps, True)
+    return apply(_Norm, library, x, weight, bias, eps, True)
 
 
 def rms_norm_fused(library: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _Norm.apply(library, x, weight, None, eps, False)
+    return apply(_Norm, library, x, weight, None, eps, False)
 
 
 class _Norm(Function):
@@ -228,7 +229,7 @@ def add_norm_fused(
     mask: DropoutMask,
 ) -> tuple[Tensor, Tensor]:
     fused = _FusedAddNorm(library, norm.eps, mask)
-    return _AddNorm.apply(x, bias_of_x, residual, norm.weight, norm.bias, fused)
+    return apply(_AddNorm, x, bias_of_x, residual, norm.weight, norm.bias, fused)
 
 
 class _BiasDropoutAdd(Function):
@@ -265,7 +266,7 @@ def _dropped(dtotal: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tenso
     return dx, dbias
 
 
-bias_dropout_add_fused = _BiasDropoutAdd.apply
+bias_dropout_add_fused = partial(apply, _BiasDropoutAdd)
 PASSES: Shapes = {
     "norm": lambda x, *_: (like(x), _stats(x)),
     "norm_backward": lambda dy, x, weight, *_: (like(x), like(weight), like(weight)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from hybridpar.autograd import once_differentiable
+from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, without_gaps
 from hybridpar.ops.backends.registry import SCALED, resolve
 
@@ -122,5 +123,5 @@ class _Rotary(Function):
         )
 
 
-rotary_fused = _Rotary.apply
+rotary_fused = partial(apply, _Rotary)
 PASSES: Shapes = {"rotary": heads_inside}

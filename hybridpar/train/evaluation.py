@@ -87,7 +87,7 @@ class Evaluator:
 
     def _derived(self, name: str, loss: float) -> dict[str, float]:
         """Return the numbers that follow from the loss of a set, which is a mean over its labels."""
-        found = {}
+        found: dict[str, float] = {}
         if PERPLEXITY in self._metrics:
             found[PERPLEXITY] = math.exp(loss) if loss < _LARGEST else math.inf
         if BITS_PER_BYTE in self._metrics:

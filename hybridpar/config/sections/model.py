@@ -13,6 +13,9 @@ from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
 from hybridpar.errors import ConfigError, Problem
 
+_LORA_ALPHA = 16.0
+_LORA_TARGETS = ("*.attention.*", "*.mlp.*")
+
 
 @dataclass(frozen=True)
 class ModelConfig(ModelSpec):
@@ -145,9 +148,9 @@ class ModelConfig(ModelSpec):
     lora_rank: Annotated[int, Within(0, 2**16)] = 0
     """Rank of the adapters (LoRA) that are trained instead of the weights, which are frozen. 0:
     no adapters."""
-    lora_alpha: Positive = 16.0
+    lora_alpha: Positive = _LORA_ALPHA
     """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
-    lora_targets: tuple[str, ...] = ("*.attention.*", "*.mlp.*")
+    lora_targets: tuple[str, ...] = _LORA_TARGETS
     """Patterns of the global names of weights that get adapters, such as "*.attention.qkv.weight"
     (as in optim.groups): weights of attention and MLP."""
 
@@ -202,9 +205,7 @@ class ModelConfig(ModelSpec):
     def without_adapters(self) -> ModelConfig:
         """The model that is left when adapters are merged into its weights."""
         return dataclasses.replace(
-            self,
-            lora_rank=0,
-            **{name: _DEFAULTS[name] for name in ("lora_alpha", "lora_targets")},
+            self, lora_rank=0, lora_alpha=_LORA_ALPHA, lora_targets=_LORA_TARGETS
         )
 
     @property
@@ -367,6 +368,3 @@ class ModelConfig(ModelSpec):
         if self.kind == "bert" and self.seq_length < 8:
             rule = "must be at least 8: a sample holds [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")
-
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}

@@ -41,6 +41,7 @@ class Decoder:
         self._capacity = 0
         self._layers = range(1, model.num_layers + 1)
         self._caches: dict[str, KeyValueCache] = {}
+        self._dtype = next(iter(stage.parameters())).dtype
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor | None:
         """Start with new texts, to each of which up to `room` tokens will be added.
@@ -73,7 +74,8 @@ class Decoder:
         if len(set(self._lengths)) > 1:
             batch["positions"] = at[:, None]
             batch["padding_mask"] = torch.arange(max(self._lengths)) <= at[:, None]
-        return self._logits(self._forward(batch, self._caches), [0] * len(tokens))
+        x = self._forward(batch, self._caches, max(self._lengths))
+        return self._logits(x, [0] * len(tokens))
 
     def forget(self, ended: Sequence[int]) -> None:
         """Drop these texts; the others move up."""
@@ -94,21 +96,24 @@ class Decoder:
             if int(number) in self._layers
         }
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-        x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
+        batch = {"tokens": padded, "positions": torch.arange(longest)}
+        x = self._forward(batch, caches, longest)
         return caches, self._logits(x, [len(text) - 1 for text in texts])
 
     @torch.no_grad()
     def _forward(
-        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]
+        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache], stop: int
     ) -> Tensor | None:
         """Compute the layers' output for new tokens; None if it went to the next stage.
 
-        Shapes: returns [b, s, h].
+        Shapes: returns [b, s, h]. `stop`: the number of positions up to the last new one.
         """
         pp = self.grid.pp
         x = None
+        for cache in caches.values():
+            cache.advance(stop)
         if not pp.is_first:
-            x = torch.empty(*batch["tokens"].shape, self.model.hidden_size)
+            x = torch.empty(*batch["tokens"].shape, self.model.hidden_size, dtype=self._dtype)
             irecv(x, pp.rank - 1, pp).wait()
         for number, block in self.stage.blocks.items():
             if number in caches:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, TrainConfig
+from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
 from hybridpar.job.stage_split import inference_split
+from hybridpar.models.build import DTYPES
+from hybridpar.nn.matmul import by_float32
 from hybridpar.random import CounterBlock, random_bits, site
 from hybridpar.train.faults.errors import describe_failure
 from hybridpar.train.inference.decoder import Decoder
@@ -42,6 +46,9 @@ class Sampling:
         top_k: Number of most likely candidates; 0: all.
         top_p: Keep the most likely candidates that reach this total probability.
         seed: Seed of the random numbers.
+        repetition_penalty: Divides positive logits of tokens that the text or its prompt has, and
+            multiplies negative ones; 1: none.
+        stop: Texts at which a continuation ends; they are not returned.
     """
 
     max_tokens: int = 200
@@ -49,6 +56,8 @@ class Sampling:
     top_k: int = 40
     top_p: float = 1.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -60,6 +69,11 @@ class Sampling:
                 raise config_error(
                     name, value, "must not be negative", str(getattr(type(self), name))
                 )
+        if not 0 < self.repetition_penalty < math.inf:
+            value = self.repetition_penalty
+            raise config_error("repetition_penalty", value, "must be above 0 and finite", "1.2")
+        if not all(self.stop):
+            raise config_error("stop", list(self.stop), "must have no empty text", '"\\n\\n"')
         if not 0 < self.top_p <= 1:
             raise config_error("top_p", self.top_p, "must be above 0 and at most 1", "0.9")
 
@@ -75,6 +89,7 @@ class Generator:
         has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
         has_token[torch.from_numpy(tokenizer.holes)] = False
         self._ids = has_token.nonzero().squeeze(1)
+        self._has_holes = len(self._ids) < tokenizer.vocab_size
 
     @staticmethod
     def load(
@@ -114,9 +129,9 @@ class Generator:
             )
         loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
-        stage = load_stage(
-            FullWeights(folder), grid.tp, inference_split(model, grid.pp.size)[grid.pp.rank]
-        )
+        numbers = inference_split(model, grid.pp.size)[grid.pp.rank]
+        dtype = inference_dtype(trained.train.dtype)
+        stage = load_stage(FullWeights(folder), grid.tp, numbers, dtype)
         return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -126,20 +141,34 @@ class Generator:
         """
         return (piece for _, piece in self.generate_all([prompt], sampling))
 
-    def generate_all(self, prompts: Sequence[str], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    def generate_all(
+        self, prompts: Sequence[str], sampling: Sampling, *, chat: bool = False
+    ) -> Iterator[tuple[int, str]]:
         """Yield pieces of the continuations of several prompts, each with its prompt's index.
 
         A text depends on its prompt, the seed, and how many equal prompts precede it.
 
+        Args:
+            prompts: The prompts.
+            sampling: How tokens are chosen.
+            chat: Prompts are messages of a user, which the tokenizer's chat template writes.
+
         Collectives: as for `generate`.
-        Raises: as `generate`; ConfigError for a prompt that is not UTF-8 text.
+        Raises: as `generate`; ConfigError for a prompt that is not UTF-8 text; DataError if there
+        is no chat template.
         """
+        template = ChatTemplate.of(self.tokenizer) if chat else None
         texts = []
         check_prompts(prompts)
         for i, prompt in enumerate(prompts):
-            tokens = self.tokenizer.encode_prompt(prompt)
+            if template is None:
+                tokens = self.tokenizer.encode_prompt(prompt)
+            else:
+                asked = template.render([{"role": "user", "content": prompt}], asks=True)
+                tokens = self.tokenizer.encode_rendered([asked])[0][0].tolist()
             key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
-            texts.append(_Text(i, tokens or [self.end], Pieces(self.tokenizer, tokens), key))
+            pieces = Pieces(self.tokenizer, tokens)
+            texts.append(_Text(i, tokens or [self.end], pieces, StopWatch(sampling.stop), key))
         for first in range(0, len(texts), TOGETHER):
             yield from self._generate(texts[first : first + TOGETHER], sampling)
 
@@ -148,16 +177,23 @@ class Generator:
         for position in range(sampling.max_tokens):
             tokens = self._choose(logits, sampling, texts, position)
             last = position + 1 == sampling.max_tokens
-            for text, token in zip(texts, tokens, strict=True):
+            ended = []
+            for i, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+                text.tokens.append(token)
                 has_ended = token in self._ends
                 piece = "" if has_ended else text.pieces.add(token)
                 if has_ended or last:
                     piece += text.pieces.rest()
+                piece = text.stop.add(piece)
+                if has_ended or last:
+                    piece += text.stop.rest()
+                if has_ended or text.stop.has_ended:
+                    ended.append(i)
                 if piece:
                     yield text.index, piece
-            if ended := [i for i, token in enumerate(tokens) if token in self._ends]:
+            if ended:
                 texts = [text for i, text in enumerate(texts) if i not in ended]
-                tokens = [token for token in tokens if token not in self._ends]
+                tokens = [token for i, token in enumerate(tokens) if i not in ended]
                 self.decoder.forget(ended)
             if last or not texts:
                 return
@@ -173,11 +209,20 @@ class Generator:
         world = self.decoder.grid.world
         chosen = torch.empty(len(texts), dtype=torch.int64)
         if logits is not None:
-            uniform = torch.tensor(
-                [_uniform(text.key, position) for text in texts], dtype=torch.float64
-            )
-            chosen = choose(logits[:, self._ids], sampling, uniform)
-            chosen = torch.where(chosen < 0, chosen, self._ids[chosen])
+            uniform = torch.zeros(len(texts), dtype=torch.float64)
+            if sampling.temperature > 0:
+                uniform = torch.tensor(
+                    [_uniform(text.key, position) for text in texts], dtype=torch.float64
+                )
+            if sampling.repetition_penalty != 1:
+                logits = penalized(
+                    logits, [text.tokens for text in texts], sampling.repetition_penalty
+                )
+            if self._has_holes:
+                chosen = choose(logits[:, self._ids], sampling, uniform)
+                chosen = torch.where(chosen < 0, chosen, self._ids[chosen])
+            else:
+                chosen = choose(logits[:, : len(self._ids)], sampling, uniform)
         tokens: list[int] = broadcast(
             chosen, world, world.size - self.decoder.grid.tp.size
         ).tolist()
@@ -197,12 +242,20 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, its continuation, and the key of its random numbers (seed, site, step, sample)."""
+    """A prompt, its continuation, and the key of its random numbers (seed, site, step, sample).
+
+    `tokens`: the prompt's and the continuation's.
+    """
 
     index: int
     prompt: list[int]
     pieces: Pieces
+    stop: StopWatch
     key: tuple[int, int, int, int]
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", list(self.prompt))
 
 
 @contextmanager
@@ -323,6 +376,69 @@ class Pieces:
         self._tokens = self._tokens[self._read :]
         self._read = len(self._tokens)
         self._shown = len(self._tokenizer.decode(self._tokens))
+
+
+class StopWatch:
+    """Ends a text at the first of the stop texts in it, and holds back what may be the beginning of
+    one.
+
+    Attributes:
+        has_ended: Whether a stop text has come.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = stop
+        self._held = ""
+        self.has_ended = False
+
+    def add(self, piece: str) -> str:
+        """Return the text that can be shown after another piece."""
+        if not self._stop or self.has_ended:
+            return "" if self.has_ended else piece
+        text = self._held + piece
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.has_ended = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max(
+            (
+                length
+                for stop in self._stop
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """Return the text that is held back, as nothing follows it."""
+        held = self._held
+        self._held = ""
+        return held
+
+
+def inference_dtype(name: str) -> torch.dtype:
+    """Return the type that a run of train.dtype `name` generates in on this CPU: the run's, or fp32
+    where the CPU computes with it in fp32 anyway, and would convert every weight for every token.
+    """
+    dtype = DTYPES[name]
+    return torch.float32 if by_float32(torch.empty(0, dtype=dtype)) else dtype
+
+
+def penalized(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Return logits after the repetition penalty for the tokens that each text has.
+
+    Shapes: logits [b, v] -> [b, v]. Source: CTRL, arXiv 1909.05858, section 4.1.
+    """
+    made = logits.clone()
+    for row, text in zip(made, texts, strict=True):
+        tokens = torch.tensor(sorted(set(text)), device=row.device)
+        scores = row[tokens]
+        row[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    return made
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ the window."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,22 @@ from train.forked import supervised
 from train.runs import run_job, write_config
 
 from hybridpar.checkpoint.huggingface import import_folder
-from hybridpar.config import Launch, load_toml
+from hybridpar.cli import main
+from hybridpar.config import Launch, from_mapping, load_toml
 from hybridpar.data import Tokenizer, train_tokenizer
-from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.errors import CheckpointError, ConfigError, DataError
 from hybridpar.grid import ProcessGrid
-from hybridpar.train.inference.generate import TOGETHER, Generator, Pieces, Sampling, choose
+from hybridpar.models.build import DTYPES
+from hybridpar.nn.matmul import by_float32
+from hybridpar.train.inference.generate import (
+    TOGETHER,
+    Generator,
+    Pieces,
+    Sampling,
+    StopWatch,
+    choose,
+    inference_dtype,
+)
 from hybridpar.train.job import train
 from hybridpar.train.launching import launch
 
@@ -75,9 +88,11 @@ def imported(
     return folder, folder / "ours"
 
 
-def texts(generator: Generator, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+def texts(
+    generator: Generator, prompts: Sequence[str], sampling: Sampling, **options: Any
+) -> list[str]:
     made = [""] * len(prompts)
-    for i, piece in generator.generate_all(prompts, sampling):
+    for i, piece in generator.generate_all(prompts, sampling, **options):
         made[i] += piece
     return made
 
@@ -414,3 +429,106 @@ def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
         generator.decoder.stage.blocks["1"].mlp.up.weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="not finite"):
         list(generator.generate("Stone", GREEDY))
+
+
+@pytest.mark.thorough(keep=1)
+def test_a_repetition_penalty_is_that_of_transformers(imported: tuple[Path, Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(imported[0]).eval()
+    generator = Generator.load(imported[1], print)
+    tokenizer = generator.tokenizer
+    chosen: list[list[int]] = []
+    generator._choose = note(generator._choose, chosen)  # type: ignore[method-assign]
+    sampling = replace(GREEDY, repetition_penalty=1.7)
+    made = texts(generator, PROMPTS[:2], sampling)
+    assert made != texts(generator, PROMPTS[:2], GREEDY)
+    for prompt, text in zip(PROMPTS[:2], made, strict=True):
+        ids = tokenizer.encode_prompt(prompt)
+        found = theirs.generate(
+            torch.tensor([ids]),
+            max_new_tokens=LENGTH,
+            do_sample=False,
+            pad_token_id=0,
+            repetition_penalty=1.7,
+            suppress_tokens=list(range(tokenizer.vocab_size, 320)),
+        )[0, len(ids) :].tolist()
+        assert text == tokenizer.decode([token for token in found if token != generator.end])
+
+
+def test_a_text_ends_before_the_first_stop_text(run: Path) -> None:
+    generator = Generator.load(run, print)
+    sampling = Sampling(40, seed=2)
+    prompts = ["Stone", "cloud", "x"]
+    whole = texts(generator, prompts, sampling)
+    # stop texts that lie within the pieces of several tokens, and one that never comes
+    stop = (whole[0][5:9], whole[1][11:12] + whole[1][12:20], "\0never")
+    made = texts(generator, prompts, replace(sampling, stop=stop))
+    for text, found in zip(whole, made, strict=True):
+        ends = [at for one in stop if (at := text.find(one)) >= 0]
+        assert found == text[: min(ends, default=len(text))]
+    assert made[0] == whole[0][: whole[0].find(stop[0])]
+
+
+def test_pieces_hold_back_what_may_begin_a_stop_text() -> None:
+    watch = StopWatch(("END", "EEN"))
+    assert [watch.add(piece) for piece in ("a", "bE", "E", "E", "c", "EN")] == [
+        "a",
+        "b",
+        "E" * 0,
+        "E",
+        "EEc",
+        "",
+    ]
+    assert watch.rest() == "EN"
+    watch = StopWatch(("END", "D?"))
+    assert [watch.add(piece) for piece in ("xE", "ND? y", "z")] == ["x", "", ""]
+    assert watch.has_ended
+    assert watch.rest() == ""
+
+
+def test_a_run_generates_in_its_own_precision(tmp_path: Path, run: Path) -> None:
+    path = write_config(tmp_path)
+    config = from_mapping(
+        {"train": {"dtype": "fp64", "num_steps": 1}, "parallel": {"dp": 1}}, load_toml(path)
+    )
+    folder = train(config, Launch(0, 0, 1, 1)).folder
+    decoder = Generator.load(folder, print).decoder
+    assert {p.dtype for p in decoder.stage.parameters()} == {torch.float64}
+    logits = decoder.start([[1, 2, 3]], 2)
+    assert logits is not None
+    assert logits.dtype == torch.float64
+    slow = [d for d in ("bf16", "fp16") if by_float32(torch.empty(0, dtype=DTYPES[d]))]
+    for name, dtype in DTYPES.items():
+        assert inference_dtype(name) == (torch.float32 if name in slow else dtype)
+    assert {p.dtype for p in Generator.load(run, print).decoder.stage.parameters()} == {
+        torch.float32
+    }
+
+
+def test_a_prompt_may_be_a_message(tmp_path: Path, run: Path, capsys: Any) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    with pytest.raises(DataError, match="has no chat template"):
+        texts(Generator.load(copied, print), ["Stone"], GREEDY, chat=True)
+    (copied / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|endoftext|>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}> {% endif %}"
+    )
+    generator = Generator.load(copied, print)
+    (made,) = texts(generator, ["Stone"], GREEDY, chat=True)
+    ids = [generator.end, *generator.tokenizer.encode("Stone\n> ").tolist()]
+    logits = generator.decoder.start([ids], LENGTH)
+    assert logits is not None
+    first = int(logits[0].argmax())
+    assert made.startswith(generator.tokenizer.decode([first]))
+    flags = ["--prompt", "Stone", "--chat", "--temperature", "0", "--max_tokens", str(LENGTH)]
+    assert main(["generate", "--checkpoint", str(copied), *flags]) == 0
+    assert capsys.readouterr().out.strip() == made.strip()
+
+
+def test_sampling_refuses_penalties_and_empty_stop_texts() -> None:
+    for penalty in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="repetition_penalty"):
+            Sampling(repetition_penalty=penalty)
+    with pytest.raises(ConfigError, match="must have no empty text"):
+        Sampling(stop=("a", ""))
