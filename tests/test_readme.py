@@ -43,6 +43,8 @@ IN_ORDER = ("README.md", "start.md", "own_models.md")
 """Pages that are a newcomer's first: all that they show works in their order, from an empty
 folder."""
 
+FINE_TUNING = "fine_tuning.md"
+
 
 def commands_of(body: str) -> list[list[str]]:
     """The words of each command of a block that is run here."""
@@ -54,7 +56,7 @@ COMMANDS = list(
     dict.fromkeys(
         shlex.join(words)
         for page, language, body in SNIPPETS
-        if language == "bash" and page not in IN_ORDER
+        if language == "bash" and page not in (*IN_ORDER, FINE_TUNING)
         for words in commands_of(body)
     )
 )
@@ -193,6 +195,38 @@ def test_a_first_page_works_in_its_order(
             run_job(ranks, *words[1:at], *flags)
     (rows,) = Path("runs").glob("*/metrics.jsonl")
     assert [step for step, _, _ in steps(metrics(rows.parent))] == list(range(1, num_steps + 1))
+
+
+@pytest.mark.ranks
+def test_fine_tuning_works_in_its_order(
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From a tiny model to its adapters, with the text of the pages as its first corpus."""
+    monkeypatch.chdir(tmp_path)
+    for _, language, body in (snippet for snippet in SNIPPETS if snippet[0] == FINE_TUNING):
+        if language in ("toml", "python"):
+            name = re.match(r"# (\w+\.\w+)\n", body)
+            assert name is not None
+            Path(name[1]).write_text(body)
+        if language == "python":
+            runpy.run_path(name[1], run_name="__main__")  # type: ignore[index]
+        for words in commands_of(body) if language == "bash" else ():
+            if "--ranks" in words and words[1] == "train":
+                at = words.index("--ranks")
+                flags = [*words[at + 2 :], "--train.threads", "1"]
+                corpus = ["--data.corpus", str(shared / "my_text.jsonl")]
+                flags += [] if "--data.corpus" in flags else corpus
+                run_job(int(words[at + 1]), *words[1:at], *flags)
+            else:
+                assert main(words[1:]) == 0, capsys.readouterr()
+    rows = [row for row in metrics(tmp_path / "runs" / "tuned") if "val_accuracy" in row]
+    assert len(rows) > 2
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"]
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    assert "chat_template.jinja" in {path.name for path in (tmp_path / "tuned-hf").iterdir()}
 
 
 @pytest.mark.thorough
