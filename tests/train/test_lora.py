@@ -74,11 +74,11 @@ def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Con
             {"pp": 2},
             {},
             {
-                "pipeline": TWO_BW | {"split_backward": True, "stage_layout": "v"},
+                "pipeline": TWO_BW
+                | {"split_backward": True, "stage_layout": "v", "activations": "half"},
                 "optim": {"staleness": "prediction"},
             },
         ),
-        ({"dp": 2}, {}, {"compression": {"gradients": "powersgd"}}),
         ({"pp": 2}, {}, {"pipeline": TWO_BW, "memory": {"host_optimizer": True}}),
         ({"tp": 2}, {}, {"optim": {"groups": [{"pattern": "*.lora_A", "frozen": True}]}}),
     ],
@@ -219,10 +219,10 @@ def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, sections: dict[str,
 @pytest.mark.parametrize(
     "sections",
     [
-        {"tp": 2, "pp": 2, "model": LORA | LLAMA, "pipeline": TWO_BW},
+        {"tp": 2, "pp": 2, "model": LORA | LLAMA | {"num_kv_heads": 2}, "pipeline": TWO_BW},
         {
             "tp": 2,
-            "model": LORA | LLAMA,
+            "model": LORA | LLAMA | {"num_kv_heads": 2},
             "parallel": {"sequence": True},
             "pipeline": {"recompute": "selective"},
         },

@@ -74,8 +74,9 @@ class Decoder:
         if len(set(self._lengths)) > 1:
             batch["positions"] = at[:, None]
             batch["padding_mask"] = torch.arange(max(self._lengths)) <= at[:, None]
-        x = self._forward(batch, self._caches, max(self._lengths))
-        return self._logits(x, [0] * len(tokens))
+        for cache in self._caches.values():
+            cache.advance(max(self._lengths))
+        return self._logits(self._forward(batch, self._caches), [0] * len(tokens))
 
     def forget(self, ended: Sequence[int]) -> None:
         """Drop these texts; the others move up."""
@@ -96,22 +97,21 @@ class Decoder:
             if int(number) in self._layers
         }
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-        batch = {"tokens": padded, "positions": torch.arange(longest)}
-        x = self._forward(batch, caches, longest)
+        for cache in caches.values():
+            cache.advance(longest)
+        x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
         return caches, self._logits(x, [len(text) - 1 for text in texts])
 
     @torch.no_grad()
     def _forward(
-        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache], stop: int
+        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]
     ) -> Tensor | None:
         """Compute the layers' output for new tokens; None if it went to the next stage.
 
-        Shapes: returns [b, s, h]. `stop`: the number of positions up to the last new one.
+        Shapes: returns [b, s, h].
         """
         pp = self.grid.pp
         x = None
-        for cache in caches.values():
-            cache.advance(stop)
         if not pp.is_first:
             x = torch.empty(*batch["tokens"].shape, self.model.hidden_size, dtype=self._dtype)
             irecv(x, pp.rank - 1, pp).wait()
