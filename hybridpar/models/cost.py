@@ -155,7 +155,8 @@ def training_flops_per_token(model: ModelSpec, visible: float = 1.0) -> int:
 
     GPT and BERT: 3 x forward, as a backward has twice the products. With N weights that is 6 N + 12
     L h s, as in PaLM (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention is causal:
-    half of its matrix is masked, and no operation on that half is needed. Custom models:
+    half of its matrix is masked, and no operation on that half is needed. With adapters (LoRA) the
+    weights below have no gradient, so 4 N, and 6 for each weight of an adapter. Custom models:
     `block_flops`, forward and backward, for each of the `tokens_per_sample`.
 
     Args:
@@ -169,23 +170,40 @@ def training_flops_per_token(model: ModelSpec, visible: float = 1.0) -> int:
         layers = range(formulas.num_layers)
         attention = sum(layer_attention_flops(formulas, layer) for layer in layers)
         masked = attention - round(visible * attention / 2)
-    return 3 * (sum(forward_flops_per_token(model)) - masked)
+    forward = sum(forward_flops_per_token(model)) - masked
+    if not formulas.lora_rank:
+        return 3 * forward
+    frozen = formulas.num_layers * layer_matmul_parameters(formulas)
+    frozen += round(LABELLED[formulas.kind] * head_matmul_parameters(formulas))
+    return 3 * forward - 2 * frozen + 6 * adapter_parameters(formulas)
+
+
+@lru_cache(maxsize=256)
+def adapter_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of all adapters (LoRA)."""
+    if not model.lora_rank:
+        return 0
+    trained = (place for block in block_placements(model) for place in block if place.trainable)
+    return sum(prod(place.shape) for place in trained)
 
 
 def training_flops_rule(model: ModelSpec, visible: float = 1.0) -> str:
     """Return the rule of `training_flops_per_token`, for people."""
     if (formulas := model.cost_model) is None:
         return "products, convolutions and attention, forward and backward"
+    weights = "4 N + 6 N of adapters" if formulas.lora_rank else "6 N"
     if formulas.kind != "gpt":
-        return "6 N + 12 L h s"
+        return f"{weights} + 12 L h s"
     is_usual = formulas.num_heads * formulas.head_size == formulas.hidden_size
     if formulas.window or not is_usual:
         return (
-            "6 N + 12 for each feature of a head and key that a token sees, causal attention once"
+            f"{weights} + 12 for each feature of a head and key that a token sees, causal "
+            "attention once"
         )
     if visible != 1.0:
-        return f"6 N + 6 L h s x {visible:.3g}, the share of causal attention within documents"
-    return "6 N + 6 L h s, causal attention once"
+        share = f"x {visible:.3g}, the share of causal attention within documents"
+        return f"{weights} + 6 L h s {share}"
+    return f"{weights} + 6 L h s, causal attention once"
 
 
 KEPT_BYTES = 34

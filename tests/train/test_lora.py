@@ -20,6 +20,7 @@ from hybridpar.config import Config, ModelConfig, from_mapping, load_toml, to_to
 from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
+from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.models.groups import is_adapter
 from hybridpar.prediction.predict import predict
 from hybridpar.validate import problems
@@ -272,3 +273,14 @@ def test_a_configuration_keeps_its_adapters(tmp_path: Path) -> None:
     assert load_toml(tmp_path / "c.toml").model == config.model
     bare = ModelConfig(lora_alpha=3.0, lora_targets=("*.qkv.*",))
     assert bare.canonical() == ModelConfig(max_positions=128)
+
+
+def test_operations_of_frozen_weights_count_without_their_gradients() -> None:
+    full = make({"lora_rank": 0, **LLAMA}).model
+    lora = make(LLAMA).model
+    saved = training_flops_per_token(full) - training_flops_per_token(lora)
+    h, f, v, kv = 48, 50, 61, 24
+    weights = 3 * (h * (h + 2 * kv) + h * h + 3 * h * f) + h * v
+    adapters = 3 * 3 * ((h + h + 2 * kv) + (h + h) + (h + 2 * f) + (f + h))
+    assert saved == 2 * weights - 6 * adapters
+    assert training_flops_rule(lora) == "4 N + 6 N of adapters + 6 L h s, causal attention once"
