@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.data.tokenizer_folder import SETTINGS, TEMPLATE
 from hybridpar.errors import DataError, shown
@@ -219,7 +219,7 @@ def _check_message(message: object, number: int) -> None:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """Return an environment with what chat templates use in transformers, except a clock."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import Environment, TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -227,7 +227,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     class Generation(Extension):
         """The tag {% generation %}, which marks an answer."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        def __init__(self, environment: Environment):
+            super().__init__(environment)
+            self.tags = {"generation"}
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno

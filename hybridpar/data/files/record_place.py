@@ -60,6 +60,7 @@ class RecordPlace:
 
     def text_of(self, record: object, number: int, unit: str = "line") -> str:
         """Return the text of a JSON object. Raises: DataError if it has none."""
+        text: object
         if self.text_from is not None:
             try:
                 text = self.text_from(record)
