@@ -47,7 +47,7 @@ class Check:
 
         from hybridpar.grid import Axis
         from hybridpar.job import JobPlan
-        from hybridpar.models.build import build_blocks, global_placements
+        from hybridpar.models.build import BlockOptions, build_blocks, global_placements
         from hybridpar.models.cost import training_flops_per_token
         from hybridpar.models.groups import summarize
         from hybridpar.models.groups import table as group_table
@@ -71,17 +71,21 @@ class Check:
             config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
             job = JobPlan(config)
         memory = predict(job, device=device)
+        numbers = range(config.model.num_blocks)
+        options = BlockOptions(groups=config.optim.groups)
         model = ModuleList(
-            build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values()
+            build_blocks(config.model, Axis("tp"), numbers, options=options).values()
         )
         several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
         grid = config.parallel
         parameters = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         plain = {
             "ok": True,
             "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
             "stages": [[b.start, b.stop] for b in job.split],
             "parameters": parameters,
+            "trained_parameters": trained,
             "batch_samples": config.global_batch_size,
             "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
@@ -120,6 +124,7 @@ class Check:
                 if config.pipeline.stage_layout == "v"
                 else f"; each rank holds {chunks}, which are {grid.pp} apart"
             )
+        of_which = f", of which {trained:,} are trained" if trained < parameters else ""
         rates = f"  {describe_points(config.optim.lr_points)}\n" if config.optim.lr_points else ""
         if groups:
             rates += f"\nparameters by group, with the highest learning rate of each\n{group_table(groups)}\n"
@@ -127,7 +132,7 @@ class Check:
         print(
             f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, "
             f"{grid.num_ranks} processes\n"
-            f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the "
+            f"  {parameters:,} parameters{of_which}; blocks of the stages: {blocks} (0 the embedding, the "
             "last one the head)\n"
             f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
             f"{rates}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from hybridpar import checkpoint
 from hybridpar.checkpoint.load import MergedWeights
 from hybridpar.checkpoint.stages import whole_model
+from hybridpar.cli import main
 from hybridpar.config import Config, ModelConfig, from_mapping, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.errors import ConfigError
@@ -284,3 +286,12 @@ def test_operations_of_frozen_weights_count_without_their_gradients() -> None:
     adapters = 3 * 3 * ((h + h + 2 * kv) + (h + h) + (h + 2 * f) + (f + h))
     assert saved == 2 * weights - 6 * adapters
     assert training_flops_rule(lora) == "4 N + 6 N of adapters + 6 L h s, causal attention once"
+
+
+def test_check_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text(to_toml(make(LLAMA, parallel={"dp": 1})))
+    assert main(["check", str(tmp_path / "c.toml"), "--ranks", "1", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["trained_parameters"] == 3 * 3 * (144 + 96 + 148 + 98)
+    assert main(["check", str(tmp_path / "c.toml"), "--ranks", "1"]) == 0
+    assert "parameters, of which 4,374 are trained; blocks" in capsys.readouterr().out
