@@ -18,19 +18,19 @@ class KeyValueCache:
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._stop = 0
+        self._stop: int | None = None
         self._kept: Tensor | None = None  # [2, b, g, capacity, d]
 
     def advance(self, stop: int) -> None:
-        """Say where the next new positions end. It is known outside of the layers, none of which
-        then has to ask the device for it.
+        """Say where the next new positions end, which is known outside of the layers. Otherwise each
+        layer asks the device for it.
         """
         assert stop <= self.capacity, (stop, self.capacity)
         self._stop = stop
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new positions, after `advance`; return the keys and values up
-        to the last position.
+        """Add the keys and values of new positions; return the keys and values up to the last
+        position.
 
         A text with fewer positions than another has zeros behind its own, or values computed for
         padding.
@@ -43,7 +43,8 @@ class KeyValueCache:
                 2, b, g, self.capacity, d
             )  # not empty: what is masked still must be finite
         keys, values = self._kept
-        stop = self._stop
+        stop = int(positions.max()) + 1 if self._stop is None else self._stop
+        self._stop = None
         s = k.shape[2]
         if positions.dim() == 1:
             keys.narrow(2, stop - s, s).copy_(k)
