@@ -9,12 +9,13 @@ A function that needs a pipeline shape, the blocks of a stage, a schedule or a s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
 from hybridpar.job.stage_split import stage_split
 from hybridpar.models.build import Recomputation, recomputed_blocks
+from hybridpar.models.cost import block_placements, may_be_frozen
 from hybridpar.schedules.passes.offload import num_away
 from hybridpar.schedules.proof.check import CheckReport
 from hybridpar.schedules.proof.prove import prove, send_window
@@ -37,7 +38,20 @@ class JobPlan:
     @cached_property
     def shape(self) -> PipelineShape:
         """Ranks, stages and micro-batches of the pipeline, and which rank has which stage."""
-        return PipelineShape.of(self.config)
+        shape = PipelineShape.of(self.config)
+        return replace(shape, num_frozen=self._num_frozen)
+
+    @cached_property
+    def _num_frozen(self) -> int:
+        """The number of stages before the first one that trains a parameter."""
+        config = self.config
+        if config.parallel.pp == 1 or not may_be_frozen(config.model, config.optim.groups):
+            return 0
+        blocks = block_placements(config.model, config.optim.groups)
+        for stage, numbers in enumerate(self.split):
+            if any(placement.trainable for number in numbers for placement in blocks[number]):
+                return stage
+        return 0
 
     @cached_property
     def split(self) -> tuple[range, ...]:

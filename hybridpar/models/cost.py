@@ -87,6 +87,13 @@ def block_placements(
     return (first, *[layer] * (model.num_blocks - 2), last)
 
 
+def may_be_frozen(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> bool:
+    """Return whether a model may have frozen parameters, before any block is built."""
+    has_adapters = isinstance(model, ModelConfig) and model.lora_rank > 0
+    custom = not isinstance(model, ModelConfig)
+    return custom or has_adapters or any(group.frozen for group in groups)
+
+
 @lru_cache(maxsize=256)
 def untied_parameters(model: ModelSpec) -> int:
     """Return the number of trained parameters of the first block that the last one does not

@@ -105,6 +105,7 @@ class Buffers:
         offloads: Whether activations are offloaded, so autograd saves them through hooks.
         handed: Whether input and output pass within the rank, as between segments of a stage.
         allocates_each_time: Whether gradients that replicas shard are allocated for every backward.
+        wants_gradient: Whether the input needs a gradient, as something before it is trained.
     """
 
     versions: int
@@ -112,6 +113,7 @@ class Buffers:
     offloads: bool = False
     handed: tuple[bool, bool] = (False, False)
     allocates_each_time: bool = False
+    wants_gradient: bool = True
 
 
 def trace_stage(
@@ -265,8 +267,10 @@ class TracedStage:
             return None
         codec = self._codecs["received"]
         if codec is not None and self.stage.recompute.whole:
-            return Packed(self.transport, self.transport.message(codec), codec)
-        return self.transport.whole().requires_grad_()
+            packed = Packed(self.transport, self.transport.message(codec), codec)
+            packed.leaf.requires_grad_(self._buffers.wants_gradient)
+            return packed
+        return self.transport.whole().requires_grad_(self._buffers.wants_gradient)
 
     def _places_of(self, forth: str, back: str) -> Tensor | None:
         """Return the tensor that an executor keeps of a message with the codec `forth` for the
@@ -301,7 +305,7 @@ class TracedStage:
         if not self._buffers.handed[1]:
             sent = self.next.cut(sent, self._codecs["sent"] if self.sends else None)
         self._places += [self._places_of("sent", "returned")] if self.sends else []
-        self._edge = None if leaf is None and self.stage.is_frozen else get_gradient_edge(out)
+        self._edge = get_gradient_edge(out) if out.requires_grad else None
         peak = self.tracker.read().peak - before
         del out, batch, key
         with_output = self.tracker.read().current

@@ -248,7 +248,10 @@ class _Pipeline:
                 number > 0 or stage - 1 in stages,
                 number + 1 < len(stages[stage]) or stage + 1 in stages,
             )
-            return self._footprint(blocks, recomputed[stage], replace(buffers, handed=handed))
+            first = self._job.shape.num_frozen
+            wants = stage > first or (number > 0 and stage == first)
+            here = replace(buffers, handed=handed, wants_gradient=wants or stage == 0)
+            return self._footprint(blocks, recomputed[stage], here)
 
         return {
             stage: [of_part(stage, number, blocks) for number, blocks in enumerate(cut)]

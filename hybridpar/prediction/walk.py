@@ -116,6 +116,7 @@ class MemoryWalk:
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
         self._last = shape.num_stages - 1
+        self._num_frozen = shape.num_frozen
         self.num_places = num_places(shape.num_ranks, shape.virtual_stages)
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
@@ -213,10 +214,22 @@ class MemoryWalk:
             return there, None
         return there, other[0 if step > 0 else -1]
 
+    def _wants_gradient(self, stage: int, part: int) -> bool:
+        """Return whether the input of a segment needs a gradient; see Executor."""
+        return stage > self._num_frozen or (stage == self._num_frozen and part > 0)
+
+    def _returns_gradient(self, action: Action) -> bool:
+        """Return whether the segment after the action's returns the gradient of its input."""
+        last = action.part + 1 == len(self._footprints[action.stage])
+        following = (action.stage + 1, 0) if last else (action.stage, action.part + 1)
+        return self._wants_gradient(*following)
+
     def _take(self, action: Action, fp: Footprint) -> int:
         """Take the input of an action, and return its bytes."""
         forth = ACTION_SPECS[action.kind].flow > 0
         there, own = self._beside(action, -1 if forth else 1)
+        if not forth and not self._returns_gradient(action):
+            return 0
         if own is not None:
             self._handed -= own.message if forth else fp.message
         elif there:
@@ -291,17 +304,20 @@ class MemoryWalk:
         input's gradient."""
         has_input, before = self._beside(action, -1)
         has_output, after = self._beside(action, 1)
+        keeps_input = has_input and action.stage >= self._num_frozen
         if action.kind is Kind.F:
             if not self._evaluates:
                 self._kept += fp.kept
-                self._inputs += has_input * fp.input
+                self._inputs += keeps_input * fp.input
             if after is not None:
                 self._handed += fp.message
             elif has_output:
                 self._waiting[Kind.SEND_F] = fp.output
             return
         self._kept += fp.waiting * (action.kind is Kind.I) - fp.kept
-        self._inputs -= has_input * fp.input
+        self._inputs -= keeps_input * fp.input
+        if not self._wants_gradient(action.stage, action.part):
+            return
         if before is not None:
             self._handed += before.message
         elif has_input:

@@ -70,7 +70,7 @@ class BatchActions(Protocol):
 class InFlight:
     """A micro-batch between its forward and its backward."""
 
-    input: Tensor | None  # a leaf, whose gradient is sent
+    input: Tensor | None  # a leaf, whose gradient is sent if it requires one
     # The output's place in the graph, without the output. None: nothing needs a gradient.
     edge: GradientEdge | None
 
@@ -79,7 +79,7 @@ class InFlight:
         if self.edge is None:
             return None
         backward_from(self.edge, gradient)
-        if self.input is None:
+        if self.input is None or not self.input.requires_grad:
             return None
         made = self.input.grad
         self.input.grad = None
@@ -278,10 +278,12 @@ class Executor:
         self.weights.bind(action.version)
         leaf = x.leaf if isinstance(x, Packed) else x
         out: Any = None
-        if self.graphs is not None and grad and not isinstance(x, Packed):
+        trains = stage >= self.shape.num_frozen
+        if self.graphs is not None and grad and trains and not isinstance(x, Packed):
             out = self.graphs.forward(stage, k, self.weights.slot(action.version), x, batch, key)
+        wants_gradient = self._wants_gradient(stage, part)
         if (kept := grad and out is None) and leaf is not None:
-            leaf.requires_grad_()
+            leaf.requires_grad_(wants_gradient)
         if out is None:
             with (
                 nullcontext()
@@ -301,10 +303,14 @@ class Executor:
             self._outputs[Kind.SEND_F, stage, k] = sent = transport.cut(out.detach(), codec)
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if kept:
-            ends_here = leaf is None and here.is_frozen
             self._flight[stage, part, k] = InFlight(
-                leaf, None if ends_here else get_gradient_edge(out)
+                leaf if trains else None, get_gradient_edge(out) if out.requires_grad else None
             )
+
+    def _wants_gradient(self, stage: int, part: int) -> bool:
+        """Return whether the input of a segment needs a gradient: something before it is trained."""
+        first = self.shape.num_frozen
+        return stage > first or (stage == first and part > 0)
 
     def _backward(self, action: Action) -> None:
         stage = action.stage
@@ -316,8 +322,10 @@ class Executor:
         gradient = (
             self._take(Kind.RECV_B, stage, k)
             if is_last
-            else self._handed.pop((Kind.B, stage, part, k))
+            else self._handed.pop((Kind.B, stage, part, k), None)
         )
+        if gradient is None and not is_last:
+            assert stage < self.shape.num_frozen, "a trained stage hands on a gradient"
         if gradient is None:
             gradient = torch.full(
                 (), factor, dtype=self._loss_dtype, device=self.transport.device
@@ -332,7 +340,7 @@ class Executor:
             made = self.graphs.backward(stage, k, gradient)
         else:
             made = flight.back(gradient)
-        if made is not None:
+        if made is not None and self._wants_gradient(stage, part):
             if part:
                 self._handed[Kind.B, stage, part - 1, k] = made
             elif stage - 1 in self.stages:

@@ -19,12 +19,15 @@ class PipelineShape:
     the first. v: stages r and 2 * num_ranks - 1 - r are on rank r; the last rank hands over to
     itself, and the first has both ends. More virtual stages, an even number, continue like this:
     down and back again.
+
+    The first `num_frozen` stages train nothing. No stage sends a gradient to them.
     """
 
     num_ranks: int
     num_microbatches: int
     virtual_stages: int = 1
     stage_layout: str = "loop"
+    num_frozen: int = 0
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -121,6 +124,13 @@ class PipelineShape:
             return None
         rank = self.rank_of(stage + side)
         return None if rank == self.rank_of(stage) else rank
+
+    def carries(self, flow: int, stage: int, side: int) -> bool:
+        """Return whether a stage and its neighbour on that side exchange messages of a direction:
+        activations (flow 1), or gradients (-1), which no stage sends to one that trains nothing.
+        """
+        has_link = self.peer(stage, side) is not None
+        return has_link and (flow > 0 or min(stage, stage + side) >= self.num_frozen)
 
     def link(self, stage: int, side: int) -> int | None:
         """Return the number of the link between a stage and its neighbour on that side; None as

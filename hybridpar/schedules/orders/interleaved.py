@@ -171,7 +171,7 @@ class Receives:
             for rank in (p - 1, 0)
         ]
         self._fed = [
-            {stage for stage in stages if shape.peer(stage, side) is not None} for side in (1, -1)
+            {stage for stage in stages if shape.carries(-side, stage, side)} for side in (1, -1)
         ]
         self._count = dict.fromkeys(INPUTS, 0)
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
@@ -190,7 +190,7 @@ class Receives:
         if stage not in self._closing[forward]:
             return [here] if stage in self._fed[forward] else []
         following = stage + (self.shape.num_ranks if forward else -self.shape.num_ranks)
-        if 0 <= following < self.shape.num_stages:
+        if following in self._fed[forward]:
             due.append((number + self._round[not forward], following, action.microbatch))
         found = []
         while due and (due[0][0] <= number or due[0][1:] == here):

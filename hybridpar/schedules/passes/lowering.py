@@ -228,8 +228,9 @@ def add_communication(
     sent: dict[tuple[Kind, int], Kind | None] = {}
     for kind in INPUTS:
         for stage in range(shape.num_stages):
-            has_peer = shape.peer(stage, ACTION_SPECS[kind].flow) is not None
-            sent[kind, stage] = ACTION_SPECS[kind].send if has_peer else None
+            flow = ACTION_SPECS[kind].flow
+            sends = shape.carries(flow, stage, flow)
+            sent[kind, stage] = ACTION_SPECS[kind].send if sends else None
     # computations in the window, by kind and in total
     computing = dict.fromkeys(INPUTS, 0)
     number = 0
@@ -267,12 +268,12 @@ def merge_backward(actions: Iterable[Action], shape: PipelineShape) -> Iterator[
     """Merge each I of one rank's actions with the W that follows it into one B, if no other rank
     waits for the result of I.
 
-    No rank waits for the first stage, which sends no gradient, or for a stage whose gradient goes
+    No rank waits for a stage that sends no gradient, such as the first one, or whose gradient goes
     to the same rank. At most receives may be in between. They are posted before the B: after it, a
     distant sender would learn of them late.
     """
     held: list[Action] = []  # an I, and the receives since
-    unsent = {stage for stage in range(shape.num_stages) if shape.peer(stage, -1) is None}
+    unsent = {stage for stage in range(shape.num_stages) if not shape.carries(-1, stage, -1)}
     for action in actions:
         if not held and action.kind is not Kind.I:
             yield action

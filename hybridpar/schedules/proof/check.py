@@ -194,7 +194,7 @@ def _expected(
             if kind in kinds - PER_BATCH
             and (
                 not ACTION_SPECS[kind].peer_offset
-                or shape.peer(stage, ACTION_SPECS[kind].peer_offset) is not None
+                or shape.carries(ACTION_SPECS[kind].flow, stage, ACTION_SPECS[kind].peer_offset)
             )
         ]
         for k in range(batches.start * m, batches.stop * m):

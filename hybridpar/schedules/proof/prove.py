@@ -101,6 +101,7 @@ def enough(schedule: Schedule, shape: PipelineShape) -> tuple[Schedule, Pipeline
     if shape.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
         return schedule, replace(shape, num_microbatches=min(m, 2 * p + _STEADY))
     few = PipelineShape(min(p, _RANKS), m, min(shape.virtual_stages, _CHUNKS))
+    few = replace(few, num_frozen=min(shape.num_frozen, few.num_stages - 1))
     ranks = few.num_ranks
     steady = few.num_ranks + _STEADY
     ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0

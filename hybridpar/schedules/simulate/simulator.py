@@ -49,7 +49,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hybridpar.schedules.action import Action, Plan
@@ -187,6 +187,7 @@ class _Machine:
         self.shape = PipelineShape.found(
             {a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p
         )
+        self.shape = replace(self.shape, num_frozen=_num_frozen(plan, self.shape))
         self.homes = [self.shape.rank_of(stage) for stage in range(self.shape.num_stages)]
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
         self.transfers = Transfers(self.ranks, self.shape, self.homes, costs, self._arrived)
@@ -386,3 +387,17 @@ class _Machine:
             f"{action} waits for {missing.kind}{missing.batch}, which ranks {absent} have not "
             "reached"
         )
+
+
+def _num_frozen(plan: Plan, shape: PipelineShape) -> int:
+    """Return how many of the first stages receive no gradient, though they run backwards."""
+    kinds = {action.kind for actions in plan.values() for action in actions}
+    if not kinds & {Kind.B, Kind.I}:
+        return 0
+    receiving = [
+        action.stage
+        for actions in plan.values()
+        for action in actions
+        if action.kind is Kind.RECV_B
+    ]
+    return min(receiving, default=shape.num_stages - 1)

@@ -109,7 +109,7 @@ class Transfers:
         def channel(stage: int, receiver: int) -> Channel | None:
             sender = shape.peer(stage, -flow)
             link = shape.link(stage, -flow)
-            if sender is None or link is None:
+            if sender is None or link is None or not shape.carries(flow, stage, -flow):
                 return None
             turn = shape.turn(stage)
             ends = (
