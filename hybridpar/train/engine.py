@@ -343,11 +343,10 @@ class Engine:
         )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
-            accuracy = ACCURACY in self.config.train.eval_metrics
-            source = LoaderSource(loader, self.config, self.device, evaluated, accuracy=accuracy)
-            self.executor.run(actions, source)
+            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated))
         self._rest()
-        names = (*self.number_names, *[ACCURACY] * accuracy)
+        has_accuracy = ACCURACY in self.config.train.eval_metrics
+        names = (*self.number_names, *[ACCURACY] * has_accuracy)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})

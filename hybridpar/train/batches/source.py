@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
-from hybridpar.models.blocks import WANTS_ACCURACY, padded_labelled_rows
+from hybridpar.models.blocks import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
 from hybridpar.random import RandomKey
 
 
@@ -21,7 +21,6 @@ class LoaderSource:
         evaluated: Number of batches of an evaluation, and the labels that count in all of them;
             losses are then shares of the means over the evaluation. None: training; losses are
             shares of the means over a batch.
-        accuracy: Let the head count the labels that are the most likely token.
         fixed_shapes: Pad the rows that BERT's head takes to a fixed number, for CUDA graphs.
     """
 
@@ -30,7 +29,6 @@ class LoaderSource:
     device: torch.device
     evaluated: tuple[int, int] | None = None
     fixed_shapes: bool = False
-    accuracy: bool = False
 
     def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
         """Return the tensors of a micro-batch, and its dropout key in training."""
@@ -47,7 +45,7 @@ class LoaderSource:
         sites = self.config.parallel.sites
         tensors["num_targets"] = self._number(max(num_targets, 1) / sites)
         tensors["num_samples"] = self._number(num_batches * self.config.global_batch_size / sites)
-        if self.accuracy:
+        if self.evaluated is not None and ACCURACY in self.config.train.eval_metrics:
             tensors[WANTS_ACCURACY] = self._number(1.0)
         key = self._key(batch, index) if self.evaluated is None else None
         return tensors, key
