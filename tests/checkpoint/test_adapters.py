@@ -27,7 +27,7 @@ def logits_of(model: Any, vocab_size: int) -> torch.Tensor:
     return out
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("settings", [LORA, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox"])
 def test_peft_reads_the_adapters_and_they_are_the_merged_export(

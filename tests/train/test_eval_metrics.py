@@ -85,6 +85,7 @@ def expected(config: Config, num_samples: int) -> float:
     return right / total
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_accuracy_is_the_share_of_all_labels_on_every_grid(cut: dict[str, Any]) -> None:
@@ -152,6 +153,7 @@ def mean_of(grid: dict[str, int], size: int, num_microbatches: int) -> float:
     return engine.evaluate(loader, 2 // loader.batch_size)["loss"]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "size", "num_microbatches"),

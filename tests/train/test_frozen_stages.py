@@ -62,6 +62,7 @@ def test_only_stages_after_the_first_trained_one_send_gradients() -> None:
     assert gradients_sent(in_a_v) == {3}
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,7 +98,7 @@ def vars_of(options: ScheduleOptions) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "sections"),
@@ -196,6 +197,7 @@ def test_predicted_memory_is_the_allocators_count(sections: dict[str, Any]) -> N
             assert predicted[stage].total == pytest.approx(peak, rel=0.05), stage
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.full_report
 def test_a_run_reports_its_costs_without_these_messages(tmp_path: Path) -> None:

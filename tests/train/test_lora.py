@@ -48,7 +48,7 @@ def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Con
     return gpt((3, 48, 6, 14, 61), own, sections)
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "model", "sections"),
@@ -95,7 +95,8 @@ def test_adapters_are_one_training_on_every_grid(
     assert report.worst.keys() >= {"init", "loss", "grad_norm", "gradient", "weight"}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_only_adapters_change_and_take_state(dtype: str) -> None:
     config = make(LLAMA, train={"dtype": dtype}, pipeline=TWO_BW, parallel={"dp": 1})
     engine, _ = start(config)
@@ -110,17 +111,13 @@ def test_only_adapters_change_and_take_state(dtype: str) -> None:
     assert len(changed) == 2 * 4 * 3
     assert set(engine.state.gradients.layout.names) == changed
     of_optimizer = [key for key in engine.state.tensors() if key.startswith("optimizer/")]
-    assert of_optimizer
-    assert all(
-        is_adapter(key.partition("/")[2].rpartition("/")[0]) or "lora_" in key
-        for key in of_optimizer
-    )
-    # one copy of what is frozen, two versions of adapters
-    assert not [
-        key
-        for key in engine.state.tensors()
-        if key.startswith("weights/2/blocks.1.attention.qkv.weight")
-    ]
+    assert len(of_optimizer) == 2 * len(changed)
+    assert all("lora_" in key for key in of_optimizer)
+    # one copy of what is frozen, and two versions of adapters
+    for key, copies in (("weight", 1), ("lora_A", 2)):
+        name = f"blocks.1.attention.qkv.{key}"
+        kept = [one for one in engine.state.tensors() if one.endswith(name)]
+        assert sum(one.startswith("weights/") for one in kept) == copies
     (predicted,) = predict(JobPlan(config), device=torch.device("cpu"))
     for column, num_bytes in engine.state.num_bytes().items():
         assert getattr(predicted, column) == num_bytes, column
