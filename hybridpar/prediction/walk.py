@@ -220,7 +220,7 @@ class MemoryWalk:
 
     def _returns_gradient(self, action: Action) -> bool:
         """Return whether the segment after the action's returns the gradient of its input."""
-        last = action.part + 1 == len(self._footprints[action.stage])
+        last = action.part + 1 == len(self.footprints[action.stage])
         following = (action.stage + 1, 0) if last else (action.stage, action.part + 1)
         return self._wants_gradient(*following)
 
