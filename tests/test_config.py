@@ -98,7 +98,7 @@ def test_a_file_changes_only_what_it_names() -> None:
             {"model": {"colour": 2}},
             "model.colour = 2: unknown key of [model]; `hybridpar train --help` lists all keys",
         ),
-        ({"memory": {"colour": 2}}, "unknown key. Keys of [memory]: budget, folder,"),
+        ({"memory": {"colour": 2}}, "unknown key. Keys of [memory]: limit, budget, folder,"),
         (
             {"batch_size": 2},
             "unknown key, outside of any section; did you mean train.micro_batch_size?",

@@ -30,7 +30,7 @@ class RankTiers:
         self._tiers = memory.tiers
         self.accesses = accesses
         self._rooms = rooms
-        self._idle_room = self._tiers.budget
+        self._room = self._idle_room = self._tiers.budget
         if isinstance(rooms.training, Tide):  # initial weights and checkpoints take copies
             copies = 2 * max(accesses.num_bytes)
             self._idle_room = max(self._idle_room - copies, accesses.least_budget())

@@ -338,7 +338,7 @@ def test_memory_that_is_not_there_is_one_line(allocate: Callable[[], object]) ->
         describe_failure(caught.value, "rank 1", Record(5, 0.0, "training", True, "F", 1, 37, 2))
     )
     assert said.startswith("rank 1 is out of memory during F37@1v2: ")
-    assert "memory.budget" in said
+    assert "memory.limit" in said
     assert "\n" not in said
 
 
