@@ -229,7 +229,7 @@ def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) 
     assert is_contiguous(w, devices)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: bool) -> None:

@@ -190,6 +190,7 @@ def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
         assert found[0].peak <= tight.memory_limit
 
 
+@pytest.mark.thorough
 def test_says_what_does_not_fit_and_what_would() -> None:
     config = big()
     smallest = min(

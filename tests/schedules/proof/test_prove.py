@@ -74,6 +74,7 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     assert m < p or few.num_microbatches >= few.num_ranks, "as full as the large one"
 
 
+@pytest.mark.thorough
 @given(large())
 def test_large_plans_are_proven(setting):
     name, options, p, m, chunks = setting
