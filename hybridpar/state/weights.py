@@ -297,10 +297,10 @@ class WeightStore:
         self.await_version(self.newest - 1)
         if update is not None or self.predicts or before != after:
             self._mark_stale(after)
-        if update is None and not self.predicts:
+        if update is None and not self.keeps_master:
             self._keep(before, after, group)
             return
-        if update is None:
+        if update is None:  # from the master: a version's memory may be gone by now
             self._write(after, mine + self._indices[group, True])
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import Outcome, gpt, samples, train
 from ranks import run_ranks
+from train.runs import poison_gradients
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, MemoryConfig
@@ -234,3 +235,31 @@ def test_a_limit_moves_no_more_than_the_best_budget(tmp_path: Path) -> None:
     constant = replace(config, memory=MemoryConfig(budget=budget))
     with_limit, with_budget = (forecast(JobPlan(each)) for each in (tight, constant))
     assert with_limit.read + with_limit.written < 0.85 * (with_budget.read + with_budget.written)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_skipped_step_keeps_the_weights(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2BW's next version is another buffer: it gets the weights of a version that is in the file."""
+    poison_gradients(monkeypatch, {1})
+    config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype})
+    tight = run(limited(config, tmp_path, 0.0), 4)
+    tight.check(run(config, 4))
+    assert [step.step for step in tight.steps if step.skipped] == [2]
+    assert tight.moved > 0
+
+
+def test_a_skipped_step_makes_dropped_weights_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one version and one micro-batch, weights are dropped between backward and update."""
+    poison_gradients(monkeypatch, {1})
+    config = make(
+        model={"tie_embeddings": False},
+        pipeline={"num_microbatches": 1},
+        train={"dtype": "bf16"},
+    )
+    tight = run(limited(config, tmp_path, 0.1), 4)
+    tight.check(run(config, 4))
+    assert [step.step for step in tight.steps if step.skipped] == [2]
