@@ -1,4 +1,4 @@
-"""Conversations as samples, one to a row, in which the answers alone are learned.
+"""Conversations as samples, in which the answers alone are learned: one to a row, or packed.
 
 On disk a conversation is a document of a .bin/.idx pair. Its sequences are by turns text that is
 not learned and answers; the first may be empty:
@@ -10,7 +10,8 @@ not learned and answers; the first may be empty:
     labels         -100   -100    Hello     <|end|> -100  ..  -100 -100
 
 Padding is on the right, so causal attention sees none of it, and it has no labels: it changes
-nothing.
+nothing. With data.packing = "best_fit" a conversation is a document of a row (packed_rows.py), and
+has the same labels.
 """
 
 from __future__ import annotations
@@ -72,31 +73,27 @@ def _write(marked: list[str], tokenizer: Tokenizer, writer: IndexedWriter) -> No
         writer.end_document()
 
 
-class ChatDataset:
-    """Samples of one conversation each, from some documents of a prepared corpus.
+class Conversations:
+    """Some documents of a prepared corpus, each a conversation with at least one label.
 
     Conversations that are longer than a sample are cut at its end. If no answer is left, the
     conversation is left out. `notes` has their numbers.
 
     Args:
+        seq_length: Tokens of a sample; one more is a label only.
         documents: First document and end.
-        padding: Id after the end of a conversation.
+
+    Attributes:
+        lengths: Number of tokens of each conversation, at most seq_length. Shapes: [D].
+        fingerprint: Identity of the conversations.
 
     Raises:
         ConfigError: No conversation has an answer within `seq_length`.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        seq_length: int,
-        documents: tuple[int, int],
-        *,
-        padding: int,
-    ):
+    def __init__(self, indexed: IndexedDataset, seq_length: int, documents: tuple[int, int]):
         self.seq_length = seq_length
         self._indexed = indexed
-        self._padding = padding
         first, stop = documents
         self._sequences = indexed.documents[first : stop + 1].astype(np.int64)
         starts = indexed.document_starts[first : stop + 1]
@@ -115,31 +112,33 @@ class ChatDataset:
                 f"{indexed.prefix}, of which the longest has {longest} tokens",
                 str(max(longest, seq_length + 1)),
             )
-        text = f"chat {indexed.fingerprint} {first} {stop} {seq_length} {padding}"
+        tokens = np.diff(starts)[self._kept].astype(np.int64)
+        self.lengths: NDArray[np.int64] = np.minimum(tokens, seq_length)
+        text = f"conversations {indexed.fingerprint} {first} {stop} {seq_length}"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Number of conversations."""
         return len(self._kept)
 
-    def batch(
-        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.int64]]:
-        """Return samples by number. Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`
-        [b, s]."""
-        tokens = np.full((len(indices), self.seq_length), self._padding, np.int64)
-        labels = np.full_like(tokens, IGNORED)
-        for row, document in enumerate(self._kept[indices].tolist()):
-            ids, is_answer = self._conversation(document)
-            length = min(len(ids), self.seq_length)
-            tokens[row, :length] = ids[:length]
-            targets = np.where(is_answer, ids, IGNORED)[1 : self.seq_length + 1]
-            labels[row, : len(targets)] = targets
-        return {"tokens": tokens, "labels": labels}
+    def read(
+        self, document: int, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens of a conversation, and as labels the tokens of answers that follow each."""
+        number = self._kept[document]
+        ids = self._indexed.tokens[self._starts[number] : self._starts[number + 1]]
+        ids = ids[: stop + 1].astype(np.int64)
+        is_answer = self._is_answer(document)[: stop + 1]
+        targets = np.append(np.where(is_answer, ids, IGNORED), IGNORED)
+        return ids[start:stop], targets[start + 1 : stop + 1]
 
-    def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
-        """Return how many labels of these samples count."""
-        return int(self._num_labels[self._kept[indices]].sum())
+    def num_labels(self, document: int, start: int, stop: int) -> int:
+        """Return how many of these labels count."""
+        return int(np.count_nonzero(self._is_answer(document)[start + 1 : stop + 1]))
+
+    def num_all_labels(self, documents: NDArray[np.int64]) -> int:
+        """Return how many labels of these conversations count. Shapes: [b]."""
+        return int(self._num_labels[self._kept[documents]].sum())
 
     def notes(self) -> list[str]:
         """Return lines for the user about conversations that are cut or left out."""
@@ -167,13 +166,12 @@ class ChatDataset:
         ]
         return ", ".join(named) + ", ..." * (len(documents) > _NUM_NAMED)
 
-    def _conversation(self, document: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the ids of a conversation, and which are of answers. Shapes: [t] both."""
-        first, stop = self._sequences[document : document + 2].tolist()
-        ids = self._indexed.tokens[self._starts[document] : self._starts[document + 1]]
+    def _is_answer(self, document: int) -> NDArray[np.bool_]:
+        """Return which tokens of a conversation are of answers. Shapes: [t]."""
+        number = self._kept[document]
+        first, stop = self._sequences[number : number + 2].tolist()
         sizes = self._indexed.sizes[first:stop].astype(np.int64)
-        is_answer = np.repeat(np.arange(stop - first) % 2 == 1, sizes)
-        return ids.astype(np.int64), is_answer
+        return np.repeat(np.arange(stop - first) % 2 == 1, sizes)
 
     def _counted(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many labels count in each conversation. Shapes: starts [D + 1] -> [D]."""
@@ -188,6 +186,43 @@ class ChatDataset:
         is_answer = (places - sequences[document]) % 2 == 1
         labels = np.where(is_answer, np.maximum(labels, 0), 0)
         return np.bincount(document, labels, minlength=number).astype(np.int64)
+
+
+class ChatDataset:
+    """Samples of one conversation each, as a member of a Blend.
+
+    Args:
+        conversations: The conversations.
+        padding: Id after the end of a conversation.
+    """
+
+    def __init__(self, conversations: Conversations, *, padding: int):
+        self._conversations = conversations
+        self._padding = padding
+        self.seq_length = conversations.seq_length
+        text = f"chat {conversations.fingerprint} {padding}"
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._conversations)
+
+    def batch(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
+        """Return samples by number. Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`
+        [b, s]."""
+        conversations = self._conversations
+        tokens = np.full((len(indices), self.seq_length), self._padding, np.int64)
+        labels = np.full_like(tokens, IGNORED)
+        for row, document in enumerate(indices.tolist()):
+            n = int(conversations.lengths[document])
+            tokens[row, :n], labels[row, :n] = conversations.read(document, 0, n)
+        return {"tokens": tokens, "labels": labels}
+
+    def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
+        """Return how many labels of these samples count."""
+        return self._conversations.num_all_labels(indices)
 
 
 def split_documents(indexed: IndexedDataset, fraction: float) -> tuple[int, int]:

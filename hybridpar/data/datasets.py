@@ -16,7 +16,7 @@ from hybridpar.config import Config, DataConfig, ModelConfig, spec_error
 from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
-from hybridpar.data.chat import CHAT, ChatDataset, split_documents
+from hybridpar.data.chat import CHAT, ChatDataset, Conversations, split_documents
 from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.corpus import check_source
 from hybridpar.data.files.indexed import IndexedDataset, is_indexed
@@ -420,12 +420,12 @@ def _blend_chats(config: Config, corpora: _Corpora) -> Data:
     padding = tokenizer.end if pad is None else pad
     notes: list[str] = []
 
-    def samples(corpus: Prepared, first: int, stop: int) -> ChatDataset:
-        made = ChatDataset(
-            corpus.open(), config.model.tokens_per_sample, (first, stop), padding=padding
-        )
-        notes.extend(made.notes())
-        return made
+    def samples(corpus: Prepared, first: int, stop: int) -> Dataset:
+        found = Conversations(corpus.open(), config.model.tokens_per_sample, (first, stop))
+        notes.extend(found.notes())
+        if config.data.packing == "best_fit":
+            return PackedDataset(found, found.seq_length, "best_fit")
+        return ChatDataset(found, padding=padding)
 
     train: list[Dataset] = []
     held_out: list[Dataset] = []

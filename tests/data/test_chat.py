@@ -5,7 +5,7 @@ import pytest
 
 from hybridpar.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from hybridpar.data import BatchLoader, open_data
-from hybridpar.data.chat import ChatDataset
+from hybridpar.data.chat import ChatDataset, Conversations
 from hybridpar.data.chat_template import ChatTemplate, marked_text, split_marks
 from hybridpar.data.prepared import CorpusOptions, prepare
 from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
@@ -140,7 +140,7 @@ def test_labels_are_the_answers_and_their_ends(tmp_path, tokenizer):
     loaded = Tokenizer.load(tokenizer)
     source = write(tmp_path / "chat.jsonl", [{"messages": TURNS}])
     made = prepared(source, tmp_path, tokenizer)
-    dataset = ChatDataset(made.open(), 200, (0, 1), padding=7)
+    dataset = ChatDataset(Conversations(made.open(), 200, (0, 1)), padding=7)
     batch = dataset.batch(np.zeros(1, np.int64), np.zeros(1, np.int64))
     tokens, labels = batch["tokens"][0], batch["labels"][0]
     text = ChatTemplate.of(loaded).render(TURNS)
@@ -158,9 +158,10 @@ def test_labels_are_the_answers_and_their_ends(tmp_path, tokenizer):
 def test_cut_and_left_out_conversations_are_counted_and_named(tmp_path, tokenizer):
     records = [pair("a", "b"), pair("long " * 80, "b"), pair("c", "Bye " * 80), pair("d", "e")]
     made = prepared(write(tmp_path / "chat.jsonl", records), tmp_path, tokenizer)
-    dataset = ChatDataset(made.open(), 60, (0, 4), padding=0)
+    conversations = Conversations(made.open(), 60, (0, 4))
+    dataset = ChatDataset(conversations, padding=0)
     assert len(dataset) == 3
-    left_out, cut = dataset.notes()
+    left_out, cut = conversations.notes()
     assert "1 conversations have no answer within model.seq_length = 60" in left_out
     assert "number 2 (" in left_out
     assert "1 of 3 conversations are longer" in cut
@@ -171,7 +172,7 @@ def test_cut_and_left_out_conversations_are_counted_and_named(tmp_path, tokenize
     assert counted == (batch["labels"] != -100).sum(1).tolist()
     assert (batch["labels"][1, -1]) != -100  # the answer reaches over the end
     with pytest.raises(ConfigError, match="must reach an answer of at least one of the 1 conv"):
-        ChatDataset(made.open(), 60, (1, 2), padding=0)
+        Conversations(made.open(), 60, (1, 2))
 
 
 def config_of(tmp_path, tokenizer, source, **data):
@@ -183,9 +184,11 @@ def config_of(tmp_path, tokenizer, source, **data):
     )
 
 
-def test_batches_are_equal_on_every_grid_and_hold_documents_out(tmp_path, tokenizer):
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_batches_are_equal_on_every_grid_and_hold_documents_out(tmp_path, tokenizer, packing):
     records = [pair(f"What is {i}?", f"It is {i} " * (1 + i % 3)) for i in range(23)]
-    config = config_of(tmp_path, tokenizer, write(tmp_path / "c.jsonl", records), split=0.2)
+    source = write(tmp_path / "c.jsonl", records)
+    config = config_of(tmp_path, tokenizer, source, split=0.2, packing=packing)
     data = open_data(config, quiet=True)
     whole = BatchLoader(data.train, micro_batch_size=6, num_microbatches=1).microbatch(2, 0)
     parts = [
@@ -195,9 +198,12 @@ def test_batches_are_equal_on_every_grid_and_hold_documents_out(tmp_path, tokeni
         for i in range(3)
         for d in range(2)
     ]
-    for name in ("tokens", "labels"):
+    assert ("document_start" in whole) == (packing == "best_fit")
+    for name in whole:
         rows = np.concatenate([one[name].numpy() for one in parts])
         assert (rows == whole[name].numpy()).all()
+    if packing == "best_fit":
+        return
     texts = [
         {data.tokenizer.decode(row) for row in samples.batch(np.arange(n))["tokens"]}
         for samples, n in ((data.train, 18), (data.valid[""], 5))
@@ -205,6 +211,55 @@ def test_batches_are_equal_on_every_grid_and_hold_documents_out(tmp_path, tokeni
     assert [len(one) for one in texts] == [18, 5]
     assert not texts[0] & texts[1]
     assert data.tokenizer.files()["chat_template.jinja"] == CHATML
+
+
+def test_packed_conversations_are_whole_and_have_their_labels(tmp_path, tokenizer):
+    """One is left out, and one longer than a row is cut at its end, as without packing."""
+    records = [
+        *(pair(f"What is {i}?", f"It is {i} " * (1 + i % 3)) for i in range(20)),
+        pair("long " * 80, "b"),
+        {"messages": TURNS},
+        pair("c", "Bye " * 80),
+    ]
+    source = write(tmp_path / "c.jsonl", records)
+    alone, packed = (
+        open_data(config_of(tmp_path, tokenizer, source, split=0, packing=packing), quiet=True)
+        for packing in ("none", "best_fit")
+    )
+    assert len(alone.notes) == 2
+    assert packed.notes == alone.notes
+    expected = alone.train.batch(np.arange(22))
+    conversations = {}
+    for tokens, labels in zip(expected["tokens"], expected["labels"], strict=True):
+        last = np.flatnonzero(labels != -100)[-1]
+        conversations[tuple(tokens[: last + 1])] = tuple(labels[: last + 1])
+    assert len(conversations) == 22
+    (dataset,) = packed.train.datasets
+    every = np.arange(len(dataset))
+    assert len(every) < 20
+    batch = dataset.batch(every, every)
+    found = []
+    for tokens, labels, starts in zip(
+        batch["tokens"], batch["labels"], batch["document_start"], strict=True
+    ):
+        for first in np.unique(starts):
+            inside = starts == first
+            counted = np.flatnonzero(labels[inside] != -100)
+            if len(counted):
+                stop = counted[-1] + 1
+                found.append(tuple(tokens[inside][:stop]))
+                assert conversations[found[-1]] == tuple(labels[inside][:stop])
+    assert sorted(found) == sorted(conversations)
+    counts = [dataset.num_targets(every[i : i + 1], every[:1]) for i in every]
+    assert counts == (batch["labels"] != -100).sum(1).tolist()
+    assert sum(counts) == (expected["labels"] != -100).sum()
+
+
+def test_conversations_are_not_packed_into_rows_that_cut_them(tmp_path, tokenizer):
+    source = write(tmp_path / "chat.jsonl", [pair("a", "b")] * 3)
+    (found,) = problems(config_of(tmp_path, tokenizer, source, packing="stream"), 1)
+    assert (found.field, found.suggestion) == ("data.packing", '"best_fit"')
+    assert not list(problems(config_of(tmp_path, tokenizer, source, packing="best_fit"), 1))
 
 
 def test_a_prepared_corpus_keeps_its_answers_and_is_not_mistaken_for_text(tmp_path, tokenizer):

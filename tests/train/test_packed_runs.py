@@ -8,19 +8,41 @@ from pathlib import Path
 import pytest
 from train.runs import metrics, run_job, steps, write_config
 
+from hybridpar.data import train_tokenizer
+
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("packing", ["best_fit", "stream"])
-def test_a_packed_run_resumes_on_another_grid(tmp_path: Path, packing: str) -> None:
-    """With the samples that it would have had: losses of validation, too."""
-    text = tmp_path / "documents.jsonl"
+def text_flags(folder: Path, packing: str) -> list[str]:
+    text = folder / "documents.jsonl"
     lines = [json.dumps({"text": f"Record {i}: {'ab c ' * (i % 7)}"}) for i in range(120)]
     text.write_text("\n".join(lines))
+    return ["--data.corpus", str(text), "--data.packing", packing]
+
+
+def chat_flags(folder: Path) -> list[str]:
+    """Conversations whose answers alone are learned, with adapters."""
+    chat = folder / "chat.jsonl"
+    lines = [json.dumps({"prompt": f"{i}?", "answer": "ab " * (i % 5 + 1)}) for i in range(120)]
+    chat.write_text("\n".join(lines))
+    template = folder / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    train_tokenizer(lines, 300).save(folder / "tokenizer.json")
+    flags = ["--data.corpus", str(chat), "--data.format", "chat", "--data.packing", "best_fit"]
+    flags += ["--data.chat_template", str(template), "--model.lora_rank", "3"]
+    return [*flags, "--data.tokenizer", str(folder / "tokenizer.json"), "--data.split", "0.2"]
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("source", ["conversations", "best_fit", "stream"])
+def test_a_packed_run_resumes_on_another_grid(tmp_path: Path, source: str) -> None:
+    """With the samples that it would have had: losses of validation, too."""
+    flags = text_flags(tmp_path, source) if source != "conversations" else chat_flags(tmp_path)
     path = write_config(tmp_path, "1f1b")
-    flags = ["--data.corpus", str(text), "--data.packing", packing, "--train.dtype", "fp64"]
-    flags += ["--train.log_interval", "1", "--train.num_steps", "4"]
+    flags += ["--train.dtype", "fp64", "--train.log_interval", "1", "--train.num_steps", "4"]
 
     def run(name: str, ranks: int, *more: str) -> None:
         run_job(ranks, "train", path, *flags, "--run.name", name, *more)

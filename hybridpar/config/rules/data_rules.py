@@ -38,6 +38,12 @@ def _packing(config: Config) -> Iterator[Problem]:
     elif text.kind != "gpt":
         rule = f"requires model.kind = gpt; model.kind is {text.kind}"
         yield Problem("data.packing", packing, rule, '"none"')
+    elif packing == "stream" and config.data.format == "chat":
+        rule = (
+            'not supported with data.format = "chat": rows would cut conversations, and what is '
+            "behind a cut would not see its question"
+        )
+        yield Problem("data.packing", packing, rule, '"best_fit"')
 
 
 def _chat(config: Config) -> Iterator[Problem]:

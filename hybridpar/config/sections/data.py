@@ -19,8 +19,8 @@ class DataConfig:
     """Sampling weight of each entry of `corpus`. Empty: sample all documents alike."""
     format: Literal["text", "chat"] = "text"
     """What records are. text: documents, of which every token is learned. chat: conversations in
-    JSON lines or JSON, with "messages" or with "prompt" and "answer", one to a sample; the loss
-    counts the answers alone."""
+    JSON lines or JSON, with "messages" or with "prompt" and "answer", one to a sample unless
+    `packing` says otherwise; the loss counts the answers alone."""
     chat_template: str = ""
     """chat: path of a chat template (jinja). Empty: the tokenizer's own."""
     tokenizer: str = ""
@@ -39,7 +39,8 @@ class DataConfig:
     """GPT only: how documents share a row of seq_length tokens. none: rows are cut from all text,
     and tokens attend to what precedes them in the row, of whatever document. stream: the same rows,
     but tokens attend within their document, whose positions start at 0. best_fit: as stream, but
-    documents are not cut unless they are longer than a row; what is left of a row is padding."""
+    documents are not cut unless they are longer than a row; what is left of a row is padding.
+    Conversations (format = "chat") are documents of best_fit; with none, each has its own row."""
     valid_corpus: tuple[str, ...] = ()
     """Files of one validation set, tokenized like `corpus`. Empty: `split` holds documents out."""
     valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
