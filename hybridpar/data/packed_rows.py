@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.config import ModelConfig
 from hybridpar.data.loader import Samples
 from hybridpar.data.sample_rules import IGNORED, document_entries
 
@@ -202,9 +203,14 @@ _MEASURED_ROWS = 64
 """Rows of which the mean share of causal attention is taken."""
 
 
-def mean_visible_share(samples: Samples) -> float:
-    """Return the pairs of a query and a visible key over those of plain causal attention, from the
-    first rows of packed samples."""
+def mean_visible_share(samples: Samples, model: ModelConfig) -> float:
+    """Return the pairs of a query and a visible key over those in rows of one document, in all
+    layers with their windows, from the first rows of packed samples."""
     starts = samples.batch(np.arange(_MEASURED_ROWS))["document_start"]
-    s = starts.shape[1]
-    return float(2 * (np.arange(s) - starts + 1).mean() / (s + 1))
+    alone = np.arange(starts.shape[1]) + 1
+    packed = alone - starts
+    limits = [model.layer_window(layer) or model.seq_length for layer in range(model.num_layers)]
+    visible, all_keys = (
+        sum(float(np.minimum(keys, limit).mean()) for limit in limits) for keys in (packed, alone)
+    )
+    return visible / all_keys

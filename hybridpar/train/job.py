@@ -326,7 +326,9 @@ def _train_on_grid(
             run_folder.begin(config, data.tokenizer)
             options.write(config.run.folder, reporter.say)
         _introduce(config, place, grid, reporter, resumed)
-        visible = mean_visible_share(data.train) if config.data.is_packed else 1.0
+        visible = 1.0
+        if config.data.is_packed and (text := config.model.text_format) is not None:
+            visible = mean_visible_share(data.train, text)
         report = RunReport(engine, reporter, resumed, links, visible=visible)
         with contextlib.closing(Run(engine, data, report, watch, place.callbacks)) as run:
             injector.attach(engine, run.saver)

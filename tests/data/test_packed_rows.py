@@ -18,10 +18,12 @@ from hybridpar.data.packed_rows import (
     PackedDataset,
     best_fit_decreasing,
     best_fit_layout,
+    mean_visible_share,
     stream_layout,
 )
 from hybridpar.data.sample_rules import IGNORED
 from hybridpar.errors import ConfigError, DataError
+from hybridpar.models.cost import visible_share
 from hybridpar.validate import resolve
 
 LAYOUTS = {"stream": stream_layout, "best_fit": best_fit_layout}
@@ -262,3 +264,33 @@ def test_rows_that_a_user_packed(tmp_path):
     check_entries(batch)
     given = [row | {"positions": np.zeros(12, int)}]
     assert (opened(given, tmp_path, "none").batch(np.arange(1))["positions"] == 0).all()
+
+
+class _Rows:
+    """Rows with documents of 5, 1 and 6 tokens."""
+
+    fingerprint = ""
+
+    def batch(self, counter: np.ndarray) -> dict[str, np.ndarray]:
+        starts = np.repeat([0, 5, 6], [5, 1, 6]).astype(np.int32)
+        return {"document_start": np.tile(starts, (len(counter), 1))}
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({}, (None,) * 3),
+        ({"window": 3}, (3, 3, 3)),
+        ({"window": 4, "window_pattern": "110"}, (4, 4, None)),
+    ],
+)
+def test_documents_leave_a_share_of_what_windows_show(
+    settings: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    model = ModelConfig(num_layers=3, seq_length=12, **settings)
+    packed, alone = (
+        sum(visible_share(12, documents, window) for window in windows)
+        for documents in ((5, 1, 6), (12,))
+    )
+    rows: Any = _Rows()
+    assert mean_visible_share(rows, model) == pytest.approx(packed / alone)

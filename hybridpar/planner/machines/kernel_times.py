@@ -28,6 +28,7 @@ from typing import NamedTuple
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.models.blocks import LABELLED
+from hybridpar.models.cost import layer_attention_flops
 from hybridpar.planner.machines.hardware import Device
 from hybridpar.prediction.work import Op
 
@@ -222,13 +223,15 @@ def _products(
 def _fused_attention(model: ModelConfig, b: int, device: Device, tp: int) -> BlockTime:
     """Return the time of fused attention.
 
-    Half of a causal matrix counts. With fewer features per head, exponentials weigh more. The
+    Half of a causal matrix counts. Layers with windows count with the mean of all layers, as a
+    profile has one kind of layer. With fewer features per head, exponentials weigh more. The
     backward has five products where the forward has two. Source: FlashAttention-2, arXiv
     2307.08691, section 3.1 and figures 5 and 6.
     """
     s = model.seq_length
-    heads = model.num_heads * model.head_size
-    flops = 4 * s * heads / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
+    layers = range(model.num_layers)
+    mean = sum(layer_attention_flops(model, layer) for layer in layers) / model.num_layers
+    flops = mean / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
     reached = s / (s + _SETTLED) * min(1.0, (model.head_size / 128) ** 0.5)
     rates = (
         device.peak_flops * share * reached

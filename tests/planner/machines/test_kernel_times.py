@@ -91,6 +91,34 @@ def test_scores_that_are_never_written_take_no_time() -> None:
     assert fused < 0.3 * written
 
 
+def test_attention_in_windows_takes_the_time_of_what_they_show() -> None:
+    """A long sequence, so that attention is most of a layer; an endless window changes no bit."""
+    plain = replace(MODEL, seq_length=32768)
+    shown = {
+        name: block_times(replace(plain, **changed), 1, H200)
+        for name, changed in {
+            "none": {},
+            "all": {"window": 32768},
+            "alternating": {"window": 1024, "window_pattern": "10"},
+            "every": {"window": 1024},
+        }.items()
+    }
+    assert shown["all"] == shown["none"]
+    none, alternating, every = (shown[n][1] for n in ("none", "alternating", "every"))
+    pairs = 1 - (1 - 1024 / 32768) ** 2  # of all
+    for direction in ("forward", "backward"):
+        of_none, of_some, of_every = (
+            getattr(time, direction) for time in (none, alternating, every)
+        )
+        assert of_none - of_some == pytest.approx((of_none - of_every) / 2)
+        most = of_none - of_every
+        assert most > 0.5 * of_none
+    heads = 1024
+    flops = 2 * 32768**2 * heads * (1 - pairs)
+    rate = H200.peak_flops * H200.attention_share
+    assert none.forward - every.forward > flops / rate
+
+
 def test_kernels_that_add_gradients_cost_most_with_small_micro_batches() -> None:
     """Half of the micro-batch, twice: gradients are added once more, in fp16, unless the product
     does it itself."""
