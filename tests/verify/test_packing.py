@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.data.chat import ChatDataset, Conversations
+from hybridpar.data.files.indexed import IndexedDataset, IndexedWriter
 from hybridpar.data.loader import BatchLoader
+from hybridpar.data.packed_rows import PackedDataset
 from hybridpar.data.sample_rules import IGNORED, document_entries
 from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import Axis
@@ -172,6 +176,40 @@ def test_a_row_has_the_losses_and_gradients_of_its_documents(model: dict[str, An
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12 * want.abs().max().item())
     shuffled = row_of([texts[i] for i in (3, 2, 4, 0, 1)])
     torch.testing.assert_close(made.loss(shuffled), made.loss(packed), rtol=1e-12, atol=0)
+
+
+def conversations(folder: Path) -> Conversations:
+    """Of 1 to 60 tokens, for rows of 37: turns of a person and answers, some of them empty."""
+    random = np.random.default_rng(5)
+    with IndexedWriter(folder / "chat", "int32") as writer:
+        for turns in ((3, 4), (1, 1, 5, 2, 1), (20, 40), (2, 5), (0, 7, 3), (40, 9), (6, 3, 0, 4)):
+            for length in turns:
+                writer.add(random.integers(0, 61, length))
+                writer.end_sequence()
+            writer.end_document()
+    return Conversations(IndexedDataset(folder / "chat"), 37, (0, 7))
+
+
+@pytest.mark.parametrize("model", [{}, LLAMA | {"window": 4}], ids=["learned", "windows"])
+def test_packed_conversations_have_the_losses_and_gradients_of_theirs_alone(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    made = Model(model)
+    found = conversations(tmp_path)
+    assert len(found) == 6  # no answer of one is within a row
+    losses = []
+    gradients = []
+    for dataset in (ChatDataset(found, padding=3), PackedDataset(found, 37, "best_fit")):
+        rows = np.arange(len(dataset))
+        arrays = dataset.batch(rows, rows)
+        assert dataset.num_targets(rows, rows) == (arrays["labels"] != IGNORED).sum() > 30
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        losses.append(made.loss(batch))
+        gradients.append(made.gradients(batch))
+    assert len(rows) == 3
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
