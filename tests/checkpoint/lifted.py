@@ -3,9 +3,10 @@ float64 inside `lifted`, so a model in float64 computes in float64 throughout.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,9 +16,14 @@ from hybridpar.checkpoint.huggingface.verify import load_theirs
 
 
 @torch.no_grad()
-def exact_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits of the model in a folder, in float64 throughout. Shapes: [b, s] -> [b, s, v]."""
-    model = load_theirs(folder, "AutoModelForCausalLM")
+def exact_logits(
+    folder: Path, tokens: Tensor, wrap: Callable[[Any], Any] = lambda model: model
+) -> Tensor:
+    """Logits of the model in a folder, in float64 throughout. Shapes: [b, s] -> [b, s, v].
+
+    wrap: adds to the model that is loaded.
+    """
+    model = wrap(load_theirs(folder, "AutoModelForCausalLM")).double().eval()
     with lifted():
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):

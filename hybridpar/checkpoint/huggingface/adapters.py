@@ -6,7 +6,8 @@ adapter_model.safetensors.
                     B [rows, r]                                      B: the rows of each
 
 So an adapter of a layer that transformers has in parts has one A for all of them. GPT-2's layers
-are [in, out] there, but not their adapters.
+are [in, out] there, but not their adapters. Families with the same mathematics may name layers
+differently, and PEFT leaves out adapters whose layers it does not find: a note says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from hybridpar.checkpoint.finding import read_held
 from hybridpar.checkpoint.format.files import new_folder
-from hybridpar.checkpoint.huggingface.configuration import choose_family
+from hybridpar.checkpoint.huggingface.configuration import choose_family, families_of
+from hybridpar.checkpoint.huggingface.families import Family
 from hybridpar.checkpoint.huggingface.layouts import LAYOUTS
 from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.load import FullWeights
@@ -57,7 +59,7 @@ def export_adapters(
     say: Callable[[str], None] = print,
 ) -> ExportedAdapters:
     """Write the adapters of a run folder or checkpoint for PeftModel.from_pretrained, to be used
-    with the exported or original base model.
+    with the exported base model, or the original one if its layers have the same names (`notes`).
 
     Args:
         path: Run folder or checkpoint.
@@ -81,7 +83,8 @@ def _export(folder: Path, output: Path, dtype: str) -> ExportedAdapters:
         rule = f"{folder} has no adapters: it was not trained with model.lora_rank > 0"
         raise config_error("adapters", True, rule, "exporting without --adapters")
     base = model.without_adapters
-    plan = plan_of(base, choose_family(base))
+    family = choose_family(base)
+    plan = plan_of(base, family)
     dtype = config.train.dtype if dtype == "keep" else dtype
     tensors: dict[str, Tensor] = {}
     for name, tensor in _tensors(full, plan):
@@ -91,7 +94,22 @@ def _export(folder: Path, output: Path, dtype: str) -> ExportedAdapters:
         (aside / SETTINGS).write_text(text, encoding="utf-8")
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
     count = sum(tensor.numel() for tensor in tensors.values())
-    return ExportedAdapters(folder, output, dtype, len(tensors), count)
+    notes = _notes(base, family, plan)
+    return ExportedAdapters(folder, output, dtype, len(tensors), count, notes)
+
+
+def _notes(base: ModelConfig, family: Family, plan: Plan) -> tuple[str, ...]:
+    others = [
+        other.model_type
+        for other in families_of(base)
+        if plan_of(base, other).shapes.keys() != plan.shapes.keys()
+    ]
+    if not others:
+        return ()
+    return (
+        f"layers are named as in {family.model_type}. A base model of {' or '.join(others)} names "
+        f"them differently, so PEFT would leave adapters out: use its import, exported again",
+    )
 
 
 def _adapted(full: FullWeights, plan: Plan) -> Iterator[tuple[Any, tuple[str, str]]]:

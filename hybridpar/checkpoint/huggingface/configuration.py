@@ -235,6 +235,15 @@ def choose_family(model: ModelConfig) -> Family:
     return FAMILIES[nearest]
 
 
+def families_of(model: ModelConfig) -> list[Family]:
+    """Return all families that have the model's mathematics; `choose_family` takes the first."""
+    return [
+        family
+        for family in FAMILIES.values()
+        if family.model["kind"] == model.kind and not _mismatches(model, family)
+    ]
+
+
 def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     ours = canonical(model)
     words = {key.ours: tuple(dict.fromkeys(key.words.values())) for key in family.keys if key.words}
