@@ -29,9 +29,12 @@ from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLay
 from hybridpar.models.custom_blocks import Build, adopt, construct
 from hybridpar.models.groups import (
     Adapters,
+    adapter_of,
     add_adapters,
     apply_groups,
     find_groups,
+    is_adapter,
+    matches,
     require_matches,
 )
 from hybridpar.nn.placement import Placement, named_placements
@@ -173,11 +176,13 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
 
     Raises:
         ConfigError: All parameters are frozen, or a tied one is frozen in one of its two blocks, or
-            a group matches no parameter.
+            a group or one of model.lora_targets matches no parameter.
     """
     placed = _placements_before(model, groups)
     tied = dict[str, bool]()
     require_matches(groups, placed)
+    if isinstance(model, ModelConfig) and model.lora_rank:
+        _require_adapters(model, placed)
     for name, placement in placed.items():
         if (
             placement.tied
@@ -190,16 +195,6 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
             raise spec_error(model, rule, "requires_grad_(False) in both blocks")
     if any(_trained(model, groups)):
         return
-    if isinstance(model, ModelConfig) and model.lora_rank and not any(_trained(model, ())):
-        names = [name for name, place in placed.items() if place.matrices]
-        near = difflib.get_close_matches(model.lora_targets[0], names, 1, cutoff=0.0)
-        raise config_error(
-            "model.lora_targets",
-            list(model.lora_targets),
-            "must match a weight of a linear layer of attention or MLP, such as "
-            f"{', '.join(names[:2])}",
-            json.dumps(near or ["*.attention.*"]),
-        )
     if any(_trained(model, ())):
         frozen = [group.pattern for group in groups if group.frozen]
         raise config_error(
@@ -210,6 +205,42 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
         )
     rule = "must have at least one parameter to train; all are frozen (requires_grad=False)"
     raise spec_error(model, rule, "requires_grad_(True) on some module")
+
+
+_LAYERS_OF_TRANSFORMERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "*.attention.qkv.weight"),
+    "o_proj": "*.attention.out.weight",
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "*.mlp.up.weight"),
+    "down_proj": "*.mlp.down.weight",
+}
+"""Patterns of the layers that PEFT's target_modules names."""
+
+
+def _require_adapters(model: ModelConfig, placed: Mapping[str, Placement]) -> None:
+    """Require that each of model.lora_targets gives a weight an adapter. Raises: ConfigError."""
+    adapted = [name for name in placed if placed.keys() & set(adapter_of(name))]
+    useless = [
+        pattern
+        for pattern in model.lora_targets
+        if not any(matches(name, (pattern,)) for name in adapted)
+    ]
+    if not useless:
+        return
+    names = [name for name, place in placed.items() if place.matrices and not is_adapter(name)]
+    forms = list(dict.fromkeys(re.sub(r"^blocks\.\d+", "*", name) for name in names))
+    near = {
+        pattern: _LAYERS_OF_TRANSFORMERS.get(pattern.rpartition(".")[2].strip("*"))
+        or difflib.get_close_matches(pattern, forms, 1, cutoff=0.0)[0]
+        for pattern in useless
+    }
+    works = dict.fromkeys(near.get(pattern, pattern) for pattern in model.lora_targets)
+    raise config_error(
+        "model.lora_targets",
+        list(model.lora_targets),
+        "each pattern must match a weight of a linear layer of attention or MLP, such as "
+        f"{', '.join(names[:2])}; no such weight matches {', '.join(useless)}",
+        json.dumps(list(works)),
+    )
 
 
 @lru_cache(maxsize=16)

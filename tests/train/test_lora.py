@@ -264,6 +264,11 @@ def test_what_is_wrong_is_named() -> None:
         )
     ]
     assert fields(lora_rank=0, lora_targets=("*.q_proj",)) == []
+    ((field, rule),) = fields(lora_targets=("*.attention.*", "*.mpl.*"))
+    assert field == "model.lora_targets"
+    assert rule.endswith("no such weight matches *.mpl.*")
+    (found,) = problems(make({"lora_targets": ("q_proj", "v_proj", "*.mlp.*")}), 1)
+    assert found.suggestion == '["*.attention.qkv.weight", "*.mlp.*"]'
 
 
 def test_a_configuration_keeps_its_adapters(tmp_path: Path) -> None:
