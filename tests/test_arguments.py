@@ -103,6 +103,14 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan my.toml --cluster", "--cluster: needs a value; --help describes it"),
         ("preprocess a.txt --kind gtp", "must be one of gpt, bert; did you mean --kind gpt?"),
         ("train my.toml --train.device gpu", "did you mean --train.device cuda?"),
+        ("check my.toml --memory.limit 8Gi", "with a unit, such as 40MiB; try --memory.limit 8GiB"),
+        ("check my.toml --memory.limit 1.5G", "try --memory.limit 1.5GiB"),
+        ("check my.toml --memory.limit 0.5B", "must be a number of bytes"),
+        (
+            "check my.toml --memory.limit 8 GiB",
+            "takes one value; write --memory.limit 8GiB, without a space",
+        ),
+        ("check my.toml --memory.limit 8 9", "--memory.limit takes one value; remove '9'"),
         ("doctor now", "'now' is one argument too many: the command takes flags alone"),
     ],
 )

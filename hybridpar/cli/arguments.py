@@ -266,6 +266,10 @@ def _stray(
             f"spaces in quotation marks: {last.name} {whole}"
         )
     if last is not None and last.name.startswith("--"):
+        if last.is_size and taken and _meant_size(taken[-1] + word):
+            return (
+                f"{last.name} takes one value; write {last.name} {taken[-1]}{word}, without a space"
+            )
         count = f"{last.most} values" if last.most != 1 else "one value"
         return f"{last.name} takes {count}; remove {word!r}"
     takes = " and ".join(one.name for one in given) or "flags alone"
@@ -286,7 +290,7 @@ def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
     works = _mended(flag, words)
     if works and _options(flag.entry):
         return f"{line}: {_rule(flag)}; did you mean {head} {' '.join(works)}?"
-    example = " ".join(works) or flag.example
+    example = " ".join(works) or (flag.is_size and _meant_size(words[0])) or flag.example
     return f"{line}: {_rule(flag)}; {f'try {head} {example}' if example else '--help describes it'}"
 
 
@@ -341,6 +345,18 @@ def _nearest(kind: Any, word: str) -> str:
             return str(float(word.replace(",", ".")))
         except (ValueError, OverflowError):
             return ""
+    return ""
+
+
+def _meant_size(word: str) -> str:
+    """Return the size that a word with a wrong unit probably means, or "" if unknown."""
+    found = re.fullmatch(r"([0-9.]+)([KMGT])[A-Za-z]*", word.strip(), re.IGNORECASE)
+    if found is None:
+        return ""
+    size = f"{found[1]}{found[2].upper()}iB"
+    with contextlib.suppress(ValueError):
+        parse_size(size)
+        return size
     return ""
 
 

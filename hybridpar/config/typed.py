@@ -83,7 +83,10 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None or found[2].lower() not in units:
         raise ValueError("must be a number of bytes, or a size with one of the units KiB, MiB, GiB")
-    return round(float(found[1]) * units[found[2].lower()])
+    size = round(float(found[1]) * units[found[2].lower()])
+    if not size and float(found[1]):  # 0 means no limit
+        raise ValueError("must be 0 or at least one byte")
+    return size
 
 
 @dataclass(frozen=True)
