@@ -40,6 +40,7 @@ END_ANSWER = "\ufdd1"
 """Marks around answers in a rendered conversation: code points that Unicode keeps out of texts."""
 ASSISTANT = "assistant"
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MARKS = re.compile(f"[{BEGIN_ANSWER}{END_ANSWER}]")
 _MAX_BYTES = 4 << 20
 
 
@@ -82,7 +83,8 @@ class ChatTemplate:
         if text is None:
             raise DataError(
                 f"{tokenizer.name}: has no chat template (chat_template in {SETTINGS}, or "
-                f"{TEMPLATE} beside it); set data.chat_template to a file with one"
+                f"{TEMPLATE} beside it); set data.chat_template (--chat_template of "
+                f"hybridpar preprocess) to a file with one"
             )
         return ChatTemplate(text, f"the chat template of {tokenizer.name}", words)
 
@@ -107,9 +109,16 @@ class ChatTemplate:
                 in what it writes.
         """
         if self._marks_answers:
-            return self._render(messages, tools, asks=False)
+            marked = self._render(messages, tools, asks=False)
+            marks = _MARKS.findall(marked)
+            if marks != [BEGIN_ANSWER, END_ANSWER] * (len(marks) // 2):
+                raise DataError(
+                    f"{self.name}: has a {{% generation %}} inside of another; put these tags "
+                    f"around each answer once"
+                )
+            return marked
         full = self._render(messages, tools, asks=False)
-        marked = []
+        pieces = []
         end = 0
         for number, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
@@ -123,10 +132,10 @@ class ChatTemplate:
                     f"Put {{% generation %}} and {{% endgeneration %}} around answers in the "
                     f"template, or divide the conversation into one for each answer"
                 )
-            marked += [full[end : len(before)], BEGIN_ANSWER, full[len(before) : len(after)]]
-            marked.append(END_ANSWER)
+            pieces += [full[end : len(before)], BEGIN_ANSWER, full[len(before) : len(after)]]
+            pieces.append(END_ANSWER)
             end = len(after)
-        return "".join([*marked, full[end:]])
+        return "".join([*pieces, full[end:]])
 
     def _render(self, messages: Sequence[Message], tools: Any, asks: bool) -> str:
         from jinja2 import TemplateError
@@ -164,7 +173,10 @@ def conversation_of(record: object) -> tuple[list[Message], Any]:
         for number, message in enumerate(messages):
             _check_message(message, number)
         if not any(message["role"] == ASSISTANT for message in messages):
-            raise DataError(f'must have an answer, a message with the role "{ASSISTANT}"')
+            roles = ", ".join(dict.fromkeys(shown(message["role"]) for message in messages))
+            raise DataError(
+                f'must have an answer, a message with the role "{ASSISTANT}"; its roles are {roles}'
+            )
         return messages, tools
     answers = [key for key in ("answer", "completion", "response") if key in record]
     if "prompt" not in record or len(answers) != 1:
@@ -184,14 +196,21 @@ def marked_text(record: object, template: ChatTemplate) -> str:
     """Return the conversation in a record as text, with its answers marked.
 
     Raises:
-        DataError: The record is no conversation, or the template cannot write it.
+        DataError: The record is no conversation, or the template cannot write it, or writes nothing
+            for its answers.
     """
     messages, tools = conversation_of(record)
     if any(mark in json.dumps(record, ensure_ascii=False) for mark in (BEGIN_ANSWER, END_ANSWER)):
         raise DataError(
             "contains U+FDD0 or U+FDD1, which Unicode keeps out of texts; remove these characters"
         )
-    return template.render_marked(messages, tools=tools)
+    marked = template.render_marked(messages, tools=tools)
+    if not split_marks(marked)[1]:
+        raise DataError(
+            f"has nothing to learn: {template.name} writes no text for its answers. They must not be "
+            f'empty, and the template must write the messages of the role "{ASSISTANT}"'
+        )
+    return marked
 
 
 def split_marks(marked: str) -> tuple[str, list[Span]]:
@@ -199,7 +218,7 @@ def split_marks(marked: str) -> tuple[str, list[Span]]:
     plain: list[str] = []
     spans: list[Span] = []
     length = 0
-    for number, piece in enumerate(re.split(f"[{BEGIN_ANSWER}{END_ANSWER}]", marked)):
+    for number, piece in enumerate(_MARKS.split(marked)):
         if number % 2 and piece:  # marks alternate
             spans.append((length, length + len(piece)))
         plain.append(piece)

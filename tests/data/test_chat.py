@@ -90,6 +90,33 @@ def test_a_template_whose_prefixes_change_is_refused_by_name():
     assert answers(marked_text(single, template(FORGETS))) == ["<assistant>Hello, Zoë"]
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "message"),
+    [
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "",
+            "has nothing to learn: the temp",
+        ),
+        ("{{ messages[0].content }}", "b", "has nothing to learn"),
+        ("{% generation %}{% endgeneration %}", "b", "has nothing to learn"),
+        (
+            "{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}",
+            "b",
+            "a {% generation %} inside of another",
+        ),
+    ],
+)
+def test_a_conversation_without_text_of_answers_is_refused(text, answer, message):
+    with pytest.raises(DataError, match=message):
+        marked_text(pair("a", answer), template(text))
+
+
+def test_conversations_are_not_packed():
+    config = Config(data=DataConfig(("chat.jsonl",), format="chat", packing="best_fit"))
+    assert [(p.field, p.suggestion) for p in problems(config, 1)] == [("data.packing", '"none"')]
+
+
 def test_templates_run_in_a_sandbox_without_a_clock():
     for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(DataError, match="refuses the conversation"):
@@ -112,6 +139,7 @@ def test_templates_run_in_a_sandbox_without_a_clock():
         ({"messages": [{"role": "assistant", "content": [1]}]}, "message 1 must have text"),
         ({"prompt": "a", "answer": "b", "response": "c"}, '"prompt" and "answer"'),
         ({"prompt": "a", "answer": None}, "answer must be text"),
+        ({"messages": [{**TURNS[1], "role": "Assistant"}]}, "its roles are .Assistant."),
         ({"prompt": "a", "answer": "\ufdd0"}, r"U\+FDD0"),
         ([1], "is not an object"),
     ],
