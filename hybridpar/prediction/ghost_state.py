@@ -78,7 +78,9 @@ class GhostState:
             return None
         items = SharedAccesses(whole, self.state, self.segments, shape).items()
         accesses = self.accesses(shape)
-        if accesses is None or room is None or accesses.least_budget() > room.most:
+        if accesses is None or room is None:
+            return items
+        if isinstance(room, Budget) and accesses.least_budget() > room.most:
             return items
         return replace(items, tiers=accesses.residency(room), shares=accesses.shares)
 

@@ -53,6 +53,7 @@ from hybridpar.train.faults.errors import (
 )
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.faults.links import Hosts, LinkWatch
+from hybridpar.train.forecasts.tier_forecast import require_limit
 from hybridpar.train.inference.generate import Generator, Sampling
 from hybridpar.train.launching.launch import (
     Job,
@@ -270,6 +271,13 @@ class _Place:
         assert engine is not None
         return engine
 
+    def require(self, check: Callable[[], None]) -> None:
+        """Check something on the first process. Raises: SetupError on all, if the check fails."""
+        try:
+            self.job.together(check, here=self.job.launch.rank == 0)
+        except HybridparError as error:
+            raise SetupError(str(error)) from error
+
 
 @dataclass(frozen=True)
 class _Start:
@@ -313,6 +321,7 @@ def _train_on_grid(
         config = autotune(config, grid, place.device, reporter.say, place.build)
         job_plan = JobPlan(config)
         job_plan.prove()
+        place.require(lambda: require_limit(job_plan))
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(job_plan, place.device) if watched else None
         engine = place.build(

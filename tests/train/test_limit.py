@@ -23,7 +23,7 @@ from hybridpar.schedules.action import PER_ITEM, Action
 from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_plans
-from hybridpar.train.forecasts.tier_forecast import forecast
+from hybridpar.train.forecasts.tier_forecast import forecast, forecasts
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30
@@ -224,6 +224,21 @@ def test_a_limit_that_is_too_small_names_the_least(tmp_path: Path) -> None:
         ConfigError, match=rf"memory\.limit = {least - 4096}: too small.*try {least}"
     ):
         run(replace(config, memory=small))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pp": 2, "dp": 1}, {"tp": 2, "pp": 2, "dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
+)
+def test_the_least_limit_is_that_of_all_stages_however_small_the_limit(
+    parallel: dict[str, int], tmp_path: Path
+) -> None:
+    config = make(parallel=parallel)
+    least = limited(config, tmp_path, 0.0).memory.limit
+    for limit in (1, least - 1):
+        with pytest.raises(ConfigError, match=rf"memory\.limit = {limit}: too small.*try {least}$"):
+            forecasts(JobPlan(replace(config, memory=MemoryConfig(limit=limit))))
+    found = forecasts(JobPlan(replace(config, memory=MemoryConfig(limit=least))))
+    assert max(one.least for one in found) == least
 
 
 def test_a_limit_moves_no_more_than_the_best_budget(tmp_path: Path) -> None:

@@ -120,12 +120,12 @@ class AccessMap:
         )
 
     def require(self, room: Room) -> None:
-        """Check the size of the fast tier.
+        """Check the size of the fast tier. What a limit must be, a plan alone says (least_room).
 
         Raises:
-            ConfigError: It is too small for any plan.
+            ConfigError: A budget is too small for any plan.
         """
-        if (least := self.least_budget()) > room.most:
+        if isinstance(room, Budget) and (least := self.least_budget()) > room.most:
             rule = f"too small: one segment of this rank needs {least} bytes at a time"
             raise config_error(room.field, room.most, rule, str(least))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
@@ -48,10 +50,40 @@ class TierForecast:
 
 
 def forecasts(job: JobPlan) -> list[TierForecast]:
-    """Return forecasts for the first replica's ranks, in order; empty if memory is not limited."""
+    """Return forecasts for the first replica's ranks, in order; empty if memory is not limited.
+
+    Raises:
+        ConfigError: memory.limit is too small for one of them; names what all of them need.
+    """
+    if not job.config.memory.is_limited:
+        return []
+    plans = _pipeline(job)
+    _require(job.config.memory.limit, plans)
+    return [plan.forecast() for plan in plans]
+
+
+def require_limit(job: JobPlan) -> None:
+    """Check that memory.limit, if it is set, is enough for the plans of all ranks.
+
+    Raises:
+        ConfigError: It is too small for one of them; names what all of them need.
+    """
+    if job.config.memory.limit:
+        _require(job.config.memory.limit, _pipeline(job))
+
+
+def _pipeline(job: JobPlan) -> list[_RankPlan]:
+    """Return the plans of the first replica's ranks, in order."""
     parallel = job.config.parallel
     ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
-    return [forecast(job, rank) for rank in ranks] if job.config.memory.is_limited else []
+    return [_RankPlan.of(job, rank) for rank in ranks]
+
+
+def _require(limit: int, plans: Sequence[_RankPlan]) -> None:
+    least = max(plan.least for plan in plans)
+    if 0 < limit < least:
+        rule = f"too small: activations and the state that an action needs take {least} bytes"
+        raise config_error("memory.limit", limit, rule, str(least))
 
 
 def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
@@ -64,20 +96,44 @@ def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
     Raises:
         ConfigError: Memory is smaller than the least possible.
     """
-    ghost = GhostRank.of(job, rank)
-    room = ghost.room(job.shape)
-    accesses = ghost.accesses(job.shape)
-    accesses.require(room)
-    num_batches = _BEGUN + _STEPS + _LEFT
-    actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
-    if (shared := ghost.ghost.shared_items(job.shape)) is not None:
-        actions = shared.moved(actions)
-    actions = list(actions)
-    least = accesses.least_budget()
-    if isinstance(room, Tide):
-        least = least_room(actions, accesses.residency(room))
-    read, written = moved(actions, accesses, room, range(_BEGUN, _BEGUN + _STEPS))
-    return TierForecast(accesses.most_bytes, least, room.field, read // _STEPS, written // _STEPS)
+    return _RankPlan.of(job, rank).forecast()
+
+
+@dataclass(frozen=True)
+class _RankPlan:
+    """The actions of a rank without moves between tiers, and the memory for its state."""
+
+    accesses: AccessMap
+    room: Room
+    actions: Sequence[Action]
+
+    @staticmethod
+    def of(job: JobPlan, rank: int) -> _RankPlan:
+        """Return the plan of a rank on the grid. Raises: ConfigError if a budget is too small."""
+        ghost = GhostRank.of(job, rank)
+        room = ghost.room(job.shape)
+        accesses = ghost.accesses(job.shape)
+        accesses.require(room)
+        num_batches = _BEGUN + _STEPS + _LEFT
+        actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
+        if (shared := ghost.ghost.shared_items(job.shape)) is not None:
+            actions = shared.moved(actions)
+        return _RankPlan(accesses, room, list(actions))
+
+    @cached_property
+    def least(self) -> int:
+        """The smallest limit or budget with which the actions run."""
+        if isinstance(self.room, Tide):
+            return least_room(self.actions, self.accesses.residency(self.room))
+        return self.accesses.least_budget()
+
+    def forecast(self) -> TierForecast:
+        """Return the forecast. Raises: ConfigError if memory is smaller than the least possible."""
+        counted = range(_BEGUN, _BEGUN + _STEPS)
+        read, written = (
+            total // _STEPS for total in moved(self.actions, self.accesses, self.room, counted)
+        )
+        return TierForecast(self.accesses.most_bytes, self.least, self.room.field, read, written)
 
 
 def moved(

@@ -411,6 +411,10 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
         r"memory\.budget = 150000: too small: .* needs (\d+) bytes at a time", out
     ) == ["204800"]
     assert "starting again" not in out
+    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--memory.limit", "150000")
+    assert code == 1
+    assert len(re.findall(r"memory\.limit = 150000: too small: .*; try \d+", out)) == 1
+    assert "starting again" not in out
     config = from_mapping({"parallel": {"pp": 2}}, Config())
     with pytest.raises(ConfigError, match="must divide the number of processes, 3"):
         supervise(config, 3, ["train"])
