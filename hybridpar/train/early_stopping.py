@@ -59,5 +59,5 @@ class EarlyStopping:
     def __str__(self) -> str:
         return (
             f"{self.name} is not better than at step {self.best_step} in {self._patience} "
-            f"evaluations (train.stop_patience): the run ends"
+            "evaluations: the run ends; to go on, raise train.stop_patience"
         )

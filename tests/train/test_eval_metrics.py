@@ -241,7 +241,10 @@ def test_a_run_ends_when_it_does_not_get_better() -> None:
     back.add(6, {"val_loss": 2.1})
     assert back.is_over
     assert back.best_step == 2
-    assert "val_loss is not better than at step 2 in 2 evaluations" in str(back)
+    assert str(back) == (
+        "val_loss is not better than at step 2 in 2 evaluations: the run ends; to go on, raise "
+        "train.stop_patience"
+    )
 
 
 def test_an_early_end_is_saved_and_stays(tmp_path: Path) -> None:
