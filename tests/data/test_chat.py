@@ -112,11 +112,6 @@ def test_a_conversation_without_text_of_answers_is_refused(text, answer, message
         marked_text(pair("a", answer), template(text))
 
 
-def test_conversations_are_not_packed():
-    config = Config(data=DataConfig(("chat.jsonl",), format="chat", packing="best_fit"))
-    assert [(p.field, p.suggestion) for p in problems(config, 1)] == [("data.packing", '"none"')]
-
-
 def test_templates_run_in_a_sandbox_without_a_clock():
     for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(DataError, match="refuses the conversation"):
