@@ -4,7 +4,7 @@
 
 GPT of the shape of GPT-345M, four micro-batches of four sequences, on one process. For each limit:
 the bytes that a steady step reads and writes with `memory.limit`, and with the largest
-`memory.budget` that fits the same memory. Both are those of the plan that a run would have, on
+`memory.budget` that fits the same memory. Both follow from the plan that a run would have, on
 ghosts: nothing is computed. `small` is a model that trains, and its bytes are counted.
 
 `ratio`: bytes moved with the limit over bytes moved with the budget.

@@ -141,7 +141,7 @@ class CorpusOptions:
 
     @property
     def prepares(self) -> str:
-        """What the result is for: `kind`, or "chat" for conversations."""
+        """Kind of data that the result prepares: `kind`, or "chat" for conversations."""
         return CHAT if self.chat else self.kind
 
     @property

@@ -25,7 +25,7 @@ from hybridpar.nn.embedding import check_range, within
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a projection to the vocabulary becomes before the softmax.
+    """Scale and soft-cap of logits, between the projection and the softmax.
 
     Attributes:
         scale: Factor of the logits.

@@ -18,7 +18,7 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Sampling weight of each entry of `corpus`. Empty: sample all documents alike."""
     format: Literal["text", "chat"] = "text"
-    """What records are. text: documents, of which every token is learned. chat: conversations in
+    """Kind of the records. text: documents, of which every token is learned. chat: conversations in
     JSON lines or JSON, with "messages" or with "prompt" and "answer", one to a sample unless
     `packing` says otherwise; the loss counts the answers alone."""
     chat_template: str = ""

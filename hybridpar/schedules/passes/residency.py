@@ -89,7 +89,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Tide:
-    """What a limit leaves beside the memory that each action takes for other purposes.
+    """Room that a limit leaves beside the memory that each action takes for other purposes.
 
     Attributes:
         most: The limit.
