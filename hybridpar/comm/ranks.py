@@ -6,7 +6,8 @@ import gc
 import io
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -52,9 +53,10 @@ def run_on_ranks(
             *(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True
         )
         job = (backend, f"{folder}/store", num_ranks, timeout_s)
-        processes = mp.start_processes(
-            _rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start
-        )
+        with _no_collection():
+            processes = mp.start_processes(
+                _rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start
+            )
         assert processes is not None
         for writer in writers:
             writer.close()
@@ -76,6 +78,18 @@ def run_on_ranks(
         )
         raise HybridparError(f"rank {rank} of {num_ranks} failed:\n{text}")
     return [results[rank] for rank in range(num_ranks)]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep forked processes from collecting garbage of this one before they freeze it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, str]]:
@@ -109,6 +123,7 @@ def _rank_main(
     # A destructor of garbage made before the fork may wait for a thread that this process does not
     # have.
     gc.freeze()
+    gc.enable()
     backend, path, num_ranks, timeout_s = job
     for other in {*range(num_ranks)} - {rank}:
         writers[other].close()  # else the end of that rank would go unnoticed
