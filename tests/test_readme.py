@@ -245,7 +245,7 @@ def test_the_site_builds_without_warnings(
     settings, names = ((site / page / "index.html").read_text() for page in ("settings", "api"))
     for section in to_mapping(Config()):
         assert f'id="{section}"' in settings
-    assert "Bytes of memory that the training state of a process may take" in settings
+    assert "Memory that the tensors of a process may take in all" in settings
     for name in hybridpar.__all__:
         assert re.search(rf'<h2 id="hybridpar[.\w]*\.{name}"', names), name
     for picture in (

@@ -201,7 +201,8 @@ class ParallelAttention(ParallelModule):
         qk_norm: Norm of queries and keys; None: there is none.
         scale: Factor of the products of queries and keys; None: 1 / sqrt(head_dim).
         softcap: Scores become softcap * tanh(score / softcap); 0: they do not.
-        qkv_bias, out_bias: Whether `qkv` and `out` have a bias; None: `bias`.
+        qkv_bias: Whether `qkv` has a bias; None: `bias`.
+        out_bias: Whether `out` has a bias; None: `bias`.
         name: Tells the dropout of one layer from another's.
         out_init_std: Standard deviation of `out` at the start; None: init_std.
         sequence: Whether calls have `sizes` (see column_linear).

@@ -256,12 +256,13 @@ class ModelConfig(ModelSpec):
 
     def layer_rotates(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has rotary embeddings."""
-        pattern = self.rotary_pattern
+        pattern = self.rotary_pattern or "1"
         return self.position == "rotary" and pattern[layer % len(pattern)] == "1"
 
     def layer_window(self, layer: int) -> int:
         """Return the window of a layer, counted from 0; 0: it has none."""
-        return self.window if self.window_pattern[layer % len(self.window_pattern)] == "1" else 0
+        pattern = self.window_pattern or "1"  # a rule refuses an empty one
+        return self.window if pattern[layer % len(pattern)] == "1" else 0
 
     @property
     def layers_are_alike(self) -> bool:  # type: ignore[override]
