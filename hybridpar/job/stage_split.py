@@ -129,8 +129,10 @@ def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
             for number, placements in enumerate(block_placements(model))
         )
     token = formulas.seq_length * formulas.hidden_size
-    layer = (_STATE_BYTES * layer_matmul_parameters(formulas), KEPT_BYTES * token)
     words = formulas.vocab_size * formulas.hidden_size
     embedding = words + (token if formulas.position == "learned" else 0)
-    layers = [layer] * formulas.num_layers
+    layers = [
+        (_STATE_BYTES * layer_matmul_parameters(formulas, layer, stored=True), KEPT_BYTES * token)
+        for layer in range(formulas.num_layers)
+    ]
     return ((_STATE_BYTES * embedding, 0), *layers, (_STATE_BYTES * words, 0))

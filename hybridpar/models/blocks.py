@@ -38,6 +38,7 @@ from hybridpar.nn import (
     KeyValueCache,
     LayerNorm,
     LearnedPositionEmbedding,
+    MixtureOfExperts,
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
@@ -52,6 +53,7 @@ from hybridpar.nn.cross_entropy import (
     split_cross_entropy,
 )
 from hybridpar.nn.mlp import activation_function
+from hybridpar.nn.moe import RouterOptions, SequenceShares
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
@@ -124,6 +126,58 @@ def attention_of(
         init_std=model.init_std,
         **options,
     )
+
+
+def mlp_of(
+    model: ModelConfig, layer: int, axis: Axis, kernels: KernelsConfig, **options: Any
+) -> ParallelMLP | MixtureOfExperts:
+    """Build the MLP of a layer, counted from 0, or its experts."""
+    options |= {"activation": model.activation, "init_std": model.init_std, "kernels": kernels}
+    if not model.layer_has_experts(layer):
+        return ParallelMLP(model.hidden_size, model.ffn_size, axis, bias=model.bias, **options)
+    router = RouterOptions(
+        model.router_topk,
+        model.router_score,
+        model.router_normalize,
+        model.router_scale,
+        model.router_balance_loss,
+        model.router_z_loss,
+    )
+    return MixtureOfExperts(
+        model.hidden_size,
+        model.expert_ffn_size,
+        model.num_experts,
+        axis,
+        shared_ffn=model.shared_expert_ffn_hidden_size,
+        options=router,
+        **options,
+    )
+
+
+def sequence_shares(batch: MicroBatch) -> SequenceShares:
+    """Return the tokens that auxiliary losses count, and the share of each of their sequences.
+
+    A sequence is a sample, or a document of a packed row, and its share is its part of the labels
+    of the whole batch that count. A token counts if a label depends on it: in GPT the last label
+    that counts is its own or a later one, in BERT it is no padding.
+    """
+    labels = batch["labels"]
+    b, s = labels.shape
+    place = torch.arange(s, device=labels.device)
+    first = torch.arange(b, device=labels.device)[:, None] * s
+    sequence = (first + batch.get("document_start", torch.zeros_like(labels))).flatten()
+    labelled = (labels != IGNORE_INDEX).flatten()
+    counts = batch.get("padding_mask")
+    if counts is None:
+        place = place.expand(b, s).flatten()
+        nothing = torch.full_like(place, -1)
+        last = nothing.scatter_reduce(0, sequence, torch.where(labelled, place, nothing), "amax")
+        counts = place <= last[sequence]
+    counts = counts.flatten()
+    none = torch.zeros(b * s, dtype=torch.int64, device=labels.device)
+    length = none.scatter_add(0, sequence, counts.long())
+    targets = none.scatter_add(0, sequence, labelled.long())
+    return SequenceShares(sequence, counts, length, targets / batch["num_targets"])
 
 
 def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
@@ -264,18 +318,10 @@ class TransformerLayer(nn.Module):
             sequence=sequence,
             **factory,
         )
-        self.mlp = ParallelMLP(
-            model.hidden_size,
-            model.ffn_size,
-            axis,
-            activation=model.activation,
-            bias=model.bias,
-            init_std=model.init_std,
-            out_init_std=out_std,
-            kernels=kernels,
-            sequence=sequence,
-            **factory,
+        self.mlp = mlp_of(
+            model, layer, axis, kernels, out_init_std=out_std, sequence=sequence, **factory
         )
+        self.has_router_losses = model.layer_has_experts(layer) and model.has_router_losses
         norm = partial(make_norm, model, axis, kernels, sequence=sequence, **factory)
         if self.has_input_norms:
             self.attention_norm = norm()
@@ -313,23 +359,33 @@ class TransformerLayer(nn.Module):
                 start,
             )
             return self.mlp_norm.add(
-                *self.mlp.without_bias(x, sizes), value_of(x), self.mlp_dropout, key, start
+                *self._feed_forward(x, batch, sizes), value_of(x), self.mlp_dropout, key, start
             )[0]
         x = value_of(x)
         if self.has_output_norms:
-            return self._with_output_norms(x, how, sizes, key, start)
+            return self._with_output_norms(x, batch, how, sizes, key, start)
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
-            fed = self.mlp.without_bias(self.mlp_norm(x), sizes)
+            fed = self._feed_forward(self.mlp_norm(x), batch, sizes)
             return self.mlp_dropout.add(
                 *fed, self.attention_dropout.add(*attended, x, key, start), key, start
             )
         y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, start)
-        return self.mlp_dropout.add(*self.mlp.without_bias(y, sizes), x, key, start)
+        return self.mlp_dropout.add(*self._feed_forward(y, batch, sizes), x, key, start)
+
+    def _feed_forward(
+        self, x: HiddenStates, batch: MicroBatch, sizes: tuple[int, ...] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the MLP or of the experts without its bias, and that bias."""
+        if isinstance(self.mlp, ParallelMLP):
+            return self.mlp.without_bias(x, sizes)
+        wanted = self.has_router_losses and torch.is_grad_enabled()
+        return self.mlp(x, sizes, sequence_shares(batch) if wanted else None), None
 
     def _with_output_norms(
         self,
         x: Tensor,
+        batch: MicroBatch,
         how: tuple[Any, ...],
         sizes: tuple[int, ...] | None,
         key: RandomKey | None,
@@ -345,7 +401,7 @@ class TransformerLayer(nn.Module):
             inner, x = self.mlp_norm.add(attended, None, x, self.attention_dropout, key, start)
         else:
             inner = x = self.attention_dropout.add(attended, None, x, key, start)
-        fed = self._output(self.mlp_output_norm, *self.mlp.without_bias(inner, sizes))
+        fed = self._output(self.mlp_output_norm, *self._feed_forward(inner, batch, sizes))
         return self.mlp_dropout.add(fed, None, x, key, start)
 
     @staticmethod

@@ -17,13 +17,22 @@ from hybridpar.models.flops import BlockFlops, count_flops
 from hybridpar.nn.placement import Placement, named_placements
 
 
-def layer_matmul_parameters(model: ModelConfig) -> int:
+def layer_matmul_parameters(model: ModelConfig, layer: int = 0, *, stored: bool = False) -> int:
     """Return how many weights of a transformer layer take part in a matrix product with every
-    token."""
+    token.
+
+    Args:
+        model: The model.
+        layer: Number of the layer, from 0.
+        stored: Count all experts, and not only as many as a token visits.
+    """
     h = model.hidden_size
     heads = model.num_heads * model.head_size
     qkv = h * (heads + 2 * model.kv_heads * model.head_size)
-    ffn = (3 if model.gated else 2) * h * model.ffn_size
+    features = model.stored_ffn_size(layer) if stored else model.active_ffn_size(layer)
+    ffn = (3 if model.gated else 2) * h * features
+    if model.layer_has_experts(layer):
+        ffn += h * model.num_experts  # the router
     return qkv + h * heads + ffn
 
 
@@ -57,9 +66,9 @@ def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
     """
     if (formulas := model.cost_model) is None:
         return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
-    weights = layer_matmul_parameters(formulas)
     layers = (
-        2 * weights + layer_attention_flops(formulas, layer) for layer in range(formulas.num_layers)
+        2 * layer_matmul_parameters(formulas, layer) + layer_attention_flops(formulas, layer)
+        for layer in range(formulas.num_layers)
     )
     head = round(2 * LABELLED[formulas.kind] * head_matmul_parameters(formulas))
     return (0, *layers, head)

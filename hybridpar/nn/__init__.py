@@ -19,6 +19,7 @@ from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.embedding import LearnedPositionEmbedding, VocabParallelEmbedding
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from hybridpar.nn.mlp import ParallelMLP
+from hybridpar.nn.moe import MixtureOfExperts
 from hybridpar.nn.norm import LayerNorm, RMSNorm
 from hybridpar.nn.placement import (
     Init,
@@ -41,6 +42,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "LearnedPositionEmbedding",
+    "MixtureOfExperts",
     "ParallelAttention",
     "ParallelMLP",
     "ParallelModule",

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
-from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
+from hybridpar.nn.linear import (
+    ColumnParallelLinear,
+    Device,
+    RowParallelLinear,
+    column_linear,
+    row_linear,
+)
 from hybridpar.nn.placement import ParallelModule, Shard, split_ranges
 from hybridpar.nn.recomputable import HiddenStates, recomputable
 from hybridpar.ops import geglu, gelu, swiglu
@@ -20,6 +26,8 @@ from hybridpar.ops.activation import gelu_exact
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
 """Activations with a gate beside the projection up."""
+_ALONE = Axis("tp")
+"""An axis of one rank, for products without collectives."""
 
 
 def activation_function(
@@ -123,3 +131,17 @@ class ParallelMLP(ParallelModule):
         activate = partial(self.activation, u, bias)
         y = recomputable(activate(), activate) if self.recomputes else activate()
         return self.down.without_bias(y, sizes), self.down.bias
+
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """Return this rank's summand of the output, for a caller that sums over the axis: of an MLP
+        without biases.
+
+        Shapes: [.., hidden] -> the same. Collectives: none; the caller also sums the gradient of x.
+        """
+        up = self.up
+        down = self.down
+        assert up.bias is None, "biases are added once, after the sum"
+        u = column_linear(x, up.weight, None, _ALONE, None, up.binding("weight"))
+        activate = partial(self.activation, u, None)
+        y = recomputable(activate(), activate) if self.recomputes else activate()
+        return row_linear(y, down.weight, None, _ALONE, None, down.binding("weight"))

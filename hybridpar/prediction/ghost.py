@@ -95,6 +95,11 @@ class Ghost(Tensor):
         """Whether the tensor belongs to a GPU, whichever device it reports."""
         return self.block.tracker.is_cuda
 
+    @property
+    def has_values(self) -> bool:
+        """False: code that would read values assumes some instead."""
+        return False
+
     def tolist(self) -> Any:
         """Return zeros."""
         return _zeros(tuple(self.shape))

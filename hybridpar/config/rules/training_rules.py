@@ -60,6 +60,12 @@ def train(config: Config) -> Iterator[Problem]:
     section = config.train
     for rule, works in _fp8(config) if section.fp8 else ():
         yield Problem("train.fp8", "true", rule, works)
+    if section.dtype == "fp16" and getattr(config.model, "has_router_losses", False):
+        rule = (
+            "not supported with model.router_balance_loss or model.router_z_loss above 0, whose "
+            "gradients the loss scale does not multiply"
+        )
+        yield Problem("train.dtype", "fp16", rule, '"bf16"')
     if section.share_gpus and section.device == "cpu":
         yield Problem("train.share_gpus", "true", 'requires GPUs; train.device is "cpu"', "false")
     yield from _evaluation(config)
@@ -90,6 +96,8 @@ def _fp8(config: Config) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
     if config.train.dtype != "bf16":
         yield f'requires train.dtype = "bf16", not "{config.train.dtype}"', "false"
+    if getattr(config.model, "num_experts", 0):
+        yield "not supported with model.num_experts above 0", "false"
     if parallel.tp > 1:
         rule = (
             f"not supported with parallel.tp = {parallel.tp}: each scale belongs to a full row, "

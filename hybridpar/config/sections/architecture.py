@@ -1,4 +1,4 @@
-"""Rules between the keys of [model] that describe attention and norms."""
+"""Rules between the keys of [model] that describe attention, norms and experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ if TYPE_CHECKING:
 
 EXTENDED = ("llama3", "yarn", "longrope")
 """Rotary scalings that depend on the length of texts before the extension."""
+EXPERT_FIELDS = (
+    "router_topk",
+    "router_score",
+    "router_normalize",
+    "router_scale",
+    "router_balance_loss",
+    "router_z_loss",
+    "expert_ffn_hidden_size",
+    "shared_expert_ffn_hidden_size",
+    "moe_layers",
+)
+"""Keys that only a model with experts uses."""
 
 
 def attention_conflicts(model: ModelConfig) -> Iterator[Problem]:
@@ -114,6 +126,23 @@ def norm_conflicts(model: ModelConfig) -> Iterator[Problem]:
     if model.qk_norm != "none":
         rule = f'requires model.norm = "rms_norm"; model.norm is "{model.norm}"'
         yield Problem("model.qk_norm", model.qk_norm, rule, '"none"')
+
+
+def expert_conflicts(model: ModelConfig) -> Iterator[Problem]:
+    """Yield settings of experts that do not go together."""
+    pattern = model.moe_layers
+    yield from _pattern(model, "moe_layers")
+    if not model.num_experts:
+        return
+    if model.router_topk > model.num_experts:
+        rule = f"must be at most model.num_experts = {model.num_experts}"
+        yield Problem("model.router_topk", model.router_topk, rule, str(model.num_experts))
+    if pattern and not set(pattern) - {"0"}:
+        rule = f"must have a 1: no layer has the model.num_experts = {model.num_experts} experts"
+        yield Problem("model.moe_layers", pattern, rule, '"1"')
+    if model.lora_rank:
+        rule = "not supported with model.num_experts above 0: experts have no adapters"
+        yield Problem("model.lora_rank", model.lora_rank, rule, "0")
 
 
 def _nearest_divisor(whole: int, number: int) -> int:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybridpar.config.names import meant
-from hybridpar.config.sections.architecture import attention_conflicts, norm_conflicts
+from hybridpar.config.sections.architecture import (
+    EXPERT_FIELDS,
+    attention_conflicts,
+    expert_conflicts,
+    norm_conflicts,
+)
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
 from hybridpar.errors import ConfigError, Problem
@@ -120,6 +125,33 @@ class ModelConfig(ModelSpec):
     """Activation of the MLP. gelu: the tanh approximation. gelu_exact: with the error function,
     as published BERT weights use it. swiglu and geglu: a gate, by SiLU or by gelu's tanh
     approximation, times a second projection."""
+    num_experts: Annotated[int, Within(0, 2**16)] = 0
+    """Number of experts, small MLPs of which each token visits router_topk, in the layers that
+    moe_layers names. Experts have no biases. 0: every layer has one MLP."""
+    router_topk: Annotated[int, Within(1, 2**16)] = 2
+    """Number of experts that each token visits; no token is dropped."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of the experts for a token, from the router's logits in at least fp32. softmax: over all
+    experts. sigmoid: of each expert by itself, as in DeepSeek-V3."""
+    router_normalize: bool = True
+    """Divide the scores of a token's experts by their sum before they multiply the experts'
+    outputs."""
+    router_scale: Positive = 1.0
+    """Factor of the routed experts' outputs."""
+    router_balance_loss: NotNegative = 0.01
+    """Coefficient of the balance loss in training, which keeps experts equally loaded: computed in
+    each sequence (each document, if packed), weighted by its labels, and added for each layer with
+    experts. 0: none."""
+    router_z_loss: NotNegative = 0.0
+    """Coefficient of the z-loss in training, the mean square of the logarithm of the sum of the
+    router's exponentiated logits, weighted as router_balance_loss. 0: none."""
+    expert_ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
+    """Hidden size of each expert. 0: as ffn_hidden_size."""
+    shared_expert_ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
+    """Hidden size of a shared expert that every token visits besides its own. 0: none."""
+    moe_layers: str = "1"
+    """Layers with experts: a digit per layer, repeated to num_layers. 1: experts, 0: one MLP, such
+    as "01" for every other layer, or a digit for every layer to make only the first ones dense."""
     bias: bool = True
     """Linear layers and layer_norm have a bias."""
     qkv_bias: Literal["auto", "on", "off"] = "auto"
@@ -197,9 +229,11 @@ class ModelConfig(ModelSpec):
 
     @property
     def layers_field(self) -> str:  # type: ignore[override]
-        """Empty if adapters may differ between layers, because a pattern may name one of them."""
+        """Empty if some layers alone have experts, or if adapters may differ between layers, because
+        a pattern may name one of them."""
         names_layers = any(set(pattern) & set("0123456789[?") for pattern in self.lora_targets)
-        return "" if self.lora_rank and names_layers else "num_layers"
+        has_both = len({self.layer_has_experts(layer) for layer in range(self.num_layers)}) > 1
+        return "" if has_both or (self.lora_rank and names_layers) else "num_layers"
 
     @property
     def without_adapters(self) -> ModelConfig:
@@ -218,13 +252,20 @@ class ModelConfig(ModelSpec):
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
-        names = ("hidden_size", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
+        names = ["hidden_size", "num_heads", "kv_heads", "head_size", "vocab_size"]
+        if self.num_experts:
+            names += ["num_experts", "expert_ffn_size", "shared_expert_ffn_hidden_size"]
+        if not self.num_experts or "0" in self.moe_layers:
+            names.append("ffn_size")
         return {name: getattr(self, name) for name in names}
 
     def canonical(self) -> ModelConfig:
         """An equal model whose max_positions is the size of its position table, and which says
-        nothing of adapters that it does not have."""
+        nothing of adapters or experts that it does not have."""
         model = self if self.lora_rank else self.without_adapters
+        if not self.num_experts:
+            defaults = {f.name: f.default for f in dataclasses.fields(self)}
+            model = dataclasses.replace(model, **{name: defaults[name] for name in EXPERT_FIELDS})
         return dataclasses.replace(model, max_positions=self.position_rows)
 
     @property
@@ -264,11 +305,41 @@ class ModelConfig(ModelSpec):
         pattern = self.window_pattern or "1"  # a rule refuses an empty one
         return self.window if pattern[layer % len(pattern)] == "1" else 0
 
+    def layer_has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in place of one MLP."""
+        pattern = self.moe_layers
+        return self.num_experts > 0 and pattern[layer % len(pattern)] == "1"
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Hidden size of a routed expert."""
+        return self.expert_ffn_hidden_size or self.ffn_size
+
+    def active_ffn_size(self, layer: int) -> int:
+        """Return the hidden features that a layer, counted from 0, computes for a token."""
+        if not self.layer_has_experts(layer):
+            return self.ffn_size
+        return self.router_topk * self.expert_ffn_size + self.shared_expert_ffn_hidden_size
+
+    def stored_ffn_size(self, layer: int) -> int:
+        """Return the hidden features that a layer, counted from 0, has weights of."""
+        if not self.layer_has_experts(layer):
+            return self.ffn_size
+        return self.num_experts * self.expert_ffn_size + self.shared_expert_ffn_hidden_size
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add losses of their own to the training loss."""
+        return self.num_experts > 0 and (self.router_balance_loss > 0 or self.router_z_loss > 0)
+
     @property
     def layers_are_alike(self) -> bool:  # type: ignore[override]
-        """Whether no layer differs from another by its window or rotary embeddings."""
-        layers = range(self.num_layers)
-        return len({(self.layer_window(n), self.layer_rotates(n)) for n in layers}) == 1
+        """Whether no layer differs from another by its window, rotary embeddings or experts."""
+        features = {
+            (self.layer_window(n), self.layer_rotates(n), self.layer_has_experts(n))
+            for n in range(self.num_layers)
+        }
+        return len(features) == 1
 
     @property
     def num_positions(self) -> int:
@@ -351,6 +422,7 @@ class ModelConfig(ModelSpec):
         """Settings that do not go together."""
         yield from attention_conflicts(self)
         yield from norm_conflicts(self)
+        yield from expert_conflicts(self)
         if self.position == "learned" and 0 < self.max_positions < self.seq_length:
             short = self.kind == "bert" and self.max_positions < 8
             yield Problem(

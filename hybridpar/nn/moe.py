@@ -1,0 +1,413 @@
+"""A mixture of experts: a router sends each token to a few of many small MLPs.
+
+    x [T, h]           logits = x W^T [T, E], in at least fp32
+    scores [T, E]      softmax or sigmoid of the logits
+    experts [T, k]     the k largest scores of each token; of equal scores the first expert wins
+    gates [T, k]       their scores, normalised if asked for, times a scale
+    rows [T k, h]      copies of the tokens, sorted by expert; each expert takes its contiguous rows
+    y [T, h]           sum over k of gate * output of the expert, plus the shared expert
+
+No expert has a capacity, so no token is dropped, and an expert without tokens multiplies no rows.
+
+Over tp every expert is split like an MLP. All tp ranks route all tokens alike, because they compute
+with equal bits: a decision of one rank is the decision of all. With sequence parallelism a rank
+computes the logits of its own rows, and the logits of all rows are gathered.
+
+Auxiliary losses add gradients and nothing else: they are no part of the loss that is reported, and
+an evaluation has none. They are sums over sequences, each with a share that depends on the whole
+batch alone, so neither micro-batches nor the grid change them.
+
+Legend: T tokens, E experts, k experts of a token, h hidden.
+Sources: top-k routing, arXiv 1701.06538; no capacity: arXiv 2211.15841; sequence-wise balance loss:
+DeepSeek-V3, arXiv 2412.19437, section 2.1.2; z-loss: arXiv 2202.08906; shared expert: arXiv
+2401.06066.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from hybridpar.autograd import apply, once_differentiable
+from hybridpar.comm import copy_to, gather_from, gather_sequence, reduce_from_, scatter_sequence
+from hybridpar.config import AUTO, KernelsConfig
+from hybridpar.grid import Axis
+from hybridpar.nn.linear import Device
+from hybridpar.nn.mlp import Activation, ParallelMLP
+from hybridpar.nn.placement import Init, ParallelModule, Placement, split_sizes
+from hybridpar.nn.recomputable import HiddenStates, value_of
+
+Score = Literal["softmax", "sigmoid"]
+_TINY = 1e-20
+"""Added to a sum of scores before it divides them."""
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """The rules by which a router chooses experts.
+
+    Attributes:
+        topk: Number of experts of each token.
+        score: Function of the logits.
+        normalize: Whether the gates of a token sum to `scale`.
+        scale: Factor of the gates.
+        balance_loss: Coefficient of the balance loss.
+        z_loss: Coefficient of the z-loss.
+    """
+
+    topk: int = 2
+    score: Score = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_loss > 0 or self.z_loss > 0
+
+
+@dataclass(frozen=True)
+class SequenceShares:
+    """The tokens that auxiliary losses count, and how much each sequence counts.
+
+    Attributes:
+        sequence: Number of the sequence that each token belongs to. Shapes: [T], int64.
+        counts: Whether a token counts; padding does not. Shapes: [T], bool.
+        length: Number of tokens that count, by sequence. Shapes: [sequences].
+        share: Share of each sequence in the loss of the whole batch. Shapes: [sequences].
+    """
+
+    sequence: Tensor
+    counts: Tensor
+    length: Tensor
+    share: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Decisions about some tokens.
+
+    Attributes:
+        experts: Experts of each token, from the largest score on. Shapes: [T, k], int64.
+        gates: Factors of their outputs. Shapes: [T, k].
+    """
+
+    experts: Tensor
+    gates: Tensor
+
+
+class Router(ParallelModule):
+    """Logits of the experts for each token; every tp rank holds the unsharded weight.
+
+    Shapes: [.., h] -> [.., E] in fp32, or in fp64 for fp64 inputs.
+    Collectives: with `sizes` (this rank's rows of each sample) one all-gather forward.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        axis: Axis,
+        *,
+        init_std: float = 0.02,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(axis, sequence)
+        self.add_parameter(
+            "weight",
+            Placement((num_experts, hidden), Init("normal", init_std)),
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        logits: Tensor = apply(_Logits, x, self.weight)
+        return logits if sizes is None else gather_from(logits, self.axis, 1, sizes)
+
+
+class MixtureOfExperts(ParallelModule):
+    """Routed experts, and optionally a shared expert that every token visits; none has biases.
+
+    Args:
+        hidden: Features of a token.
+        ffn: Hidden size of each expert.
+        num_experts: Number of routed experts.
+        axis: The tp axis, over which every expert is split.
+        shared_ffn: Hidden size of the shared expert. 0: there is none.
+        options: How experts are chosen.
+        out_init_std: Standard deviation of `down` at the start (None: init_std).
+        sequence: Whether calls have `sizes`.
+
+    Shapes: [b, s, h] -> the same, replicated over tp; with `sizes` this rank's rows of either.
+    Collectives: forward one all-reduce of the output, backward one of the gradient of the input and
+    one of the gates'. With `sizes` all-gathers and reduce-scatters replace those of input and
+    output, and the logits are gathered.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_experts: int,
+        axis: Axis,
+        *,
+        shared_ffn: int = 0,
+        options: RouterOptions = RouterOptions(),
+        activation: Activation = "swiglu",
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+        kernels: KernelsConfig = AUTO,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(axis, sequence)
+        assert 0 < options.topk <= num_experts, (options.topk, num_experts)
+        self.num_experts = num_experts
+        self.options = options
+        self.router = Router(
+            hidden,
+            num_experts,
+            axis,
+            init_std=init_std,
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+        )
+
+        def expert(size: int) -> ParallelMLP:
+            return ParallelMLP(
+                hidden,
+                size,
+                axis,
+                activation=activation,
+                bias=False,
+                init_std=init_std,
+                out_init_std=out_init_std,
+                kernels=kernels,
+                device=device,
+                dtype=dtype,
+            )
+
+        self.experts = nn.ModuleList(expert(ffn) for _ in range(num_experts))
+        self.shared = expert(shared_ffn) if shared_ffn else None
+
+    def recompute(self) -> None:
+        """Compute the inputs of every `down` again in the backward pass from now on, instead of
+        keeping them."""
+        for expert in self._all_experts():
+            expert.recompute()
+
+    def forward(
+        self,
+        x: HiddenStates,
+        sizes: Sequence[int] | None = None,
+        shares: SequenceShares | None = None,
+    ) -> Tensor:
+        """Return the output of the experts.
+
+        Args:
+            x: Input.
+            sizes: Rows of every tp rank, if x is this rank's part of the sequence.
+            shares: The tokens that auxiliary losses count. None: there are no such losses.
+        """
+        x = value_of(x)
+        logits = self.router(x, sizes).flatten(0, -2)
+        scores = score(logits, self.options.score)
+        routing = choose(scores, self.options)
+        # from here on each rank computes a summand of the output, from its features of the experts
+        everything = copy_to(x, self.axis) if sizes is None else gather_sequence(x, self.axis, sizes)
+        tokens = everything.flatten(0, -2)
+        y = self._routed(tokens, Routing(routing.experts, copy_to(routing.gates, self.axis)))
+        if self.shared is not None:
+            y = y + self.shared.partial_sum(tokens)
+        y = y.view(everything.shape)
+        y = reduce_from_(y, self.axis) if sizes is None else scatter_sequence(y, self.axis, sizes)
+        if shares is None or not self.options.has_losses or not torch.is_grad_enabled():
+            return y
+        loss = auxiliary_loss(logits, scores, routing.experts, shares, self.options)
+        return _AddLoss.apply(y, loss)
+
+    def _routed(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return this rank's summand of the routed experts' output. Shapes: [T, h] -> the same."""
+        k = self.options.topk
+        order = torch.argsort(routing.experts.flatten(), stable=True)
+        place = torch.argsort(order)  # place of each (token, k) among the sorted rows
+        rows = apply(_Dispatch, tokens, order, place, k)
+        parts = rows.split(loads(routing.experts, self.num_experts))
+        outputs = [
+            expert.partial_sum(part)  # type: ignore[operator]  # ModuleList has no types
+            for expert, part in zip(self.experts, parts, strict=True)
+        ]
+        y: Tensor = apply(_Combine, torch.cat(outputs), routing.gates, order, place)
+        return y
+
+    def _all_experts(self) -> list[ParallelMLP]:
+        shared = [] if self.shared is None else [self.shared]
+        return [*self.experts, *shared]  # type: ignore[list-item]  # ModuleList has no types
+
+
+def score(logits: Tensor, kind: Score) -> Tensor:
+    """Return the scores of the experts. Shapes: [T, E] -> the same."""
+    return torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1)
+
+
+def choose(scores: Tensor, options: RouterOptions) -> Routing:
+    """Return the experts with the largest scores, and their gates. Shapes: [T, E] -> [T, k].
+
+    A stable sort decides between equal scores, so that every rank and every recomputation agrees.
+    """
+    ranking = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
+    experts = ranking[:, : options.topk].contiguous()
+    gates = scores.gather(1, experts)
+    if options.normalize:
+        gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
+    return Routing(experts, gates if options.scale == 1 else gates * options.scale)
+
+
+def loads(experts: Tensor, num_experts: int) -> list[int]:
+    """Return how many rows each expert gets. Shapes: [T, k] -> E numbers, whose sum is T k.
+
+    Tensors without values (meta, or the ghosts that memory is predicted with) count as balanced.
+    """
+    if experts.is_meta or not getattr(experts, "has_values", True):
+        return list(split_sizes(experts.numel(), num_experts))
+    counted: list[int] = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
+    return counted
+
+
+def auxiliary_loss(
+    logits: Tensor,
+    scores: Tensor,
+    experts: Tensor,
+    shares: SequenceShares,
+    options: RouterOptions,
+) -> Tensor:
+    """Return the weighted balance loss and z-loss of a micro-batch, as its part of the batch's.
+
+    A sequence of T tokens that count has the balance loss E / (k T) sum_e n_e P_e, where n_e of its
+    tokens have expert e, and P_e is the mean of the tokens' scores of it, normalised to sum to 1.
+    It is 1 if all experts are chosen equally often. The z-loss is the mean of logsumexp(logits)^2.
+
+    Shapes: logits, scores [T, E], experts [T, k] -> 0-d.
+    """
+    sequence = shares.sequence
+    counts = shares.counts.to(scores.dtype)
+    length = shares.length.to(scores.dtype).clamp(min=1)[sequence]
+    weight = shares.share.to(scores.dtype)[sequence] * counts / length
+    loss = scores.new_zeros(())
+    if options.balance_loss:
+        chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0) * counts[:, None]
+        load = scores.new_zeros(len(shares.length), scores.shape[1])
+        load = load.index_add(0, sequence, chosen.detach())[sequence]
+        share = scores
+        if options.score == "sigmoid":
+            share = scores / (scores.sum(-1, keepdim=True) + _TINY)
+        factor = options.balance_loss * scores.shape[1] / options.topk
+        loss = loss + (share * load * (factor * weight / length)[:, None]).sum()
+    if options.z_loss:
+        loss = loss + options.z_loss * (torch.logsumexp(logits, -1).square() * weight).sum()
+    return loss
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Logits(Function):
+    """x W^T in at least fp32; keeps x in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        dtype = _accumulation_dtype(x)
+        return nn.functional.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = x.flatten(0, -2).to(grad.dtype)
+            dw = (grad.flatten(0, -2).t() @ rows).to(weight.dtype)
+        return dx, dw
+
+
+class _Dispatch(Function):
+    """Copies tokens to the rows of their experts. The backward sums the k rows of a token in one
+    order, which an index_add on a GPU would not.
+
+    Shapes: x [T, h], order and place [T k] -> [T k, h].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        rows = grad.index_select(0, place).view(-1, ctx.k, grad.shape[1])
+        return rows.sum(1), None, None, None
+
+
+class _Combine(Function):
+    """Sums the outputs of each token's experts, times their gates, in the type of the gates.
+
+    Shapes: rows [T k, h], gates [T, k], order and place [T k] -> [T, h].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gates: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, gates, order, place)
+        return _gated(rows, gates, place).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, gates, order, place = ctx.saved_tensors
+        t, k = gates.shape
+        d_rows = d_gates = None
+        if ctx.needs_input_grad[0]:
+            factors = gates.flatten().index_select(0, order)[:, None]
+            d_rows = (grad.index_select(0, order // k) * factors).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            outputs = rows.index_select(0, place).view(t, k, -1).to(gates.dtype)
+            d_gates = torch.bmm(outputs, grad.to(gates.dtype)[:, :, None]).squeeze(2)
+        return d_rows, d_gates, None, None
+
+
+def _gated(rows: Tensor, gates: Tensor, place: Tensor) -> Tensor:
+    t, k = gates.shape
+    outputs = rows.index_select(0, place).view(t, k, -1).to(gates.dtype)
+    return torch.bmm(gates[:, None], outputs).squeeze(1)
+
+
+class _AddLoss(Function):
+    """Returns y; the backward also starts from `loss`, as if it were added to the training loss."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, grad.new_ones((), dtype=ctx.dtype)
