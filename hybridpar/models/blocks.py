@@ -142,6 +142,7 @@ def mlp_of(
         model.router_scale,
         model.router_balance_loss,
         model.router_z_loss,
+        model.router_bias_rate,
     )
     return MixtureOfExperts(
         model.hidden_size,
@@ -321,7 +322,6 @@ class TransformerLayer(nn.Module):
         self.mlp = mlp_of(
             model, layer, axis, kernels, out_init_std=out_std, sequence=sequence, **factory
         )
-        self.has_router_losses = model.layer_has_experts(layer) and model.has_router_losses
         norm = partial(make_norm, model, axis, kernels, sequence=sequence, **factory)
         if self.has_input_norms:
             self.attention_norm = norm()
@@ -379,7 +379,7 @@ class TransformerLayer(nn.Module):
         """Return the output of the MLP or of the experts without its bias, and that bias."""
         if isinstance(self.mlp, ParallelMLP):
             return self.mlp.without_bias(x, sizes)
-        wanted = self.has_router_losses and torch.is_grad_enabled()
+        wanted = self.mlp.options.counts_tokens and torch.is_grad_enabled()
         return self.mlp(x, sizes, sequence_shares(batch) if wanted else None), None
 
     def _with_output_norms(

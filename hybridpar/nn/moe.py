@@ -2,7 +2,7 @@
 
     x [T, h]           logits = x W^T [T, E], in at least fp32
     scores [T, E]      softmax or sigmoid of the logits
-    experts [T, k]     the k largest scores of each token; of equal scores the first expert wins
+    experts [T, k]     the k largest scores + biases of each token; of equal ones the first wins
     gates [T, k]       their scores, normalised if asked for, times a scale
     rows [T k, h]      copies of the tokens, sorted by expert; each expert takes its contiguous rows
     y [T, h]           sum over k of gate * output of the expert, plus the shared expert
@@ -13,21 +13,29 @@ Over tp every expert is split like an MLP. All tp ranks route all tokens alike, 
 with equal bits: a decision of one rank is the decision of all. With sequence parallelism a rank
 computes the logits of its own rows, and the logits of all rows are gathered.
 
+Loss-free balancing: the bias of an expert that got more tokens of a batch than the mean falls by a
+fixed step at the batch's update, the bias of one that got fewer rises. To the training state a bias
+is a parameter whose gradient is E * load - sum of loads, with a rule of its own
+(Placement.sign_step). So it belongs to a version of the weights, a recomputed forward reads the
+bias of the first, loads are summed over micro-batches and replicas as gradients are, a skipped step
+leaves it, and checkpoints have it. The gradient is a whole number: exact, in any order of sums, up
+to 2^24 in fp32.
+
 Auxiliary losses add gradients and nothing else: they are no part of the loss that is reported, and
 an evaluation has none. They are sums over sequences, each with a share that depends on the whole
 batch alone, so neither micro-batches nor the grid change them.
 
 Legend: T tokens, E experts, k experts of a token, h hidden.
 Sources: top-k routing, arXiv 1701.06538; no capacity: arXiv 2211.15841; sequence-wise balance loss:
-DeepSeek-V3, arXiv 2412.19437, section 2.1.2; z-loss: arXiv 2202.08906; shared expert: arXiv
-2401.06066.
+DeepSeek-V3, arXiv 2412.19437, section 2.1.2; loss-free balancing: arXiv 2408.15664; z-loss: arXiv
+2202.08906; shared expert: arXiv 2401.06066.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +45,9 @@ from hybridpar.autograd import apply, once_differentiable
 from hybridpar.comm import copy_to, gather_from, gather_sequence, reduce_from_, scatter_sequence
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.grid import Axis
+from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.linear import Device
+from hybridpar.nn.matmul import nothing
 from hybridpar.nn.mlp import Activation, ParallelMLP
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, value_of
@@ -58,6 +68,7 @@ class RouterOptions:
         scale: Factor of the gates.
         balance_loss: Coefficient of the balance loss.
         z_loss: Coefficient of the z-loss.
+        bias_rate: Step of the biases in an update. 0: there are no biases.
     """
 
     topk: int = 2
@@ -66,10 +77,12 @@ class RouterOptions:
     scale: float = 1.0
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    bias_rate: float = 0.0
 
     @property
-    def has_losses(self) -> bool:
-        return self.balance_loss > 0 or self.z_loss > 0
+    def counts_tokens(self) -> bool:
+        """Whether training needs to know which tokens count."""
+        return self.balance_loss > 0 or self.z_loss > 0 or self.bias_rate > 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,8 @@ class MixtureOfExperts(ParallelModule):
     output, and the logits are gathered.
     """
 
+    bias: Tensor | None
+
     def __init__(
         self,
         hidden: int,
@@ -171,7 +186,7 @@ class MixtureOfExperts(ParallelModule):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(axis, sequence)
+        super().__init__(axis)  # every rank counts the loads of all rows, also with `sizes`
         assert 0 < options.topk <= num_experts, (options.topk, num_experts)
         self.num_experts = num_experts
         self.options = options
@@ -201,6 +216,19 @@ class MixtureOfExperts(ParallelModule):
 
         self.experts = nn.ModuleList(expert(ffn) for _ in range(num_experts))
         self.shared = expert(shared_ffn) if shared_ffn else None
+        self.register_parameter("bias", None)
+        if options.bias_rate:
+            self.add_parameter(
+                "bias",
+                Placement(
+                    (num_experts,),
+                    Init("zeros"),
+                    weight_decay=0.0,
+                    sign_step=options.bias_rate,
+                ),
+                device=device,
+                dtype=dtype,
+            )
 
     def recompute(self) -> None:
         """Compute the inputs of every `down` again in the backward pass from now on, instead of
@@ -219,21 +247,29 @@ class MixtureOfExperts(ParallelModule):
         Args:
             x: Input.
             sizes: Rows of every tp rank, if x is this rank's part of the sequence.
-            shares: The tokens that auxiliary losses count. None: there are no such losses.
+            shares: The tokens that count for auxiliary losses and biases. None: none do, as in
+                evaluations.
         """
         x = value_of(x)
         logits = self.router(x, sizes).flatten(0, -2)
         scores = score(logits, self.options.score)
-        routing = choose(scores, self.options)
+        routing = choose(scores, self.options, self.bias)
+        if shares is not None and self.bias is not None and torch.is_grad_enabled():
+            load = counted_loads(routing.experts, shares, self.num_experts, logits.dtype)
+            gates = _CountLoads.apply(routing.gates, self.bias, load, self.binding("bias"))
+            routing = Routing(routing.experts, gates)
         # from here on each rank computes a summand of the output, from its features of the experts
-        everything = copy_to(x, self.axis) if sizes is None else gather_sequence(x, self.axis, sizes)
+        everything = (
+            copy_to(x, self.axis) if sizes is None else gather_sequence(x, self.axis, sizes)
+        )
         tokens = everything.flatten(0, -2)
         y = self._routed(tokens, Routing(routing.experts, copy_to(routing.gates, self.axis)))
         if self.shared is not None:
             y = y + self.shared.partial_sum(tokens)
         y = y.view(everything.shape)
         y = reduce_from_(y, self.axis) if sizes is None else scatter_sequence(y, self.axis, sizes)
-        if shares is None or not self.options.has_losses or not torch.is_grad_enabled():
+        has_losses = self.options.balance_loss > 0 or self.options.z_loss > 0
+        if shares is None or not has_losses or not torch.is_grad_enabled():
             return y
         loss = auxiliary_loss(logits, scores, routing.experts, shares, self.options)
         return _AddLoss.apply(y, loss)
@@ -262,12 +298,14 @@ def score(logits: Tensor, kind: Score) -> Tensor:
     return torch.sigmoid(logits) if kind == "sigmoid" else torch.softmax(logits, -1)
 
 
-def choose(scores: Tensor, options: RouterOptions) -> Routing:
-    """Return the experts with the largest scores, and their gates. Shapes: [T, E] -> [T, k].
+def choose(scores: Tensor, options: RouterOptions, bias: Tensor | None = None) -> Routing:
+    """Return the experts with the largest scores + biases, and their gates, which biases do not
+    change. Shapes: scores [T, E], bias [E] -> [T, k].
 
     A stable sort decides between equal scores, so that every rank and every recomputation agrees.
     """
-    ranking = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
+    wanted = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
+    ranking = torch.sort(wanted, dim=-1, descending=True, stable=True).indices
     experts = ranking[:, : options.topk].contiguous()
     gates = scores.gather(1, experts)
     if options.normalize:
@@ -284,6 +322,15 @@ def loads(experts: Tensor, num_experts: int) -> list[int]:
         return list(split_sizes(experts.numel(), num_experts))
     counted: list[int] = torch.bincount(experts.flatten(), minlength=num_experts).tolist()
     return counted
+
+
+def counted_loads(
+    experts: Tensor, shares: SequenceShares, num_experts: int, dtype: torch.dtype
+) -> Tensor:
+    """Return how many tokens that count each expert gets. Shapes: [T, k] -> [E]."""
+    counts = shares.counts.to(dtype).repeat_interleave(experts.shape[1])
+    none = torch.zeros(num_experts, dtype=dtype, device=experts.device)
+    return none.index_add(0, experts.flatten(), counts)
 
 
 def auxiliary_loss(
@@ -344,6 +391,41 @@ class _Logits(Function):
             rows = x.flatten(0, -2).to(grad.dtype)
             dw = (grad.flatten(0, -2).t() @ rows).to(weight.dtype)
         return dx, dw
+
+
+class Overload(NamedTuple):
+    """A part of the gradient of biases. Shapes: [E]."""
+
+    overload: Tensor
+
+    def add_to(self, gradient: Tensor, overwrite: bool) -> None:
+        """See `GradientPart`."""
+        gradient.copy_(self.overload) if overwrite else gradient.add_(self.overload)
+
+
+class _CountLoads(Function):
+    """Returns the gates; the backward gives biases their loads as a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gates: Tensor, bias: Tensor, load: Tensor, binding: ParameterBinding
+    ) -> Tensor:
+        ctx.save_for_backward(load)
+        ctx.leaf = bias
+        ctx.consumer = binding.consumer
+        return gates.view_as(gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (load,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None
+        overload = len(load) * load - load.sum()
+        if ctx.consumer is None:
+            return grad, overload.to(ctx.leaf.dtype), None, None
+        ctx.consumer.add(Overload(overload))
+        return grad, nothing(ctx.leaf), None, None
 
 
 class _Dispatch(Function):

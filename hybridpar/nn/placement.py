@@ -154,6 +154,8 @@ class Placement:
             its gradient.
         trainable: False for a frozen parameter.
         factored: Its layer gives each part of its gradient as two factors (nn.matmul.Product).
+        sign_step: If above 0, every update moves each element by this much against the sign of its
+            gradient, in place of the optimizer's rule; its gradient is no part of the global norm.
     """
 
     shape: tuple[int, ...]
@@ -166,6 +168,7 @@ class Placement:
     trainable: bool = True
     factored: bool = False
     lr: float = 1.0
+    sign_step: float = 0.0
 
     def along(self, axis: str) -> Held:
         """Return how the ranks along an axis hold it."""

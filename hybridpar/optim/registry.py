@@ -14,6 +14,7 @@ from hybridpar.optim.extrapolation import Extrapolation
 from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.muon import Muon
 from hybridpar.optim.sgd import SGD
+from hybridpar.optim.sign_steps import SignSteps, WithSignSteps
 from hybridpar.optim.slots import ParameterSlot
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
@@ -42,13 +43,24 @@ def build_optimizer(
     settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis, backend: str = "auto"
 ) -> Optimizer:
     """Build the optimizer that `settings.name` and `settings.staleness` name, for a rank's
-    parameters.
+    parameters; parameters with sign steps have these instead.
 
     Staleness "lr_rescale" is left to `learning_rate`, "prediction" to the owner of the weights.
 
     Args:
         backend: The backend of its elementwise passes (kernels.optimizer).
     """
+    usual = [slot for slot in slots if not slot.placement.sign_step]
+    optimizer = _build(settings, usual, tp, backend)
+    if len(usual) == len(slots):
+        return optimizer
+    signed = [slot for slot in slots if slot.placement.sign_step]
+    return WithSignSteps(optimizer, SignSteps(signed, settings, tp, backend), slots)
+
+
+def _build(
+    settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis, backend: str
+) -> Optimizer:
     if settings.staleness == "nesterov":
         return NESTEROV[settings.name](slots, replace(settings, nesterov=True), tp, backend)
     optimizer = OPTIMIZERS[settings.name](slots, settings, tp, backend)

@@ -67,9 +67,11 @@ class ParameterSlot:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts `counted` in a sum over the grid: the first rank among equal
-        ones does."""
-        return all(index == 0 or not self.is_copy_along(axis) for axis, index in self.place.items())
+        """Whether this rank counts `counted` in the global gradient norm: the first rank among equal
+        ones does, and none counts a parameter with sign steps."""
+        return not self.placement.sign_step and all(
+            index == 0 or not self.is_copy_along(axis) for axis, index in self.place.items()
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ class Oracle:
             gradients = {n: torch.full_like(g, math.nan) for n, g in gradients.items()}
         self._sum_tied(gradients)
         norm = math.sqrt(
-            sum(g.square().sum().item() for n, g in gradients.items() if not self._second_holder(n))
+            sum(g.square().sum().item() for n, g in gradients.items() if self._is_in_norm(n))
         )
         updating = gradients if measured is None else _with_noise_of(measured, gradients, norm)
         self.history.append(
@@ -205,9 +205,10 @@ class Oracle:
             leaves |= {name: weight for name, weight in weights.items() if weight.requires_grad}
         return leaves
 
-    def _second_holder(self, name: str) -> bool:
-        tied = self.placements[name].tied
-        return bool(tied) and self._first[tied] != name
+    def _is_in_norm(self, name: str) -> bool:
+        placement = self.placements[name]
+        is_second_holder = bool(placement.tied) and self._first[placement.tied] != name
+        return not is_second_holder and not placement.sign_step
 
     def _sum_tied(self, gradients: Tensors) -> None:
         holders: dict[str, list[str]] = {}

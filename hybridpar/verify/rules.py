@@ -30,9 +30,14 @@ class Rule:
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         """Return the weights after one more update."""
         self.steps += 1
-        return {
-            n: self.one(n, w, gradients[n], lr * self.placements[n].lr) for n, w in weights.items()
-        }
+        after = {}
+        for name, weight in weights.items():
+            placement = self.placements[name]
+            if placement.sign_step:
+                after[name] = weight - placement.sign_step * gradients[name].sign()
+            else:
+                after[name] = self.one(name, weight, gradients[name], lr * placement.lr)
+        return after
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         raise AssertionError
@@ -124,8 +129,10 @@ class Extrapolated:
 
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         after = self.rule(weights, gradients, lr)
-        updates = {n: after[n] - w for n, w in weights.items()}
-        result = {
+        updates = {
+            n: after[n] - w for n, w in weights.items() if not self.rule.placements[n].sign_step
+        }
+        result = after | {
             n: after[n] + u - self.previous.get(n, torch.zeros_like(u)) for n, u in updates.items()
         }
         self.previous = updates

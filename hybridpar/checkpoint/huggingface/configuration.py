@@ -258,6 +258,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     scale = model.hidden_size**0.5 if family.scales_embeddings else 1.0
     allowed["embedding_scale"] = (scale,)
     allowed["rotary_scaling"] = ("none", *(family.rotary.scalings if family.rotary else ()))
+    allowed["num_experts"] = (0,)
     allowed |= _one_of_two(ours, family)
     allowed |= _windows_of(model, family)
     if allowed.get("bias", (ours["bias"],)) != (ours["bias"],):

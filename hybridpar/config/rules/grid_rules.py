@@ -83,6 +83,9 @@ def outer(config: Config) -> Iterator[Problem]:
             "before the next begins"
         )
         yield Problem("outer.delay", section.delay, rule, str(most))
+    if rate := getattr(config.model, "router_bias_rate", 0.0):
+        rule = "not supported with parallel.sites above 1: an outer step would average the biases"
+        yield Problem("model.router_bias_rate", rate, rule, "0.0")
     for field, value, rule, works in _NOT_WITH_SITES:
         name, _, key = field.partition(".")
         found = getattr(getattr(config, name), key)
@@ -124,6 +127,13 @@ _NOT_WITH_SITES = (
 
 def compression(config: Config) -> Iterator[Problem]:
     section = config.compression
+    rate = getattr(config.model, "router_bias_rate", 0.0)
+    if section.gradients != "none" and rate:
+        rule = (
+            f'not supported with compression.gradients = "{section.gradients}", which changes the '
+            "sign of small gradients"
+        )
+        yield Problem("model.router_bias_rate", rate, rule, "0.0")
     for rule in _compressed_gradients(config) if section.gradients != "none" else ():
         yield Problem("compression.gradients", section.gradients, rule, "none")
     shapes = [config.model.activation_shape(n) for n in range(config.model.num_blocks - 1)]

@@ -19,6 +19,7 @@ EXPERT_FIELDS = (
     "router_scale",
     "router_balance_loss",
     "router_z_loss",
+    "router_bias_rate",
     "expert_ffn_hidden_size",
     "shared_expert_ffn_hidden_size",
     "moe_layers",

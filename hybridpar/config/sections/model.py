@@ -145,6 +145,9 @@ class ModelConfig(ModelSpec):
     router_z_loss: NotNegative = 0.0
     """Coefficient of the z-loss in training, the mean square of the logarithm of the sum of the
     router's exponentiated logits, weighted as router_balance_loss. 0: none."""
+    router_bias_rate: NotNegative = 0.0
+    """Step by which each update raises or lowers a bias of every expert, which is added to the
+    scores when experts are chosen: loss-free balancing, such as 0.001. 0: no biases."""
     expert_ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
     """Hidden size of each expert. 0: as ffn_hidden_size."""
     shared_expert_ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
