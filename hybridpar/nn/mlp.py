@@ -132,6 +132,10 @@ class ParallelMLP(ParallelModule):
         y = recomputable(activate(), activate) if self.recomputes else activate()
         return self.down.without_bias(y, sizes), self.down.bias
 
+    def parts(self, tokens: int) -> list[tuple[ParallelMLP, int]]:
+        """Return the MLPs that it consists of, itself, with the number of tokens that each gets."""
+        return [(self, tokens)]
+
     def partial_sum(self, x: Tensor) -> Tensor:
         """Return this rank's summand of the output, for a caller that sums over the axis: of an MLP
         without biases.

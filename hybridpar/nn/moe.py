@@ -233,8 +233,14 @@ class MixtureOfExperts(ParallelModule):
     def recompute(self) -> None:
         """Compute the inputs of every `down` again in the backward pass from now on, instead of
         keeping them."""
-        for expert in self._all_experts():
+        for expert, _ in self.parts(0):
             expert.recompute()
+
+    def parts(self, tokens: int) -> list[tuple[ParallelMLP, int]]:
+        """Return all experts, with the number of tokens that each gets at balanced load."""
+        rows = split_sizes(tokens * self.options.topk, self.num_experts)
+        found: list[Any] = list(zip(self.experts, rows, strict=True))
+        return found if self.shared is None else [*found, (self.shared, tokens)]
 
     def forward(
         self,
@@ -266,8 +272,10 @@ class MixtureOfExperts(ParallelModule):
         y = self._routed(tokens, Routing(routing.experts, copy_to(routing.gates, self.axis)))
         if self.shared is not None:
             y = y + self.shared.partial_sum(tokens)
-        y = y.view(everything.shape)
-        y = reduce_from_(y, self.axis) if sizes is None else scatter_sequence(y, self.axis, sizes)
+        if sizes is None:
+            y = reduce_from_(y, self.axis).view(x.shape)
+        else:
+            y = scatter_sequence(y.view(everything.shape), self.axis, sizes)
         has_losses = self.options.balance_loss > 0 or self.options.z_loss > 0
         if shares is None or not has_losses or not torch.is_grad_enabled():
             return y
@@ -287,10 +295,6 @@ class MixtureOfExperts(ParallelModule):
         ]
         y: Tensor = apply(_Combine, torch.cat(outputs), routing.gates, order, place)
         return y
-
-    def _all_experts(self) -> list[ParallelMLP]:
-        shared = [] if self.shared is None else [self.shared]
-        return [*self.experts, *shared]  # type: ignore[list-item]  # ModuleList has no types
 
 
 def score(logits: Tensor, kind: Score) -> Tensor:
@@ -464,21 +468,30 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, gates, order, place = ctx.saved_tensors
-        t, k = gates.shape
+        k = gates.shape[1]
         d_rows = d_gates = None
         if ctx.needs_input_grad[0]:
             factors = gates.flatten().index_select(0, order)[:, None]
             d_rows = (grad.index_select(0, order // k) * factors).to(rows.dtype)
         if ctx.needs_input_grad[1]:
-            outputs = rows.index_select(0, place).view(t, k, -1).to(gates.dtype)
-            d_gates = torch.bmm(outputs, grad.to(gates.dtype)[:, :, None]).squeeze(2)
+            grad = grad.to(gates.dtype)
+            products = [(_outputs(rows, place, k, i) * grad).sum(-1) for i in range(k)]
+            d_gates = torch.stack(products, 1)
         return d_rows, d_gates, None, None
 
 
 def _gated(rows: Tensor, gates: Tensor, place: Tensor) -> Tensor:
-    t, k = gates.shape
-    outputs = rows.index_select(0, place).view(t, k, -1).to(gates.dtype)
-    return torch.bmm(gates[:, None], outputs).squeeze(1)
+    """Return the sum of a token's outputs times their gates, from its first expert on."""
+    k = gates.shape[1]
+    y = _outputs(rows, place, k, 0) * gates[:, :1]
+    for i in range(1, k):
+        y.addcmul_(_outputs(rows, place, k, i), gates[:, i : i + 1])
+    return y
+
+
+def _outputs(rows: Tensor, place: Tensor, k: int, i: int) -> Tensor:
+    """Return the outputs of each token's expert number i. Shapes: rows [T k, h] -> [T, h]."""
+    return rows.index_select(0, place[i::k])
 
 
 class _AddLoss(Function):

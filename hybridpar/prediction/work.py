@@ -212,9 +212,14 @@ def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
 def block_kinds(model: ModelSpec) -> tuple[str, ...]:
     """Return the kind of each block; blocks of one kind run equal operators on equal shapes.
 
-    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. In other models a
+    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head; if only some of
+    its layers have experts, these are the kind "experts". In other models a
     kind is named after its first block: blocks.1.
     """
+    if isinstance(model, ModelConfig) and model.has_mixed_layers:
+        layers = range(model.num_layers)
+        kinds = ("experts" if model.layer_has_experts(layer) else KINDS[1] for layer in layers)
+        return (KINDS[0], *kinds, KINDS[2])
     if model.cost_model is not None:
         return (KINDS[0], *[KINDS[1]] * (model.num_blocks - 2), KINDS[2])
     found: dict[object, str] = {}

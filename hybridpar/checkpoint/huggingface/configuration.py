@@ -224,6 +224,9 @@ def choose_family(model: ModelConfig) -> Family:
     Raises:
         ConfigError: There is none; names what the nearest one lacks.
     """
+    if model.num_experts:
+        rule = "not supported: models with experts are neither imported nor exported"
+        raise config_error("model.num_experts", model.num_experts, rule, "0")
     mismatches = {
         name: _mismatches(model, family)
         for name, family in FAMILIES.items()
@@ -258,7 +261,6 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     scale = model.hidden_size**0.5 if family.scales_embeddings else 1.0
     allowed["embedding_scale"] = (scale,)
     allowed["rotary_scaling"] = ("none", *(family.rotary.scalings if family.rotary else ()))
-    allowed["num_experts"] = (0,)
     allowed |= _one_of_two(ours, family)
     allowed |= _windows_of(model, family)
     if allowed.get("bias", (ours["bias"],)) != (ours["bias"],):

@@ -235,8 +235,7 @@ class ModelConfig(ModelSpec):
         """Empty if some layers alone have experts, or if adapters may differ between layers, because
         a pattern may name one of them."""
         names_layers = any(set(pattern) & set("0123456789[?") for pattern in self.lora_targets)
-        has_both = len({self.layer_has_experts(layer) for layer in range(self.num_layers)}) > 1
-        return "" if has_both or (self.lora_rank and names_layers) else "num_layers"
+        return "" if self.has_mixed_layers or (self.lora_rank and names_layers) else "num_layers"
 
     @property
     def without_adapters(self) -> ModelConfig:
@@ -312,6 +311,11 @@ class ModelConfig(ModelSpec):
         """Whether a layer, counted from 0, has experts in place of one MLP."""
         pattern = self.moe_layers
         return self.num_experts > 0 and pattern[layer % len(pattern)] == "1"
+
+    @property
+    def has_mixed_layers(self) -> bool:
+        """Whether some layers have experts, and others do not."""
+        return len({self.layer_has_experts(layer) for layer in range(self.num_layers)}) > 1
 
     @property
     def expert_ffn_size(self) -> int:

@@ -80,7 +80,7 @@ def _norms(config: Config) -> float:
     """Return the norms' share of a layer's `remake` time; the rest is the activation function,
     which tp ranks split."""
     model = _formulas(config)
-    activation = (3 if model.gated else 2) * model.ffn_size / config.parallel.tp
+    activation = (3 if model.gated else 2) * model.active_ffn_size(0) / config.parallel.tp
     return 4 * model.hidden_size / (4 * model.hidden_size + activation)
 
 

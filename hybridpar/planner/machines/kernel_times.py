@@ -19,7 +19,7 @@ Units: seconds, bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -156,7 +156,7 @@ def block_times(
 
 def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels) -> BlockTime:
     h = model.hidden_size
-    f = model.ffn_size
+    f = model.active_ffn_size(0)
     tokens = b * model.seq_length
     gates = 2 if model.gated else 1
     heads = model.num_heads * model.head_size
@@ -166,8 +166,7 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
         (
             Product(tokens, -(-joined // tp), h),
             Product(tokens, h, heads // tp),
-            Product(tokens, gates * f // tp, h),
-            Product(tokens, h, f // tp),
+            *_mlp_products(model, tokens, tp),
         ),
         kernels,
     )
@@ -193,6 +192,22 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     forward, forward_idle = kernels.time(forward, kernels.forward_launches)
     backward, backward_idle = kernels.time(backward, kernels.backward_launches)
     return BlockTime(forward, backward, forward_idle, backward_idle)
+
+
+def _mlp_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
+    """Yield the products of a layer's MLP, or of its experts at balanced load."""
+    h = model.hidden_size
+    gates = 2 if model.gated else 1
+    sizes = [(tokens, model.ffn_size)]
+    if model.layer_has_experts(0):
+        yield Product(tokens, model.num_experts, h)
+        rows = -(-tokens * model.router_topk // model.num_experts)
+        sizes = [(rows, model.expert_ffn_size)] * model.num_experts
+        if model.shared_expert_ffn_hidden_size:
+            sizes.append((tokens, model.shared_expert_ffn_hidden_size))
+    for rows, features in sizes:
+        yield Product(rows, gates * features // tp, h)
+        yield Product(rows, h, features // tp)
 
 
 def _products(
@@ -282,7 +297,7 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
 def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
     """Return the seconds of recomputing the outputs of a layer's norms and activation function:
     each reads its input and writes as much, or half."""
-    activation = (3 if model.gated else 2) * model.ffn_size
+    activation = (3 if model.gated else 2) * model.active_ffn_size(0)
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
 

@@ -157,8 +157,10 @@ class Unit:
         if not isinstance(layer, TransformerLayer):
             return lambda: None
         x = torch.ones_like(self._sent)
-        u = x.new_ones((*batch["tokens"].shape, len(layer.mlp.up.weight)))
-        makes: list[Callable[[], object]] = [partial(layer.mlp.activation, u, layer.mlp.up.bias)]
+        makes: list[Callable[[], object]] = []
+        for mlp, rows in layer.mlp.parts(batch["tokens"].numel()):
+            u = x.new_ones((rows, len(mlp.up.weight)))
+            makes.append(partial(mlp.activation, u, mlp.up.bias))
         if layer.has_input_norms:
             makes += [partial(layer.attention_norm, x), partial(layer.mlp_norm, x)]
 
