@@ -168,6 +168,19 @@ def test_mistakes_are_named(document: dict, says: str) -> None:
         ({"qk_norm": "head"}, "model.qk_norm = 'head': requires model.norm = \"rms_norm\""),
         ({"norm_zero_centered": True}, "model.norm_zero_centered = True: requires model.norm"),
         (
+            {"num_experts": 4, "router_topk": 5},
+            "model.router_topk = 5: must be at most model.num_experts = 4; try 4",
+        ),
+        (
+            {"num_experts": 4, "moe_layers": "00"},
+            "model.moe_layers = '00': must have a 1: no layer has the model.num_experts = 4",
+        ),
+        ({"moe_layers": "2"}, "model.moe_layers = '2': must be digits 0 and 1, one per layer"),
+        (
+            {"num_experts": 4, "lora_rank": 2},
+            "model.lora_rank = 2: not supported with model.num_experts above 0",
+        ),
+        (
             {"parallel_residual": True, "norm_position": "sandwich"},
             "requires pre-norm layers; model.norm_position is sandwich (gpt)",
         ),
@@ -328,3 +341,43 @@ def test_batch_sizes() -> None:
     )
     assert config.global_batch_size == 30
     assert config.batch_tokens == 300
+
+
+EXPERTS = {"num_experts": 4, "router_bias_rate": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"train": {"dtype": "fp16"}}, "train.dtype = 'fp16': not supported with model.router_bal"),
+        (
+            {"train": {"dtype": "bf16", "fp8": True}},
+            "not supported with model.num_experts above 0; try false",
+        ),
+        (
+            {"compression": {"gradients": "int8"}},
+            'not supported with compression.gradients = "int8", which changes the sign of small',
+        ),
+        (
+            {"parallel": {"sites": 2}},
+            "model.router_bias_rate = 0.001: not supported with parallel.sites above 1",
+        ),
+    ],
+)
+def test_rules_of_experts_and_other_sections(sections: dict, says: str) -> None:
+    problems = "\n".join(map(str, conflicts(from_mapping({"model": EXPERTS, **sections}))))
+    assert says in problems
+
+
+def test_experts_go_with_fp16_without_losses() -> None:
+    """Biases move by signs, which a loss scale does not change."""
+    model = EXPERTS | {"router_balance_loss": 0.0}
+    assert not list(conflicts(from_mapping({"model": model, "train": {"dtype": "fp16"}})))
+
+
+def test_a_dense_model_does_not_depend_on_keys_of_experts() -> None:
+    dense = from_mapping({}).model
+    named = from_mapping({"model": {"router_topk": 7, "moe_layers": "01"}}).model
+    assert named.canonical() == dense.canonical()
+    assert named.layers_are_alike
+    assert named.layers_field

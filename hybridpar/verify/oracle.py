@@ -205,10 +205,12 @@ class Oracle:
             leaves |= {name: weight for name, weight in weights.items() if weight.requires_grad}
         return leaves
 
+    def _second_holder(self, name: str) -> bool:
+        tied = self.placements[name].tied
+        return bool(tied) and self._first[tied] != name
+
     def _is_in_norm(self, name: str) -> bool:
-        placement = self.placements[name]
-        is_second_holder = bool(placement.tied) and self._first[placement.tied] != name
-        return not is_second_holder and not placement.sign_step
+        return not self._second_holder(name) and not self.placements[name].sign_step
 
     def _sum_tied(self, gradients: Tensors) -> None:
         holders: dict[str, list[str]] = {}

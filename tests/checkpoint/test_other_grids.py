@@ -43,6 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
     "train": {"num_steps": STEPS, "micro_batch_size": 1, "dtype": "fp64"},
 }
 BERT = {"kind": "bert", "num_kv_heads": 4}
+EXPERTS = {"num_experts": 3, "moe_layers": "01", "router_bias_rate": 0.01}
 
 
 def make(grid: dict[str, int], **sections: dict[str, Any]) -> Config:
@@ -132,6 +133,12 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
             {"optim": {"staleness": "prediction", "name": "muon"}, "pipeline": {"schedule": "2bw"}},
         ),
         ({"tp": 3}, {"tp": 3, "zero": 1, "sequence": True}, {"model": BERT}),
+        (
+            {"dp": 2, "tp": 2, "zero": 1},
+            {"pp": 3},
+            {"model": EXPERTS, "optim": {"name": "muon"}, "pipeline": {"schedule": "2bw"}},
+        ),
+        ({"pp": 2}, {"dp": 2, "zero": 3}, {"model": EXPERTS}),
     ],
     ids=str,
 )

@@ -113,6 +113,7 @@ def test_resuming_changes_no_bit_on_a_whole_grid(tmp_path: Path) -> None:
         {"optim": {"staleness": "prediction"}, "parallel": {"zero": 1}},
         {"optim": {"staleness": "extrapolation"}},
         {"optim": {"staleness": "nesterov"}},
+        {"model": {"num_experts": 3, "router_bias_rate": 0.01}, "parallel": {"zero": 1}},
         {"optim": {"name": "muon", "staleness": "lr_rescale"}},
     ],
     ids=str,

@@ -10,6 +10,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.models.cost import (
     forward_flops_per_token,
+    layer_matmul_parameters,
     training_flops_per_token,
     training_flops_rule,
     visible_share,
@@ -53,6 +54,32 @@ def test_flops_are_six_per_matmul_weight_and_token_and_attention() -> None:
         "half the matrix"
     )
     assert len(forward_flops_per_token(model)) == model.num_blocks
+
+
+def test_flops_count_the_experts_that_a_token_visits() -> None:
+    model = ModelConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        ffn_hidden_size=100,
+        seq_length=32,
+        vocab_size=50,
+        activation="swiglu",
+        num_experts=6,
+        router_topk=2,
+        expert_ffn_hidden_size=30,
+        shared_expert_ffn_hidden_size=10,
+        moe_layers="011",
+    )
+    attention = 4 * 64 * 64
+    dense = attention + 3 * 64 * 100
+    active = attention + 3 * 64 * (2 * 30 + 10) + 64 * 6
+    head = 64 * 50
+    assert training_flops_per_token(model) == (6 * (dense + 2 * active + head) + 6 * 3 * 64 * 32), (
+        "half the matrix of attention"
+    )
+    assert layer_matmul_parameters(model, 1, stored=True) - active == 3 * 64 * 4 * 30
+    assert block_kinds(model) == ("embedding", "layer", "experts", "experts", "head")
 
 
 def test_attention_of_wide_heads_in_windows() -> None:

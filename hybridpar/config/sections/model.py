@@ -266,8 +266,9 @@ class ModelConfig(ModelSpec):
         nothing of adapters or experts that it does not have."""
         model = self if self.lora_rank else self.without_adapters
         if not self.num_experts:
-            defaults = {f.name: f.default for f in dataclasses.fields(self)}
-            model = dataclasses.replace(model, **{name: defaults[name] for name in EXPERT_FIELDS})
+            fields = dataclasses.fields(self)
+            unused: dict[str, Any] = {f.name: f.default for f in fields if f.name in EXPERT_FIELDS}
+            model = dataclasses.replace(model, **unused)
         return dataclasses.replace(model, max_positions=self.position_rows)
 
     @property
