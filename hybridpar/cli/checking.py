@@ -55,7 +55,7 @@ class Check:
         from hybridpar.planner.searching.links_report import link_lines, link_needs, step_line
         from hybridpar.prediction import predict, table
         from hybridpar.prediction.knobs import knobs, savings
-        from hybridpar.prediction.memory_report import short_form
+        from hybridpar.prediction.memory_report import assumed_load, short_form
         from hybridpar.prediction.predict import default_device
         from hybridpar.train.folder import measured
         from hybridpar.train.forecasts.host_forecast import forecast_host
@@ -138,7 +138,8 @@ class Check:
             f"{rates}"
             f"\npredicted peak memory of a process of each {name} with train.device = "
             f"{device.type}, in MiB\n"
-            f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving))
+            f"{table(memory, name)}\n"
+            + "\n".join([*short_form(memory, name, saving), *assumed_load(config)])
         )
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import gather_objects
+from hybridpar.config import Config, ModelConfig
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
@@ -102,6 +103,19 @@ def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | N
             "each knob saves"
         )
     return lines
+
+
+def assumed_load(config: Config) -> list[str]:
+    """Return a line about the load of experts that a prediction assumes; none without experts."""
+    model = config.model
+    if not isinstance(model, ModelConfig) or not model.num_experts:
+        return []
+    tokens = config.train.micro_batch_size * model.tokens_per_sample
+    return [
+        f"experts: at balanced load, {tokens * model.router_topk // model.num_experts:,} rows "
+        f"each; at most {tokens:,}, if all tokens of a micro-batch visit one expert, which adds "
+        "temporary tensors and no activations that are kept"
+    ]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
+from hybridpar.prediction.memory_report import assumed_load
 from hybridpar.prediction.predict import default_device
 from hybridpar.prediction.walk import MemoryWalk
 from hybridpar.schedules.passes.lowering import lower
@@ -558,6 +559,33 @@ def test_runs(sections: dict[str, Any]) -> None:
     agree(small(**sections))
 
 
+EXPERTS = {
+    "num_experts": 8,
+    "router_topk": 2,
+    "expert_ffn_hidden_size": 128,
+    "activation": "swiglu",
+    "bias": False,
+    "router_bias_rate": 0.01,
+}
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pp": 2, "model": EXPERTS, "pipeline": DOUBLE},
+        {"model": EXPERTS, "pipeline": {"recompute": "all"}},
+        {"tp": 2, "model": EXPERTS | {"shared_expert_ffn_hidden_size": 64}, **BF16},
+        {"pp": 2, "model": EXPERTS | {"moe_layers": "01"}, "pipeline": SPLIT},
+    ],
+    ids=str,
+)
+def test_experts_at_the_load_that_comes(sections: dict[str, Any]) -> None:
+    """Random tokens are not balanced; the rows of all experts together are as many."""
+    agree(small(**sections))
+
+
 def test_activations_of_a_v_are_even_over_ranks() -> None:
     """V-Half holds 5 of the 8 micro-batches of 2bw's first rank, on every rank; with the ends of
     the model 0.64."""
@@ -784,3 +812,9 @@ def test_every_dtype_of_the_configuration_has_a_prediction(monkeypatch: pytest.M
     totals = {dtype: predict(JobPlan(make(train={"dtype": dtype})))[0].total for dtype in DTYPES}
     assert totals["fp64"] == pytest.approx(2 * totals["fp32"], rel=0.01)
     assert totals["fp16"] == pytest.approx(totals["bf16"], rel=0.01)
+
+
+def test_the_assumed_load_of_experts_is_named() -> None:
+    assert assumed_load(small()) == []
+    (line,) = assumed_load(small(model=EXPERTS))
+    assert line.startswith("experts: at balanced load, 64 rows each; at most 256, if all tokens")
