@@ -26,8 +26,6 @@ from hybridpar.ops.activation import gelu_exact
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
 """Activations with a gate beside the projection up."""
-_ALONE = Axis("tp")
-"""An axis of one rank, for products without collectives."""
 
 
 def activation_function(
@@ -82,6 +80,8 @@ class ParallelMLP(ParallelModule):
     ):
         super().__init__(axis)
         self.recomputes = False
+        self._alone = Axis(axis.name)
+        """An axis of one rank, for products without collectives."""
         self.activation = activation_function(activation, kernels)
         ranges = split_ranges(ffn, axis.size)
         gated = activation in GATED
@@ -145,7 +145,7 @@ class ParallelMLP(ParallelModule):
         up = self.up
         down = self.down
         assert up.bias is None, "biases are added once, after the sum"
-        u = column_linear(x, up.weight, None, _ALONE, None, up.binding("weight"))
+        u = column_linear(x, up.weight, None, self._alone, None, up.binding("weight"))
         activate = partial(self.activation, u, None)
         y = recomputable(activate(), activate) if self.recomputes else activate()
-        return row_linear(y, down.weight, None, _ALONE, None, down.binding("weight"))
+        return row_linear(y, down.weight, None, self._alone, None, down.binding("weight"))

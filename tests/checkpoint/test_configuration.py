@@ -13,7 +13,7 @@ from checkpoint.exchange import OURS, edit_config, folder_of, make_theirs, save_
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import compare, export_folder, import_folder
-from hybridpar.checkpoint.huggingface.configuration import canonical, model_of
+from hybridpar.checkpoint.huggingface.configuration import canonical, choose_family, model_of
 from hybridpar.checkpoint.huggingface.families import FAMILIES, REQUIRED, Family
 from hybridpar.cli import main
 from hybridpar.config import ModelConfig
@@ -399,3 +399,8 @@ def test_an_export_names_every_key(tmp_path: Path, kind: str) -> None:
     assert_means(model, loaded, family)
     for key, works in family.only.items():
         assert getattr(loaded, key, works[0]) == works[0]
+
+
+def test_experts_are_not_exported() -> None:
+    with pytest.raises(ConfigError, match="models with experts are neither imported nor exported"):
+        choose_family(ModelConfig(num_experts=4))

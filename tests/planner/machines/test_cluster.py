@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from planner import made
 
-from hybridpar.config import ParallelConfig, TrainConfig
+from hybridpar.config import ParallelConfig, TrainConfig, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.costs.step_cost import StepCost
@@ -247,3 +247,19 @@ def test_a_measured_machine_has_links_for_all_its_ranks() -> None:
     ):
         measured_machine(made.profile(config), 9)
     assert StepCost(config, measured_machine(profile, 1)).step_time > 0
+
+
+def test_experts_are_planned_for_if_all_layers_have_them(tmp_path: Path) -> None:
+    """More experts of the same size cost more weights and router, and hardly more operations."""
+    cluster = read_cluster(write(tmp_path, GOOD))
+    sizes = {"num_experts": 4, "hidden_size": 1024, "expert_ffn_hidden_size": 2048}
+    few = from_mapping({"model": sizes, "train": {"dtype": "bf16"}}, made.config())
+    many = from_mapping({"model": {"num_experts": 16}}, few)
+    mixed = from_mapping({"model": {"moe_layers": "01"}}, few)
+    times = [block_times(c.model, 64, cluster.device)[1].forward for c in (few, many)]
+    assert times[0] < times[1]
+    assert count_parameters(many.model, 1)["layer"] > 1.5 * count_parameters(few.model, 1)["layer"]
+    machine = machine_of(cluster, estimate(few, cluster))
+    assert StepCost(few, machine).step_time > 0
+    with pytest.raises(ConfigError, match="must give experts to all layers, or to none"):
+        StepCost(mixed, machine)
