@@ -62,7 +62,7 @@ def named(grid: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in grid.items())
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     "model", [{}, DEEPSEEK, GELU, BERT], ids=["mixtral", "deepseek", "gelu", "bert"]
@@ -75,7 +75,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any], sequence: 
     holds(grid, make(model, parallel={"sequence": sequence and "tp" in grid}), num_batches=2)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("recompute", ["none", "all", "selective", "stage"])
 @pytest.mark.parametrize(
     "pipeline",
@@ -98,14 +98,14 @@ def test_schedules(pipeline: dict[str, Any], recompute: str) -> None:
     holds({"pp": 2, "dp": 2} if recompute == "none" else {"pp": 2}, config, num_batches=4)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", [{}, DEEPSEEK], ids=["mixtral", "deepseek"])
 def test_sharded_state(zero: int, model: dict[str, Any]) -> None:
     holds({"dp": 3, "tp": 2}, make(model, parallel={"zero": zero}), num_batches=2)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "optim",
     [
