@@ -1,7 +1,8 @@
 """The process grid: its axes by name, and the lines of ranks along them.
 
-A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, tp:
-tp is fastest, so tensor parallelism stays on the fastest links. There is no global current grid:
+A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, cp,
+tp: tp is fastest, so tensor parallelism stays on the fastest links, and context parallelism comes
+next. There is no global current grid:
 code that communicates is passed the Axis it needs, and an axis of size 1 works without a process
 group.
 """
@@ -35,13 +36,15 @@ MODEL = ("pp", "tp")
 them."""
 _USUAL = ("pp", "dp", "tp")
 """Axes that every grid has, the outermost first."""
-BATCH = ("dp",)
-"""Axes that divide a batch: ranks along them hold the same parameters, and each computes a part of
-the gradient."""
+_ORDER = ("pp", "dp", "cp", "tp")
+"""The order of the axes whose sizes are given by keyword."""
+BATCH = ("dp", "cp")
+"""Axes that divide a batch, dp by samples and cp by the tokens of each sample: ranks along them
+hold the same parameters, and each computes a part of the gradient."""
 APART = ("site",)
 """Axes whose ranks train apart: each has different weights, which only the outer step
 (state/reduction/outer.py) averages."""
-_WORDS = {"site": "site", "dp": "replica", "tp": "tensor part"}
+_WORDS = {"site": "site", "dp": "replica", "cp": "context part", "tp": "tensor part"}
 
 
 @dataclass(slots=True)
@@ -138,6 +141,7 @@ class Axis:
 
 
 _JOIN = " x "
+DP_CP = _JOIN.join(BATCH)
 
 
 class ProcessGrid:
@@ -145,7 +149,8 @@ class ProcessGrid:
     "tp": 2})`.
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
-    axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a separate communicator,
+    axes together. By attribute: `tp`, `cp`, `dp`, `pp`; `dp_cp` (dp and cp together, over which
+    gradients are summed; dp itself if the grid has no axis cp); `pp_reverse` (pp with a separate communicator,
     for gradients that flow against the activations); `embedding_group` (the first and last pipeline
     stage with all their replicas, which share tied embeddings; size 1 in between, and if pp is 1);
     `site` (the ranks that hold the same parameters at other sites); `site_group` (all ranks of this
@@ -161,8 +166,8 @@ class ProcessGrid:
     all ranks: each rank creates all groups of all lines, in one order.
 
     Args:
-        sizes: Sizes by axis, the outermost first; missing tp, pp and dp have size 1.
-        axes: Sizes of tp, pp and dp by keyword, in place of `sizes`; pp is the outermost, tp
+        sizes: Sizes by axis, the outermost first; missing tp, cp, pp and dp have size 1.
+        axes: Sizes of tp, cp, pp and dp by keyword, in place of `sizes`; pp is the outermost, tp
             the innermost.
         joined: Groups of axes that are used together.
         device_type: Type of device of the tensors that communicate.
@@ -178,7 +183,9 @@ class ProcessGrid:
 
     place: dict[str, int]
     tp: Axis
+    cp: Axis
     dp: Axis
+    dp_cp: Axis
     pp: Axis
     pp_reverse: Axis
     embedding_group: Axis
@@ -272,6 +279,8 @@ class ProcessGrid:
         self.tp, self.dp, self.pp, self.pp_reverse, self.embedding_group, self.world = map(
             self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "embedding_group", "world")
         )
+        self.cp = self._axes.get("cp", Axis("cp", 0, (rank,), flight=self.flight))
+        self.dp_cp = self._axes.get(DP_CP, self.dp)
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.site_group = self._axes.get("site_group", self.world)
 
@@ -357,10 +366,11 @@ def where_of(stages: Sequence[int], place: Place) -> str:
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
     """Return the axes of the grid that a configuration asks for; the axis of sites only if there
-    are several.
+    are several, and cp only if it is used.
     """
     sites = {"site": parallel.sites} if parallel.sites > 1 else {}
-    return sites | {"pp": parallel.pp, "dp": parallel.dp, "tp": parallel.tp}
+    context = {"cp": parallel.cp} if parallel.cp > 1 else {}
+    return sites | {"pp": parallel.pp, "dp": parallel.dp} | context | {"tp": parallel.tp}
 
 
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
@@ -395,27 +405,32 @@ def lines_of(
     lines["pp_reverse"] = lines["pp"]
     last = sizes["pp"] - 1
     ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
-    lines["embedding_group"] = along("pp", *BATCH, of=ends) if last else []
+    batch = [name for name in BATCH if name in names]
+    lines["embedding_group"] = along("pp", *batch, of=ends) if last else []
+    if "cp" in names:
+        lines[DP_CP] = along(*batch)
     if any(name in APART for name in names):
         lines["site_group"] = along(*(name for name in names if name not in APART))
     return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
 
 
 def _ordered(by_keyword: Mapping[str, int]) -> AxisSizes:
-    """Return sizes of pp, dp and tp in the order of a grid.
+    """Return sizes of pp, dp, cp and tp in the order of a grid.
 
     Raises:
         ConfigError: There are others, whose place in the order is unknown.
     """
     for name in by_keyword:
-        if name not in _USUAL:
+        if name not in _ORDER:
             raise config_error(
                 "axis",
                 name,
-                "must be pp, dp or tp; give the sizes of other axes in a dict, the outermost first",
+                "must be pp, dp, cp or tp; give the sizes of other axes in a dict, the outermost first",
                 f'ProcessGrid({{"{name}": 2, "tp": 2}})',
             )
-    return {name: by_keyword.get(name, 1) for name in _USUAL}
+    return {
+        name: by_keyword.get(name, 1) for name in _ORDER if name in _USUAL or name in by_keyword
+    }
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:

@@ -254,7 +254,7 @@ class Trainer:
 
         parallel = self.config.parallel
         sizes = (
-            {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+            {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
             if grid is None
             else grid
         )

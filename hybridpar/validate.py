@@ -38,7 +38,7 @@ def resolve(config: Config, world_size: int) -> Config:
     if found := problems(config, world_size):
         raise ConfigError(*found)
     parallel = config.parallel
-    dp = parallel.dp or world_size // (parallel.tp * parallel.pp * parallel.sites)
+    dp = parallel.dp or world_size // replace(parallel, dp=1).num_ranks
     return replace(config, parallel=replace(parallel, dp=dp))
 
 
@@ -125,38 +125,41 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
     tp = config.parallel.tp
     pp = config.parallel.pp
     dp = config.parallel.dp
+    cp = config.parallel.cp
     sites = config.parallel.sites
+    least = replace(config.parallel, dp=1).num_ranks
     if sites > 1 and config.parallel.zero == 0 and world_size > tp * pp * sites:
         rule = (
             "must be at least 1 with parallel.sites > 1 and parallel.dp > 1: each replica "
             "exchanges the part of the model that it updates"
         )
         yield Problem("parallel.zero", 0, rule, "1")
-    product, given = (
-        ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
-    )
+    context = f" cp={cp}" if cp > 1 else ""
+    given = f" sites={sites}" if sites > 1 else ""
+    product = f"tp{' * cp' if cp > 1 else ''} * pp * dp{' * sites' if sites > 1 else ''}"
     if dp and config.parallel.num_ranks != world_size:
-        fills = ", or parallel.dp = 0" if world_size % (tp * pp * sites) == 0 else ""
+        fills = ", or parallel.dp = 0" if world_size % least == 0 else ""
         yield Problem(
             "parallel",
-            f"tp={tp} pp={pp} dp={dp}{given}",
+            f"tp={tp}{context} pp={pp} dp={dp}{given}",
             f"{product} = {config.parallel.num_ranks} does not match the job's {world_size} "
             f"processes",
             f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
             f"--nproc-per-node){fills}",
         )
-    elif not dp and world_size % (least := tp * pp * sites):
-        each = world_size // sites if world_size % sites == 0 else 0  # processes of each site
+    elif not dp and world_size % least:
+        outer = sites * cp
+        each = world_size // outer if world_size % outer == 0 else 0  # processes of each site
         works = [
-            f"tp={t} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)
-        ] or ["parallel.sites = 1"]
+            f"tp={t}{context} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)
+        ] or ["parallel.cp = 1" if cp > 1 else "parallel.sites = 1"]
         rule = (
             f"{product.replace(' * dp', '')} = {least} must divide the number of processes, "
             f"{world_size}"
         )
         yield Problem(
             "parallel",
-            f"tp={tp} pp={pp}{given}",
+            f"tp={tp}{context} pp={pp}{given}",
             rule,
             f"{least} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}",
         )

@@ -16,7 +16,7 @@ from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import APART, BATCH, MODEL
+from hybridpar.grid import APART, MODEL
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.kinds import Anchor, Master, WeightShares, WeightVersions, saved_kind
@@ -50,7 +50,12 @@ class Keeper:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that took part in the reduction of a parameter's gradient."""
+    """A rank that took part in the reduction of a parameter's gradient.
+
+    Attributes:
+        holder: The stage and the placement of the parameter.
+        replica: The rank's index along dp and cp together.
+    """
 
     holder: Holder
     replica: int
@@ -182,7 +187,7 @@ class Saved:
         return [
             Member(holder, replica)
             for holder in holders
-            for replica in range(self.manifest.config.parallel.dp)
+            for replica in range(self.manifest.config.parallel.dp_cp)
         ]
 
     def share(self, slot: ParameterSlot, kind: str, rank: int, size: int) -> Tensor | None:
@@ -276,7 +281,9 @@ class Saved:
             | {"pp": stage}
             | ({split.axis: rank} if split else {})
         )
-        wanted |= {} if replica is None else {BATCH[0]: replica}
+        if replica is not None:
+            cp = self.manifest.config.parallel.cp
+            wanted |= {"dp": replica // cp} | ({"cp": replica % cp} if cp > 1 else {})
         if (places := tuple(wanted.items())) not in self._at:  # for all tensors there once
             self._at[places] = [
                 file for file in self._files if wanted.items() <= file.place.items()

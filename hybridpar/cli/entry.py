@@ -332,7 +332,7 @@ def _new_name(word: str, command: str, known: Collection[str]) -> str:
     if now == "ranks" and "parallel.tp" in known:
         return (
             f"not a flag of {command}: the number of processes follows from --parallel.tp, "
-            f"--parallel.pp and --parallel.dp"
+            f"--parallel.cp, --parallel.pp and --parallel.dp"
         )
     return ""
 

@@ -293,8 +293,8 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 
 def _of_one_site(config: Config) -> None:
-    """Raise a ConfigError for several sites: they train separately, so each one is planned
-    separately."""
+    """Raise a ConfigError for what the planner's costs do not know: several sites, which train
+    separately, so each one is planned separately, and context parallelism."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
@@ -313,3 +313,6 @@ def resolved(config: Config, ranks: int = 0) -> Config:
     from hybridpar.validate import resolve
 
     return resolve(config, ranks or max(1, config.parallel.num_ranks))
+    if (cp := config.parallel.cp) > 1:
+        rule = "not supported by plan and by predicted step times, whose costs are of whole samples"
+        raise config_error("parallel.cp", cp, rule, "1")

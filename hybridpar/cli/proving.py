@@ -43,7 +43,7 @@ class Verify:
         from hybridpar.verify.run import Disturbance, on_grid, verify
 
         parallel = self.config.parallel
-        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1), "cp": parallel.cp}
         sizes = parse_grid(self.grid) if self.grid else own
         resolved(on_grid(self.config, sizes))
         for name, number in (

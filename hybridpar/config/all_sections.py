@@ -164,12 +164,14 @@ class Config:
     def state_moves(self) -> bool:
         """Whether some of what replicas share is whole of a part of the blocks at a time: with
         ZeRO-3 weights, and from ZeRO-2 on gradients, if these are not compressed."""
-        return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp > 1
+        return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp_cp > 1
 
     @property
     def replicas_differ(self) -> bool:
         """Whether every replica has state of its own to save."""
-        return self.parallel.zero > 0 or (self.compression.replicas_differ and self.parallel.dp > 1)
+        return self.parallel.zero > 0 or (
+            self.compression.replicas_differ and self.parallel.dp_cp > 1
+        )
 
     @property
     def longest_wait_s(self) -> float:

@@ -89,7 +89,7 @@ MEGATRON: dict[str, str] = {
     "pipeline_model_parallel_layout": "pipeline.split",
     "sequence_parallel": "parallel.sequence = true",
     "use_distributed_optimizer": "parallel.zero = 1",
-    "context_parallel_size": ABSENT,
+    "context_parallel_size": "parallel.cp",
     "recompute_activations": 'pipeline.recompute = "selective"',
     "recompute_granularity": "pipeline.recompute",
     "optimizer_cpu_offload": "memory.host_optimizer = true",

@@ -41,7 +41,7 @@ class ModelSpec:
     whose blocks no axis divides and whose losses are means over samples.
 
     Nothing outside the models asks for the class of a model. A capability is asked of the model
-    itself: `sequence_parallel`, `cuda_graph_safe`, `layers_field`, `cost_model`, `text_format`,
+    itself: `sequence_parallel`, `context_parallel`, `cuda_graph_safe`, `layers_field`, `cost_model`, `text_format`,
     `logits_chunk`, `can_generate`. A custom model may provide all of them but the last.
     """
 
@@ -64,6 +64,10 @@ class ModelSpec:
     sequence_parallel: bool = False
     """Whether blocks support `Build.sequence` (parallel.sequence): the x between them then holds
     this rank's rows of each sample."""
+    context_parallel: bool = False
+    """Whether blocks support `Build.context` (parallel.cp): each rank then has its tokens of every
+    sample, in the micro-batch (`Context.cut`) and in the x between blocks. Attention with
+    `context=build.context` sees all tokens; everything else must act on single tokens."""
     cuda_graph_safe: bool = False
     """Whether a forward reads nothing that changes but its arguments and parameters. If False,
     replayed CUDA graphs are compared with runs kernel by kernel from time to time."""

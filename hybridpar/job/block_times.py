@@ -117,7 +117,7 @@ def _update_times(config: Config, rates: _Rates) -> list[float]:
     """
     if config.memory.host_optimizer:
         return [0.0] * config.model.num_blocks
-    replicas = max(config.parallel.dp, 1) if config.parallel.zero else 1
+    replicas = max(config.parallel.dp_cp, 1) if config.parallel.zero else 1
     works = _update_works(config.model, config.optim, config.pipeline.stage_layout == "v")
     return [
         (operations / rates.products + num_bytes / rates.update) / replicas

@@ -9,6 +9,9 @@ holds their positions in their texts.
 With `sequence` (over tp) the x between blocks holds this rank's rows of every sample, [b, s_local,
 h]; batch has all rows. At tp 1 that is the same.
 
+Context parallelism (over cp): batch has this rank's tokens alone, as Context.cut leaves them, and
+so has x; `sequence` divides these. Only attention receives anything of the others.
+
 Packed documents (data.packing): batch["document_start"] ([b, s] int32) holds the first position
 that each token attends to, and batch["positions"] ([b, s] int64) each token's place in its
 document.
@@ -46,6 +49,7 @@ from hybridpar.nn import (
     vocab_parallel_linear_cross_entropy,
 )
 from hybridpar.nn.attention import QKNorm
+from hybridpar.nn.context import ALONE, Context
 from hybridpar.nn.cross_entropy import (
     CrossEntropySpec,
     LogitTransform,
@@ -58,6 +62,7 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges
 from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
 from hybridpar.nn.sequence import SequencePart
+from hybridpar.ops.dropout import Rows
 from hybridpar.random import RandomKey
 
 MicroBatch = Mapping[str, Tensor]
@@ -205,11 +210,13 @@ class Embedding(nn.Module):
         kernels: KernelsConfig,
         *,
         sequence: bool = False,
+        context: Context = ALONE,
         **factory: Any,
     ):
         super().__init__()
         self.axis = axis
         self.sequence = sequence
+        self.context = context
         self.scale = model.embedding_scale
         h = model.hidden_size
         std = model.init_std
@@ -250,7 +257,7 @@ class Embedding(nn.Module):
             out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
             out = value_of(self.norm(out))
-        return self.dropout(out, key, part.start)
+        return self.dropout(out, key, self.context.rows_of(part))
 
 
 class SegmentEmbedding(ParallelModule):
@@ -295,11 +302,13 @@ class TransformerLayer(nn.Module):
         *,
         layer: int,
         sequence: bool = False,
+        context: Context = ALONE,
         **factory: Any,
     ):
         super().__init__()
         self.axis = axis
         self.sequence = sequence
+        self.context = context
         self.post_norm = model.post_norm
         self.has_input_norms = model.norm_position != "output"
         self.has_output_norms = model.norm_position in ("output", "sandwich")
@@ -317,6 +326,7 @@ class TransformerLayer(nn.Module):
             out_init_std=out_std,
             name=f"{name}.attention",
             sequence=sequence,
+            context=context,
             **factory,
         )
         self.mlp = mlp_of(
@@ -346,32 +356,35 @@ class TransformerLayer(nn.Module):
         key: RandomKey | None,
         cache: KeyValueCache | None = None,
     ) -> HiddenStates:
-        start, _, sizes = part_of(batch, self.axis, self.sequence)
+        part = part_of(batch, self.axis, self.sequence)
+        rows = self.context.rows_of(part)
+        sizes = part.sizes
         positions = batch.get("positions")
         first_key = batch.get("document_start")
-        how = batch.get("padding_mask"), key, cache, positions, sizes, first_key
+        places = batch.get("rows") if self.context.is_split else None
+        how = batch.get("padding_mask"), key, cache, positions, sizes, first_key, places
         if self.post_norm:
             x, _ = self.attention_norm.add(
                 *self.attention.without_bias(x, *how),
                 value_of(x),
                 self.attention_dropout,
                 key,
-                start,
+                rows,
             )
             return self.mlp_norm.add(
-                *self._feed_forward(x, batch, sizes), value_of(x), self.mlp_dropout, key, start
+                *self._feed_forward(x, batch, sizes), value_of(x), self.mlp_dropout, key, rows
             )[0]
         x = value_of(x)
         if self.has_output_norms:
-            return self._with_output_norms(x, batch, how, sizes, key, start)
+            return self._with_output_norms(x, batch, how, sizes, key, rows)
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
             fed = self._feed_forward(self.mlp_norm(x), batch, sizes)
             return self.mlp_dropout.add(
-                *fed, self.attention_dropout.add(*attended, x, key, start), key, start
+                *fed, self.attention_dropout.add(*attended, x, key, rows), key, rows
             )
-        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, start)
-        return self.mlp_dropout.add(*self._feed_forward(y, batch, sizes), x, key, start)
+        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, rows)
+        return self.mlp_dropout.add(*self._feed_forward(y, batch, sizes), x, key, rows)
 
     def _feed_forward(
         self, x: HiddenStates, batch: MicroBatch, sizes: tuple[int, ...] | None
@@ -389,7 +402,7 @@ class TransformerLayer(nn.Module):
         how: tuple[Any, ...],
         sizes: tuple[int, ...] | None,
         key: RandomKey | None,
-        start: int,
+        rows: Rows,
     ) -> Tensor:
         """Run the layer if what either sublayer adds is normalised first."""
         inside = self.attention_norm(x) if self.has_input_norms else x
@@ -398,11 +411,11 @@ class TransformerLayer(nn.Module):
         )
         inner: HiddenStates
         if self.has_input_norms:
-            inner, x = self.mlp_norm.add(attended, None, x, self.attention_dropout, key, start)
+            inner, x = self.mlp_norm.add(attended, None, x, self.attention_dropout, key, rows)
         else:
-            inner = x = self.attention_dropout.add(attended, None, x, key, start)
+            inner = x = self.attention_dropout.add(attended, None, x, key, rows)
         fed = self._output(self.mlp_output_norm, *self._feed_forward(inner, batch, sizes))
-        return self.mlp_dropout.add(fed, None, x, key, start)
+        return self.mlp_dropout.add(fed, None, x, key, rows)
 
     @staticmethod
     def _output(norm: LayerNorm | RMSNorm, y: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
-from hybridpar.models.custom_blocks import Build, adopt, construct
+from hybridpar.models.custom_blocks import Build, adopt, construct, context_of
 from hybridpar.models.groups import (
     Adapters,
     adapter_of,
@@ -37,6 +37,7 @@ from hybridpar.models.groups import (
     matches,
     require_matches,
 )
+from hybridpar.nn.context import ALONE
 from hybridpar.nn.placement import Placement, named_placements
 
 DTYPES = {
@@ -58,15 +59,17 @@ class BlockOptions:
         sequence: Whether each rank holds its rows of every sample between the split layers
             (parallel.sequence).
         groups: `optim.groups`, which are written into the placements of parameters.
+        cp: The cp axis, whose ranks share the tokens of each sample.
     """
 
     kernels: KernelsConfig = AUTO
     sequence: bool = False
     groups: tuple[ParameterGroup, ...] = ()
+    cp: Axis = ALONE.axis
 
     @classmethod
-    def of(cls, config: Config) -> BlockOptions:
-        return cls(config.kernels, config.parallel.sequence, config.optim.groups)
+    def of(cls, config: Config, cp: Axis = ALONE.axis) -> BlockOptions:
+        return cls(config.kernels, config.parallel.sequence, config.optim.groups, cp)
 
 
 def build_blocks(
@@ -96,8 +99,11 @@ def build_blocks(
         ConfigError: Heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
     blocks = {}
+    context = context_of(model, options.cp)
     for number in numbers:
-        build = Build(axis, f"blocks.{number}", options.kernels, options.sequence, device, dtype)
+        build = Build(
+            axis, f"blocks.{number}", options.kernels, options.sequence, device, dtype, context
+        )
         if isinstance(model, ModelConfig):
             blocks[number] = _transformer_block(model, number, build)
         else:
@@ -153,6 +159,8 @@ def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Modu
         options["layer"] = number - 1
     else:
         kind = HEADS[model.kind]
+    if number <= model.num_layers:  # a head acts on single tokens
+        options["context"] = build.context
     return kind(model, build.axis, build.name, build.kernels, **options)
 
 

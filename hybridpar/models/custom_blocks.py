@@ -24,6 +24,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.dropout import KEYED, KeyedDropouts
 from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
+from hybridpar.nn.context import ALONE, Context
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.sequence import SequencePart
 
@@ -50,6 +51,8 @@ class Build:
             (parallel.sequence).
         device: Device of its parameters.
         dtype: Type of its parameters.
+        context: The ranks that share the tokens of each sample (parallel.cp); for the layers that
+            see several tokens, such as `ParallelAttention(.., context=build.context)`.
     """
 
     axis: Axis
@@ -58,6 +61,7 @@ class Build:
     sequence: bool
     device: str | torch.device
     dtype: torch.dtype
+    context: Context = ALONE
 
     @property
     def factory(self) -> dict[str, Any]:
@@ -129,32 +133,45 @@ Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
 """The shape of one sample of a block's output: one tensor, or several by name."""
 
 
+def context_of(model: ModelSpec, cp: Axis) -> Context:
+    """Return the ranks of the axis as the ranks that share the tokens of the model's samples."""
+    if cp.size == 1:
+        return Context(cp)
+    shape = model.activation_shape(0)
+    assert not isinstance(shape, dict), "rows of several tensors are not split"
+    return Context(cp, shape[0])
+
+
 def local_message_shape(
-    model: ModelSpec, number: int, axis: Axis, sequence: bool
+    model: ModelSpec, number: int, axis: Axis, sequence: bool, context: Context = ALONE
 ) -> tuple[int, ...]:
-    """Return the shape of one sample of what this rank of tp sends on from block `number`."""
-    if not sequence or model.num_blocks == 1:
+    """Return the shape of one sample of what this rank sends on from block `number`."""
+    if not (sequence or context.is_split) or model.num_blocks == 1:
         return message_shape(model, number)
-    shape = local_shape(model, number, axis, sequence)
+    shape = local_shape(model, number, axis, sequence, context)
     assert not isinstance(shape, dict), "rows of several tensors are not split"
     return shape
 
 
-def local_shape(model: ModelSpec, number: int, axis: Axis, sequence: bool) -> Shape:
-    """Return the shape of one sample of block `number`'s output on this rank of tp.
+def local_shape(
+    model: ModelSpec, number: int, axis: Axis, sequence: bool, context: Context = ALONE
+) -> Shape:
+    """Return the shape of one sample of block `number`'s output on this rank.
 
-    With `sequence` a rank has its own rows, the first dimension of the sample.
+    With a context, and with `sequence`, a rank has its own rows, the first dimension of the sample.
 
     Raises:
         ConfigError: Rows are split, and the block returns several tensors.
     """
     shape = model.activation_shape(number)
-    if not sequence:
+    if not sequence and not context.is_split:
         return shape
     if isinstance(shape, dict):
         rule = f"returns several tensors from block {number}, whose rows cannot be split"
-        raise spec_error(model, rule, "parallel.sequence = false")
-    return (SequencePart.of(shape[0], axis, sequence).length, *shape[1:])
+        works = "parallel.sequence = false" if sequence else "parallel.cp = 1"
+        raise spec_error(model, rule, works)
+    rows = context.local_length(shape[0])
+    return (SequencePart.of(rows, axis, sequence).length, *shape[1:])
 
 
 def adopt(block: nn.Module, model: ModelSpec, number: int, build: Build) -> None:
@@ -172,7 +189,7 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, build: Build) -> None
     _require_registered(block, model, number)
     wanted = None
     if number < model.num_blocks - 1:
-        wanted = local_shape(model, number, build.axis, build.sequence)
+        wanted = local_shape(model, number, build.axis, build.sequence, build.context)
     if model.max_tp == 1:
         KeyedDropouts(block, model, number, build.kernels)
     BlockWatch(block, model, number)

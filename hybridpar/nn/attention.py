@@ -19,6 +19,7 @@ from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn.cache import KeyValueCache
+from hybridpar.nn.context import ALONE, Context
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.norm import RMSNorm
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
@@ -206,11 +207,13 @@ class ParallelAttention(ParallelModule):
         name: Tells the dropout of one layer from another's.
         out_init_std: Standard deviation of `out` at the start; None: init_std.
         sequence: Whether calls have `sizes` (see column_linear).
+        context: The ranks that share the tokens of each sample (context parallelism; causal only).
+            Calls have `rows` then, the place of each of this rank's tokens in its sample.
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real), first_key [b, s] int32
     (the first position that each token attends to) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
-    row_linear. With a full qk_norm: see full_qk_norm.
+    row_linear. With a full qk_norm: see full_qk_norm. With a context: see Context.gather.
     Raises: ConfigError if counts do not fit (see HeadLayout), or for an odd number of rotary
     features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
@@ -241,10 +244,13 @@ class ParallelAttention(ParallelModule):
         out_init_std: float | None = None,
         name: str = "attention",
         sequence: bool = False,
+        context: Context = ALONE,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(axis)
+        assert causal or not context.is_split, "context parallelism is for causal attention"
+        self.context = context
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size, head_dim or 0)
         self.rotary_dim = (
@@ -325,8 +331,11 @@ class ParallelAttention(ParallelModule):
         key: RandomKey | None = None,
         sizes: Sequence[int] | None = None,
         first_key: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        y, bias = self.without_bias(x, padding_mask, key, sizes=sizes, first_key=first_key)
+        y, bias = self.without_bias(
+            x, padding_mask, key, positions=rows, sizes=sizes, first_key=first_key, rows=rows
+        )
         return y if bias is None else y + bias
 
     def without_bias(
@@ -338,13 +347,20 @@ class ParallelAttention(ParallelModule):
         positions: Tensor | None = None,
         sizes: Sequence[int] | None = None,
         first_key: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output without the bias of `out`, and that bias.
 
         The caller adds it in another operator.
+
+        Args:
+            positions: Positions for rotary embeddings; with a cache, where x belongs in it.
+            rows: The place of each token in its sample, ascending (see `context`).
         """
+        assert not self.context.is_split or rows is not None, "a rank's tokens need their rows"
         turn = self._turn(x, cache, sizes)
         q, k, v = self._heads(x, turn, positions, sizes)
+        k, v = self.context.gather(k, v)
         window = self.window
         if cache is not None:
             assert positions is not None
@@ -360,6 +376,7 @@ class ParallelAttention(ParallelModule):
             padding_mask=padding_mask,
             window=window,
             first_key=first_key,
+            positions=rows,
             kv_index=self.kv_index,
             dropout_p=self.dropout,
             key=key,
@@ -377,7 +394,7 @@ class ParallelAttention(ParallelModule):
         """Return the rotary positions of queries and keys; with a cache for texts that fill it."""
         if self.rotary_base is None:
             return None
-        length = value_of(x).shape[1] if sizes is None else sum(sizes)
+        length = self.context.full_length(value_of(x).shape[1] if sizes is None else sum(sizes))
         if cache is not None:
             length = cache.capacity
         return RotarySettings(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hybridpar import ops
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
-from hybridpar.ops.dropout import DropoutSpec
+from hybridpar.ops.dropout import DropoutSpec, Rows
 from hybridpar.random import RandomKey, site
 
 
@@ -25,7 +25,7 @@ class Dropout(nn.Module):
         name: Tells this layer from others, e.g. 'blocks.3.mlp.dropout'.
 
     A call's `first_row` is the first of each sample's rows that x holds, if a rank holds part of
-    the rows.
+    the rows; ranges of rows if they lie apart.
 
     Shapes: x [b, ..], replicated over tp, or [b, rows, h] -> same; b counts samples from
     key.sample.
@@ -42,10 +42,10 @@ class Dropout(nn.Module):
         self.site = site(name)
         self.kernels = kernels
 
-    def forward(self, x: Tensor, key: RandomKey | None, first_row: int = 0) -> Tensor:
+    def forward(self, x: Tensor, key: RandomKey | None, first_row: Rows = 0) -> Tensor:
         return ops.dropout(x, self.spec(key, first_row), backend=self.kernels.dropout)
 
-    def spec(self, key: RandomKey | None, first_row: int = 0) -> DropoutSpec:
+    def spec(self, key: RandomKey | None, first_row: Rows = 0) -> DropoutSpec:
         """Return the dropout of this layer in a micro-batch; see `forward`."""
         return DropoutSpec(self.p, key, self.site, first_row=first_row)
 
@@ -55,7 +55,7 @@ class Dropout(nn.Module):
         bias: Tensor | None,
         residual: Tensor,
         key: RandomKey | None,
-        first_row: int = 0,
+        first_row: Rows = 0,
     ) -> Tensor:
         """Return residual + dropout(x + bias). Shapes: x and residual [b, .., h], bias [h] ->
         [b, .., h]."""

@@ -20,6 +20,7 @@ from hybridpar.grid import Axis
 from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.recomputable import HiddenStates, recomputable
+from hybridpar.ops.dropout import Rows
 from hybridpar.ops.norm import NormWeights
 from hybridpar.random import RandomKey
 
@@ -81,7 +82,7 @@ class _Norm(ParallelModule):
         residual: Tensor,
         dropout: Dropout,
         key: RandomKey | None,
-        first_row: int = 0,
+        first_row: Rows = 0,
     ) -> tuple[HiddenStates, Tensor]:
         """Return the norm of residual + dropout(x + bias), and that sum.
 

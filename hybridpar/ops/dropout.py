@@ -7,8 +7,8 @@ are at least `threshold`, and is 0 otherwise. Backends agree to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,9 @@ from hybridpar.errors import config_error
 from hybridpar.ops.backends.libraries import Shapes
 from hybridpar.ops.backends.registry import resolve
 from hybridpar.random import CounterBlock, RandomKey
+
+Rows = int | tuple[tuple[int, int], ...]
+"""Rows of each sample that a rank holds: the first of neighbouring ones, or half-open ranges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class DropoutSpec:
         site: Number that tells this place from others (random.site).
         inner_size: Global size of the last dimension, if a rank holds part of it. None: x has all.
         inner_start: The first of the last dimension's elements that x holds.
-        first_row: The first of each sample's rows that x holds, if a rank holds part of the rows.
+        first_row: The first of each sample's rows that x holds, if a rank holds part of the rows;
+            ranges if these rows lie apart (x is then [samples, rows, inner]).
     """
 
     p: float = 0.0
@@ -42,7 +46,18 @@ class DropoutSpec:
     site: int = 0
     inner_size: int | None = None
     inner_start: int = 0
-    first_row: int = 0
+    first_row: Rows = 0
+
+    @property
+    def lies_apart(self) -> bool:
+        """Whether elements are dropped in rows that are no neighbours, which no kernel knows."""
+        return not isinstance(self.first_row, int) and self.key is not None and self.p > 0
+
+    def neighbours(self) -> Iterator[tuple[int, DropoutSpec]]:
+        """Yield each range of rows: their number, and their dropout."""
+        assert not isinstance(self.first_row, int)
+        for start, stop in self.first_row:
+            yield stop - start, replace(self, first_row=start)
 
 
 NO_DROPOUT = DropoutSpec()
@@ -58,6 +73,10 @@ def dropout(x: Tensor, spec: DropoutSpec, *, backend: str = "auto") -> Tensor:
     than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
+    if spec.lies_apart:
+        lengths, specs = zip(*spec.neighbours(), strict=True)
+        parts = zip(x.split(lengths, 1), specs, strict=True)
+        return torch.cat([dropout(part, each, backend=backend) for part, each in parts], 1)
     return drop(x, make_mask(spec, x.shape, x.device), backend)
 
 
@@ -93,6 +112,7 @@ def make_mask(spec: DropoutSpec, shape: Sequence[int], device: torch.device) -> 
         raise ValueError(f"x must be [samples, ..., inner], got {tuple(shape)}")
     key0, key1 = random.philox_key(spec.key.seed, spec.site)
     stride = shape[-1] if spec.inner_size is None else spec.inner_size
+    assert isinstance(spec.first_row, int), "a mask is for neighbouring rows"
     start = spec.first_row * stride + spec.inner_start
     random.check_counters(0, 0, CounterBlock(1, shape[-1], stride, start, num_samples=shape[0]))
     threshold = min(round(spec.p * 2.0**32), (1 << 32) - 1)

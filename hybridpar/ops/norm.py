@@ -14,6 +14,7 @@ from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, like, wide_type
 from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import NO_DROPOUT, DropoutMask, DropoutSpec, drop, make_mask
+from hybridpar.ops.dropout import dropout as drop_rows
 
 
 def layer_norm(
@@ -68,6 +69,11 @@ def add_norm(
     """
     check_vectors(x, weight=norm.weight, bias=norm.bias, bias_of_x=bias_of_x)
     _check_residual(x, residual)
+    if dropout.lies_apart:
+        total = bias_dropout_add(x, residual, bias_of_x, dropout=dropout)
+        if norm.bias is None:
+            return rms_norm(total, norm.weight, norm.eps), total
+        return layer_norm(total, norm.weight, norm.bias, norm.eps), total
     mask = make_mask(dropout, x.shape, x.device)
     return resolve("add_norm", backend, x)(x, bias_of_x, residual, norm, mask)
 
@@ -88,6 +94,8 @@ def bias_dropout_add(
     """
     check_vectors(x, bias=bias)
     _check_residual(x, residual)
+    if dropout.lies_apart:
+        return residual + drop_rows(x if bias is None else x + bias, dropout)
     mask = make_mask(dropout, x.shape, x.device)
     return resolve("bias_dropout_add", backend, x)(x, bias, residual, mask)
 

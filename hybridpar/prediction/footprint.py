@@ -23,7 +23,8 @@ from hybridpar.data.mapped import rehearsal
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
-from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.models.custom_blocks import context_of
+from hybridpar.prediction.fake_neighbours import silent_axis, silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS
 from hybridpar.random import RandomKey
@@ -138,7 +139,7 @@ def trace_stage(
         device: The device, whose type this machine need not have.
         results: A cache of operator results; see `Tracker`.
     """
-    batch = sample_microbatch(config)
+    batch = local_microbatch(config)
     with Tracker(device, results) as tracker:
         traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
@@ -205,7 +206,7 @@ class TracedStage:
                 model,
                 grid.tp,
                 blocks,
-                options=BlockOptions.of(config),
+                options=BlockOptions.of(config, grid.cp),
                 dtype=policy.dtype,
             ),
             recompute,
@@ -375,6 +376,12 @@ class TracedStage:
 
 def _no_codec(flow: int) -> None:
     """Return no codec: a tensor within a rank is passed uncompressed."""
+
+
+def local_microbatch(config: Config) -> dict[str, Tensor]:
+    """Return a micro-batch as the first rank of cp has it, whose tokens are the most."""
+    context = context_of(config.model, silent_axis("cp", config.parallel.cp))
+    return context.cut(sample_microbatch(config))
 
 
 def sample_microbatch(config: Config) -> dict[str, Tensor]:

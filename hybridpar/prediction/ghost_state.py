@@ -47,7 +47,7 @@ class GhostState:
                 config.model,
                 grid.tp,
                 [number for blocks in held.values() for number in blocks],
-                options=BlockOptions.of(config),
+                options=BlockOptions.of(config, grid.cp),
                 dtype=policy.dtype,
             )
         )
@@ -124,11 +124,11 @@ def trace_state(
         device: The device, whose type this machine need not have.
     """
     budget = job.config.memory.budget
-    dp = job.config.parallel.dp
+    dp_cp = job.config.parallel.dp_cp
     tp = job.config.parallel.tp
     with Tracker(device) as tracker:
         ghost = GhostState.of(job, rank, policy, tracker)
-        most = ghost.state.partition.most_whole(range(rank, rank + dp * tp, tp))
+        most = ghost.state.partition.most_whole(range(rank, rank + dp_cp * tp, tp))
         if most != rank:
             ghost = GhostState.of(job, most, policy, tracker)
         state = ghost.state

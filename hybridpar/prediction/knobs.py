@@ -88,7 +88,7 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         Knob({"pipeline": {"recompute": what}}, memory.activations)
         for what in ("selective", "all", "stage")
     )
-    if parallel.dp > 1:
+    if parallel.dp_cp > 1:
         columns = (
             memory.master + memory.optimizer,
             memory.gradients,
@@ -96,7 +96,7 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         )  # the ZeRO stages from which optimizer state, gradients and weights are sharded
         for zero in range(parallel.zero + 1, 4):
             split = sum(columns[parallel.zero : zero])
-            yield Knob({"parallel": {"zero": zero}}, split - split // parallel.dp)
+            yield Knob({"parallel": {"zero": zero}}, split - split // parallel.dp_cp)
     model = config.model
     tokens = train.micro_batch_size * config.model.tokens_per_sample
     chunk = min(_CHUNK, tokens // 4)

@@ -49,7 +49,7 @@ class Footprints:
             key = (
                 _bears(config),
                 config.pipeline.split_backward,
-                parallel.zero and (parallel.zero, parallel.dp),
+                parallel.zero and (parallel.zero, parallel.dp_cp),
                 b,
                 blocks,
                 recompute,
@@ -108,7 +108,7 @@ class Footprints:
             for name in first
         }
         b = config.train.micro_batch_size
-        share = parallel.dp if parallel.zero else 1
+        share = parallel.dp_cp if parallel.zero else 1
         values = {name: one[name] + (b - 1) * (two[name] - one[name]) for name in one}
         values |= {name: values[name] // share for name in ("master", "optimizer")}
         return Footprint(**values)

@@ -192,7 +192,7 @@ class _Pipeline:
         if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
             states = job.state_policy(buffers.versions, buffers.gradients)
             # replicas and tp ranks have equal state for equal layers; segments are numbered
-            first = rank * config.parallel.dp * config.parallel.tp
+            first = rank * config.parallel.dp_cp * config.parallel.tp
             # equal layers have equal state; parts have numbers
             alone = parts.is_divided or states.moves or not config.has_equal_layers
             alike = (

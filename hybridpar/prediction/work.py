@@ -26,7 +26,7 @@ from hybridpar.config import (
 )
 from hybridpar.grid import Axis
 from hybridpar.models.build import Recomputation
-from hybridpar.prediction.footprint import Buffers, TracedStage, sample_microbatch
+from hybridpar.prediction.footprint import Buffers, TracedStage, local_microbatch
 from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
 from hybridpar.prediction.operators import Operator
 
@@ -178,7 +178,7 @@ def _one_block(
     config: Config, number: int, device: torch.device
 ) -> Iterator[tuple[TracedStage, dict[str, Tensor]]]:
     """Yield a block as a stage of ghosts, and a micro-batch for it."""
-    batch = sample_microbatch(config)
+    batch = local_microbatch(config)
     with Tracker(device) as tracker:
         traced = TracedStage(
             config, range(number, number + 1), Recomputation(), Buffers(1, 1), tracker

@@ -101,12 +101,12 @@ def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
     """
     config = job.config
     parallel = config.parallel
-    if parallel.pp * parallel.tp > 1 and not config.train.graph_grids:
-        return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
+    if parallel.pp * parallel.cp * parallel.tp > 1 and not config.train.graph_grids:
+        return "with pp, cp or tp they have not run on a GPU (train.graph_grids = true tries it)"
     if getattr(config.model, "num_experts", 0):
         return "the number of rows of each expert differs from micro-batch to micro-batch"
-    if parallel.tp > 1 and config.train.share_gpus:
-        return "what tensor parallelism sends goes through the host's hands"
+    if parallel.cp * parallel.tp > 1 and config.train.share_gpus:
+        return "what tensor or context parallelism sends goes through the host's hands"
     if config.memory.is_limited or _offloads(job, rank):
         return "memory that leaves comes back elsewhere"
     if config.compression.takes_factors:

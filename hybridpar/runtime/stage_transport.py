@@ -25,7 +25,7 @@ from hybridpar.comm import all_gather
 from hybridpar.comm.p2p import connect
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.custom_blocks import local_message_shape
+from hybridpar.models.custom_blocks import context_of, local_message_shape
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.runtime.codecs import Codecs
 from hybridpar.schedules.pipeline_shape import PipelineShape
@@ -78,7 +78,7 @@ class StageTransport:
         job).
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp;
-        with parallel.sequence each has its own rows.
+        with parallel.sequence each has its own rows, and so has each rank of cp.
         Collectives: with stage_layout "v" as `ProcessGrid.again`; with NCCL a byte over each link
         (`connect`).
         Raises: PlanError as `JobPlan.send_window`.
@@ -88,8 +88,9 @@ class StageTransport:
         sequence = config.parallel.sequence
         model = config.model
         b = config.train.micro_batch_size
+        context = context_of(model, grid.cp)
         shape, *each = (
-            (b, *local_message_shape(model, number, grid.tp, sequence))
+            (b, *local_message_shape(model, number, grid.tp, sequence, context))
             for number in (0, *(max(0, blocks.start - 1) for blocks in split))
         )
         shapes = tuple(each) if len({shape, *each}) > 1 else ()

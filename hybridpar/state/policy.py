@@ -78,7 +78,7 @@ class StatePolicy:
     @property
     def splits_gradients(self) -> bool:
         """Whether replicas shard the reduced gradients (ZeRO-2)."""
-        return self.parallel.zero > 1 and self.parallel.dp > 1
+        return self.parallel.zero > 1 and self.parallel.dp_cp > 1
 
     @property
     def moves_gradients(self) -> bool:

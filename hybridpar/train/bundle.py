@@ -105,7 +105,7 @@ def _parse(document: dict[str, Any]) -> Bundle:
 
     config = from_mapping(read("config", dict))
     parallel = config.parallel
-    if min(parallel.tp, parallel.pp, parallel.dp) < 1:
+    if min(parallel.tp, parallel.cp, parallel.pp, parallel.dp) < 1:
         raise ValueError("its grid is empty")
     if found := problems(config, parallel.num_ranks):
         raise ConfigError(*found)

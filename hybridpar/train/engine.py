@@ -19,6 +19,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.blocks import ACCURACY
 from hybridpar.models.build import BlockOptions, build_blocks
+from hybridpar.models.custom_blocks import context_of
 from hybridpar.prediction.predict import rooms_of
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader
@@ -125,6 +126,7 @@ class Engine:
         self.shape = job.shape
         self.schedule = job.schedule
         self.loss_names = config.model.losses
+        self.context = context_of(config.model, grid.cp)
         states = job.state_policy(
             self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
@@ -227,7 +229,13 @@ class Engine:
             self.state.outer.go_on(first)
         recorded = self.executor.graphs
         stream = nullcontext() if recorded is None else recorded.stream()
-        source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
+        source = LoaderSource(
+            loader,
+            self.config,
+            self.device,
+            fixed_shapes=recorded is not None,
+            context=self.context,
+        )
         # Lazy, so that a stop request in a batch cuts off the batches that are not yet planned.
         actions = self._wrap_plan(self._until_end(self._with_moves(self.plan(num_batches))))
         with stream:
@@ -343,7 +351,8 @@ class Engine:
         )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
-            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated))
+            source = LoaderSource(loader, self.config, self.device, evaluated, context=self.context)
+            self.executor.run(actions, source)
         self._rest()
         has_accuracy = ACCURACY in self.config.train.eval_metrics
         names = (*self.number_names, *[ACCURACY] * has_accuracy)
@@ -364,7 +373,7 @@ def build_held_blocks(
 ) -> dict[int, nn.Module]:
     """Build the blocks of this rank's stages on the meta device, keyed by block number."""
     numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
-    options = BlockOptions.of(config)
+    options = BlockOptions.of(config, grid.cp)
     return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)
 
 

@@ -127,7 +127,7 @@ def require_equal_plans(engine: Engine) -> None:
     Raises: SetupError on all ranks, naming the first two ranks that differ.
     """
     grid = engine.grid
-    if grid.dp.size == 1:
+    if grid.dp_cp.size == 1:
         return
     first: dict[object, tuple[int, str]] = {}
     mine = (grid.pp.rank, grid.tp.rank), grid.rank, plan_digest(engine)

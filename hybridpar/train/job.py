@@ -390,8 +390,10 @@ def _introduce(
     parallel = config.parallel
     threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
     sites = f"{parallel.sites} sites of " if parallel.sites > 1 else ""
+    context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
     where = (
-        f"{sites}tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
+        f"{sites}tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}, "
+        f"{place.device.type}, {threads}"
     )
     what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
     how = f"resuming after step {resumed}" if resumed else "starting"

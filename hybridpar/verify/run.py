@@ -189,9 +189,9 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     """Return `config` on a grid; axes that are left out have size 1. Raises: ConfigError."""
     if not isinstance(grid, Mapping):
         raise config_error("grid", grid, "must map names of axes to their sizes", '{"pp": 2}')
-    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")}
     wrong = [
-        Problem("grid", axis, "unknown axis", "tp, pp or dp")
+        Problem("grid", axis, "unknown axis", "tp, cp, pp or dp")
         for axis in sorted(set(grid) - set(sizes))
     ]
     wrong += [
@@ -201,7 +201,9 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     ]
     if wrong:
         raise ConfigError(*wrong)
-    parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
+    parallel = replace(
+        config.parallel, tp=sizes["tp"], cp=sizes["cp"], pp=sizes["pp"], dp=sizes["dp"]
+    )
     memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
     return replace(config, parallel=parallel, memory=memory)
 
@@ -371,7 +373,8 @@ def compare(
         seed=config.train.seed,
         packed=config.data.is_packed,
     )
-    several = {"sites": parallel.sites} if parallel.sites > 1 else {}
+    several = {"cp": parallel.cp} if parallel.cp > 1 else {}
+    several |= {"sites": parallel.sites} if parallel.sites > 1 else {}
     report = Report(
         {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches
     )

@@ -296,6 +296,7 @@ def _summary(config: Config) -> str:
     return (
         f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype} on "
         f"tp={parallel.tp} "
+        f"{f'cp={parallel.cp} ' if parallel.cp > 1 else ''}"
         f"pp={parallel.pp} dp={parallel.dp}, {config.global_batch_size if parallel.dp else '?'} "
         "samples a batch"
     )

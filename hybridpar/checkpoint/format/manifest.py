@@ -187,11 +187,12 @@ class Manifest:
     def to_json(self) -> str:
         parallel = self.config.parallel
         step = self.step
-        sites = {"sites": parallel.sites} if parallel.sites > 1 else {}
+        others = {"cp": parallel.cp} if parallel.cp > 1 else {}
+        others |= {"sites": parallel.sites} if parallel.sites > 1 else {}
         document = {
             "format": FORMAT,
             "step": step,
-            "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **sites},
+            "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **others},
             "data": {"corpus": self.corpus, "samples": self._position()},
             "val_loss": self.val_loss,
             "versions": {"hybridpar": __version__, "torch": torch.__version__},
@@ -372,7 +373,9 @@ def _check_stages(manifest: Manifest) -> None:
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
-    firsts = [shard for shard in manifest.shards if not any(shard.place[name] for name in BATCH)]
+    firsts = [
+        shard for shard in manifest.shards if not any(shard.place.get(name) for name in BATCH)
+    ]
     if len(firsts) != parallel.pp * parallel.tp * parallel.sites:
         raise ValueError(
             f"its files do not match {parallel.pp} stages and {parallel.tp} tensor-parallel ranks"

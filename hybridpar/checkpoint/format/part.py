@@ -112,5 +112,6 @@ def writes(engine: Trainee) -> list[StateKind]:
     return [
         kind
         for kind in engine.state.kinds
-        if kind.saved and (engine.grid.dp.is_first or kind.differs or (shares and not kind.whole))
+        if kind.saved
+        and (engine.grid.dp_cp.is_first or kind.differs or (shares and not kind.whole))
     ]

@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from hybridpar.config.all_sections import Config
 from hybridpar.config.compression_methods import GRADIENTS
+from hybridpar.config.sections.model import ModelConfig
 from hybridpar.config.sections.pipeline import FOUND
 from hybridpar.errors import Problem
 
@@ -22,6 +23,30 @@ def parallel(config: Config) -> Iterator[Problem]:
     if section.sequence and not config.model.sequence_parallel:
         rule = f"requires blocks that support it ({config.model.kind}.sequence_parallel = True)"
         yield Problem("parallel.sequence", True, rule, "false")
+    if section.cp > 1:
+        yield from _context(config)
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    """Yield what keeps ranks from sharing the tokens of a sample."""
+    cp = config.parallel.cp
+    model = config.model
+    if not model.context_parallel:
+        rule = f"requires causal attention; model.kind = {model.kind} has none"
+        if not isinstance(model, ModelConfig):
+            rule = (
+                "requires blocks that act on single tokens, except in their attention "
+                f"({model.kind}.context_parallel = True)"
+            )
+        yield Problem("parallel.cp", cp, rule, "1")
+        return
+    shape = model.activation_shape(0)
+    if isinstance(shape, dict):
+        rule = "requires that blocks return one tensor, whose rows are tokens"
+        yield Problem("parallel.cp", cp, rule, "1")
+    elif 2 * cp > (tokens := shape[0]):
+        rule = f"must be at most half of a sample's {tokens} tokens: each rank has two pieces"
+        yield Problem("parallel.cp", cp, rule, str(max(tokens // 2, 1)))
 
 
 def pipeline(config: Config) -> Iterator[Problem]:

@@ -381,6 +381,11 @@ class ModelConfig(ModelSpec):
         return ("mlm",) if self.sentence_head == "none" else ("mlm", self.sentence_head)
 
     @property
+    def context_parallel(self) -> bool:  # type: ignore[override]
+        """Whether ranks can share the tokens of a sample: attention must be causal."""
+        return self.kind == "gpt"
+
+    @property
     def max_tp(self) -> int:  # type: ignore[override]
         """Number of attention heads: every tp rank needs one."""
         return self.num_heads

@@ -15,7 +15,12 @@ class ParallelConfig:
     pp: Annotated[int, Within(1, 2**16)] = 1
     """Pipeline parallelism: ranks that hold consecutive stages of the model."""
     dp: Annotated[int, Within(0, 2**20)] = 0
-    """Data parallelism: replicas of the model. 0: number of processes / (tp * pp * sites)."""
+    """Data parallelism: replicas of the model. 0: number of processes / (tp * cp * pp * sites)."""
+    cp: Annotated[int, Within(1, 2**16)] = 1
+    """Context parallelism: ranks that share the tokens of each sample, for long sequences. Each
+    has seq_length / cp tokens of every layer, in two pieces for equal work, and receives the keys
+    and values of the others. The ranks are replicas of the parameters: gradients are summed, and
+    ZeRO shards, over dp * cp of them. GPT only."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: training state that replicas shard. 1: optimizer state, and the fp32 master
     weights of bf16 and fp16. 2: also gradients; one block's full gradients exist at a time and
@@ -36,9 +41,14 @@ class ParallelConfig:
     @property
     def num_ranks(self) -> int:
         """Ranks of the grid; of one replica a site where dp is 0."""
-        return self.tp * self.pp * max(self.dp, 1) * self.sites
+        return self.tp * self.cp * self.pp * max(self.dp, 1) * self.sites
 
     @property
     def replicas(self) -> int:
-        """Replicas at all sites."""
+        """Replicas at all sites, each with samples of its own."""
         return self.sites * self.dp
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks of a site that hold the same parameters, and sum their gradients."""
+        return self.dp * self.cp

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.models.blocks import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
+from hybridpar.nn.context import ALONE, Context
 from hybridpar.random import RandomKey
 
 
@@ -22,6 +23,7 @@ class LoaderSource:
             losses are then shares of the means over the evaluation. None: training; losses are
             shares of the means over a batch.
         fixed_shapes: Pad the rows that BERT's head takes to a fixed number, for CUDA graphs.
+        context: The ranks that share the tokens of each sample.
     """
 
     loader: Loader
@@ -29,6 +31,7 @@ class LoaderSource:
     device: torch.device
     evaluated: tuple[int, int] | None = None
     fixed_shapes: bool = False
+    context: Context = ALONE
 
     def microbatch(self, number: int) -> tuple[dict[str, Tensor], RandomKey | None]:
         """Return the tensors of a micro-batch, and its dropout key in training."""
@@ -36,6 +39,7 @@ class LoaderSource:
         tensors = dict(self.loader.microbatch(batch, index))
         if self.fixed_shapes and self.config.model.kind == "bert":
             tensors["labelled"] = padded_labelled_rows(tensors["labels"])
+        tensors = self.context.cut(tensors)
         tensors = {n: self._on_device(t) for n, t in tensors.items()}
         num_batches, num_targets = self.evaluated or (1, self.loader.num_targets(batch))
         # Without labels the loss sums are 0; dividing by 1 keeps losses and gradients 0.

@@ -142,7 +142,7 @@ def parse_fault(text: str, config: Config) -> Fault:
     stages = parallel.pp * config.pipeline.num_virtual_stages
     rank = number = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
-        rank = number % parallel.pp * parallel.tp * parallel.dp
+        rank = number % parallel.pp * parallel.tp * parallel.dp_cp
     fault = Fault(
         text,
         parts["kind"],

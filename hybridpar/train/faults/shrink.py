@@ -12,7 +12,7 @@ from hybridpar.validate import problems
 def shrink(config: Config, num_ranks: int) -> Config | None:
     """Return `config` for at most `num_ranks` ranks with the same global batch.
 
-    It uses as many ranks as it can. Tensor parallelism and stages stay, so that every rank keeps
+    It uses as many ranks as it can. Tensor and context parallelism and stages stay, so that every rank keeps
     its memory. Between two ways with equally many ranks, the one with more sites is taken.
 
     Returns None if not even one replica fits, if no number of micro-batches keeps the batch, or if
@@ -20,7 +20,7 @@ def shrink(config: Config, num_ranks: int) -> Config | None:
     """
     parallel = config.parallel
     pipeline = config.pipeline
-    one = parallel.tp * parallel.pp
+    one = parallel.tp * parallel.cp * parallel.pp
     microbatches = pipeline.num_microbatches * parallel.replicas
     ways = sorted(
         product(range(1, parallel.dp + 1), range(1, parallel.sites + 1)),

@@ -109,7 +109,7 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
         for each in (1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes)
     )
     m = shape.num_microbatches
-    tokens = config.batch_tokens // parallel.dp
+    tokens = config.batch_tokens // parallel.dp_cp
     tokens_per_second = (
         speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)
     )

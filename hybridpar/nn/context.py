@@ -1,0 +1,200 @@
+"""Context parallelism: each rank of cp holds some tokens of every sample.
+
+A sample's tokens are cut into 2 c pieces for c ranks, and a rank has one from the front and one
+from the back, as causal attention costs more the later a token is:
+
+    rank 0   [ a . . . . . . a ]
+    rank 1   [ . b . . . . b . ]         c = 4: eight pieces; every rank has tokens for equal work
+    rank 2   [ . . c . . c . . ]
+    rank 3   [ . . . d d . . . ]
+
+Everything but attention acts on single tokens. For attention every rank receives the keys and
+values of the others, in the order of the positions, so that each query sees its keys in the order
+in which one process has them. `token_ranges` alone says which tokens a rank has.
+
+Sources: the cut: Megatron-LM's context parallelism; all-gathered keys: Llama 3, arXiv 2407.21783,
+section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from hybridpar.autograd import once_differentiable
+from hybridpar.comm import all_gather, reduce_scatter
+from hybridpar.grid import Axis
+from hybridpar.nn.placement import Range, split_ranges
+from hybridpar.nn.sequence import SequencePart
+from hybridpar.ops.dropout import Rows
+
+
+@lru_cache(maxsize=64)
+def token_ranges(length: int, size: int) -> tuple[tuple[Range, ...], ...]:
+    """Return the tokens of a sample that each rank of cp has, ascending, as half-open ranges.
+
+    Rank r has the pieces r and 2 size - 1 - r of 2 size; adjacent ones are joined. Pieces differ by
+    one token if 2 size does not divide the length.
+
+    Args:
+        length: Tokens of a sample.
+        size: Ranks of cp.
+    """
+    pieces = split_ranges(length, 2 * size)
+    found = []
+    for rank in range(size):
+        front = pieces[rank]
+        back = pieces[2 * size - 1 - rank]
+        found.append(((front[0], back[1]),) if front[1] == back[0] else (front, back))
+    return tuple(found)
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one rank.
+
+    Attributes:
+        start: Position of the first one in the sample.
+        at: Index of the first one if the tokens of all ranks follow each other in rank order.
+        length: Number of tokens.
+    """
+
+    start: int
+    at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share the tokens of each sample.
+
+    On an axis of size 1 every method is the identity, whatever the length.
+
+    Attributes:
+        axis: The cp axis.
+        length: Tokens of a sample, over all ranks.
+    """
+
+    axis: Axis
+    length: int = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks share a sample."""
+        return self.axis.size > 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of tokens of each rank."""
+        return tuple(
+            sum(stop - start for start, stop in ranges)
+            for ranges in token_ranges(self.length, self.axis.size)
+        )
+
+    @property
+    def own(self) -> tuple[Range, ...]:
+        """The tokens of this rank."""
+        return token_ranges(self.length, self.axis.size)[self.axis.rank]
+
+    def full_length(self, tokens: int) -> int:
+        """Return the length of a sample of which this rank has `tokens` tokens."""
+        return self.length if self.is_split else tokens
+
+    def local_length(self, tokens: int) -> int:
+        """Return how many of a sample's `tokens` tokens this rank has."""
+        return self.sizes[self.axis.rank] if self.is_split else tokens
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the tokens of all ranks, rank by rank."""
+        at = 0
+        for ranges in token_ranges(self.length, self.axis.size):
+            for start, stop in ranges:
+                yield Piece(start, at, stop - start)
+                at += stop - start
+
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a micro-batch with this rank's tokens alone.
+
+        Every tensor whose second dimension counts a sample's tokens is cut. Two are added:
+        `positions` ([tokens] int64), unless there are some, and `rows` ([tokens] int32), the place
+        of each token in its sample.
+        Shapes: [b, length, ..] -> [b, tokens, ..].
+        """
+        if not self.is_split:
+            return dict(batch)
+        mine = {name: self._take(x) if self._counts_tokens(x) else x for name, x in batch.items()}
+        device = next(iter(batch.values())).device
+        places = torch.cat([torch.arange(*tokens, device=device) for tokens in self.own])
+        mine.setdefault("positions", places)
+        mine["rows"] = places.to(torch.int32)
+        return mine
+
+    def _counts_tokens(self, x: Tensor) -> bool:
+        return x.dim() > 1 and x.shape[1] == self.length
+
+    def _take(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, start:stop] for start, stop in self.own], 1)
+
+    def rows_of(self, part: SequencePart) -> Rows:
+        """Return the rows of the sample that this rank holds between blocks, for dropout.
+
+        `part`: its part of this rank's tokens (sequence parallelism).
+        """
+        if not self.is_split:
+            return part.start
+        found = []
+        at = 0
+        for start, stop in self.own:
+            first = max(part.start - at, 0)
+            last = min(part.start + part.length - at, stop - start)
+            if first < last:
+                found.append((start + first, start + last))
+            at += stop - start
+        return tuple(found) if len(found) > 1 else found[0][0] if found else 0
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all positions, ascending.
+
+        Shapes: [b, n, tokens, d] -> [b, n, length, d].
+        Collectives: forward one all-gather of both, backward one reduce-scatter.
+        """
+        return _GatheredKeys.apply(k, v, self) if self.is_split else (k, v)
+
+
+ALONE = Context(Axis("cp"))
+"""A rank that has all tokens of its samples."""
+
+
+class _GatheredKeys(Function):
+    """Keys and values go in one message, tokens outermost, as collectives lay them out."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        ctx.context = context
+        both = torch.stack((k.movedim(2, 0), v.movedim(2, 0)), 1)  # [tokens, 2, b, n, d]
+        by_rank = all_gather(both, context.axis, 0, context.sizes)
+        del both
+        b, n, _, d = k.shape
+        ordered = [k.new_empty(b, n, context.length, d) for _ in range(2)]
+        for start, at, length in context.pieces():
+            part = by_rank[at : at + length]
+            for i, x in enumerate(ordered):
+                x[:, :, start : start + length].copy_(part[:, i].movedim(0, 2))
+        return ordered[0], ordered[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        context = ctx.context
+        b, n, length, d = dk.shape
+        by_rank = dk.new_empty(length, 2, b, n, d)
+        for start, at, size in context.pieces():
+            for i, x in enumerate((dk, dv)):
+                by_rank[at : at + size, i].copy_(x[:, :, start : start + size].movedim(2, 0))
+        mine = reduce_scatter(by_rank, context.axis, 0, context.sizes)
+        return mine[:, 0].movedim(0, 2), mine[:, 1].movedim(0, 2), None
