@@ -17,6 +17,7 @@ class CustomGPT(hp.ModelSpec):
 
     depth: int = 2
     sequence_parallel = True
+    context_parallel = True
     cuda_graph_safe = True
     layers_field = "depth"
     max_tp = 6
@@ -45,7 +46,7 @@ class CustomGPT(hp.ModelSpec):
         return self.text_format.num_targets(sample)
 
     def block(self, number: int, build: hp.Build) -> nn.Module:
-        options = BlockOptions(build.kernels, build.sequence)
+        options = BlockOptions(build.kernels, build.sequence, cp=build.context.axis)
         blocks = build_blocks(
             self.text_format, build.axis, [number], options=options, **build.factory
         )

@@ -419,7 +419,7 @@ def test_simulate_draws_and_counts(
     [
         (("check", "CONFIG", "--ranks", "-1"), "ranks = -1: must be at least 0"),
         (("verify", "CONFIG", "--batches", "0"), "batches = 0: must be at least 1"),
-        (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must give the sizes of tp, pp and dp"),
+        (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must give the sizes of tp, cp, pp and dp"),
         (("replay", "CONFIG", "--threads", "-1"), "threads = -1: must be at least 0"),
         (("replay", "runs", "--step", "3"), "path = 'runs': does not exist"),
         (

@@ -59,9 +59,9 @@ def test_sizes_that_are_none(sizes: Any) -> None:
     ):
         ProcessGrid(5)  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=r"axis = 'cp': must be pp, dp or tp; .*; try ProcessGrid"
+        ConfigError, match=r"axis = 'ep': must be pp, dp, cp or tp; .*; try ProcessGrid"
     ):
-        ProcessGrid(tp=1, cp=1)
+        ProcessGrid(tp=1, ep=1)
 
 
 def test_more_ranks_than_processes() -> None:
@@ -119,29 +119,51 @@ def test_rank_order(tp: int, pp: int, dp: int) -> None:
 
 
 def test_any_axes_and_lines_joined_of_them() -> None:
-    sizes = {"pp": 2, "cp": 2, "dp": 3, "tp": 1}
-    lines = lines_of(sizes, [("dp", "cp")])
+    sizes = {"pp": 2, "ep": 2, "dp": 3, "tp": 1}
+    lines = lines_of(sizes, [("dp", "ep")])
     assert list(lines) == [
         "tp",
         "dp",
-        "cp",
+        "ep",
         "pp",
         "pp_reverse",
         "embedding_group",
-        "dp x cp",
+        "dp x ep",
         "world",
     ]
-    assert lines["cp"] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
-    assert lines["dp x cp"] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert lines["ep"] == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+    assert lines["dp x ep"] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     assert lines["embedding_group"] == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
     grid = ProcessGrid.imagined(sizes, 10, lambda *_: object())
-    assert grid.place == place_of(10, sizes) == {"pp": 1, "cp": 1, "dp": 1, "tp": 0}
-    assert grid.axis("cp").ranks == (7, 10)
+    assert grid.place == place_of(10, sizes) == {"pp": 1, "ep": 1, "dp": 1, "tp": 0}
+    assert grid.axis("ep").ranks == (7, 10)
     assert grid.axis("dp") is grid.dp
-    assert grid.describe() == "rank 10 (stage 1, cp 1, replica 1, tensor part 0)"
+    assert grid.describe() == "rank 10 (stage 1, ep 1, replica 1, tensor part 0)"
     assert not grid.is_first_copy
     assert ProcessGrid.imagined(sizes, 8, lambda *_: object()).is_first_copy
-    assert ProcessGrid({"cp": 1}, joined=[("dp", "cp")]).axis("dp", "cp").size == 1
+    assert ProcessGrid({"ep": 1}, joined=[("dp", "ep")]).axis("dp", "ep").size == 1
+
+
+def test_the_axis_of_context_parallelism() -> None:
+    """Its ranks are neighbours but for tp, and hold the same parameters as those of dp."""
+    sizes = sizes_of(ParallelConfig(tp=2, cp=3, pp=2, dp=2))
+    assert list(sizes) == ["pp", "dp", "cp", "tp"]
+    grid = ProcessGrid.imagined(sizes, 9, lambda *_: object())
+    assert grid.cp.ranks == (7, 9, 11)
+    assert grid.dp.ranks == (3, 9)
+    assert grid.dp_cp.ranks == (1, 3, 5, 7, 9, 11)
+    assert grid.embedding_group.ranks == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23)
+    assert (grid.replica, grid.num_replicas) == (1, 2)
+    assert grid.describe() == "rank 9 (stage 0, replica 1, context part 1, tensor part 1)"
+    assert [
+        rank
+        for rank in range(24)
+        if ProcessGrid.imagined(sizes, rank, lambda *_: object()).is_first_copy
+    ] == list(range(0, 24, 2))
+    without = ProcessGrid()
+    assert without.cp.size == 1
+    assert without.dp_cp is without.dp
+    assert ProcessGrid(cp=1).place == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
 
 
 def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:

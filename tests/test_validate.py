@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from custom_models import CustomGPT
 
 from hybridpar.config import Config, Within, from_mapping, load_toml
 from hybridpar.config.typed import hints_of
@@ -33,6 +34,20 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
             "3 processes (--ranks, or torchrun's --nproc-per-node), or tp=2 pp=1",
         ),
         ({"parallel": {"tp": 16}}, 16, "parallel.tp", "8"),
+        (
+            {"parallel": {"tp": 2, "cp": 2, "dp": 3}},
+            8,
+            "parallel",
+            "12 processes (--ranks, or torchrun's --nproc-per-node), or parallel.dp = 0",
+        ),
+        (
+            {"parallel": {"tp": 3, "cp": 2}},
+            8,
+            "parallel",
+            "6 processes (--ranks, or torchrun's --nproc-per-node), or tp=2 cp=2 pp=1",
+        ),
+        ({"parallel": {"cp": 3}, "model": {"seq_length": 5}}, 3, "parallel.cp", "2"),
+        ({"parallel": {"cp": 2}, "model": {"kind": "bert"}}, 2, "parallel.cp", "1"),
         ({"parallel": {"pp": 7}}, 7, "parallel.pp", "6"),
         ({"model": {"num_heads": 7}}, 1, "model.num_heads", "8"),
         ({"model": {"num_kv_heads": 3}}, 1, "model.num_kv_heads", "2"),
@@ -256,3 +271,18 @@ def test_every_rule_of_a_number_is_checked_and_what_is_suggested_works(
         (problem,) = problems(dataclasses.replace(Config(), **{section: settings}), 1)
         assert (problem.field, problem.value) == (f"{section}.{name}", value)
         assert rule.allows(float(problem.suggestion))
+
+
+def test_context_parallelism_is_for_models_that_declare_it() -> None:
+    config = from_mapping({"parallel": {"cp": 2}})
+    assert resolve(config, 8).parallel.dp == 4
+    model = CustomGPT()
+    assert not problems(dataclasses.replace(config, model=model), 2)
+
+    @dataclasses.dataclass(frozen=True)
+    class Undeclared(CustomGPT):
+        context_parallel = False
+
+    (found,) = problems(dataclasses.replace(config, model=Undeclared()), 2)
+    assert found.field == "parallel.cp"
+    assert "Undeclared.context_parallel = True" in found.rule

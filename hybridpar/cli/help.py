@@ -34,7 +34,7 @@ USUAL = {
     "parallel.tp": "tensor parallelism: ranks that share layers",
     "parallel.pp": "pipeline parallelism: stages",
     "parallel.dp": "replicas; 0: as many as ranks allow",
-    "parallel.cp": "context parallelism: ranks that share sequences",
+    "parallel.cp": "context parallelism: ranks that share samples",
     "parallel.zero": "1 to 3: state that replicas split (ZeRO)",
     "pipeline.schedule": "gpipe, 1f1b, interleaved, 2bw, auto ..",
     "pipeline.recompute": "none, selective or all",

@@ -126,7 +126,7 @@ class Plan:
         from hybridpar.planner.searching.search import search
         from hybridpar.schedules.schedule_table import find_schedule
 
-        _of_one_site(self.config)
+        _require_known_costs(self.config)
         resolved(
             replace(  # everything except the settings to be chosen
                 self.config,
@@ -266,7 +266,9 @@ class Plan:
         parallel = self.config.parallel
         kept = {axis: size for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1}
         kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}
-        return kept | (parse_grid(self.grid) if self.grid else {})
+        given = parse_grid(self.grid) if self.grid else {}
+        _require_whole_samples(given.pop("cp", 1))
+        return kept | given
 
     def _draw(self, best: Candidate) -> None:
         from hybridpar.planner.searching.plan_report import describe
@@ -286,13 +288,13 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
     from hybridpar.planner.costs.step_cost import StepCost
     from hybridpar.planner.measuring.local_profile import machine_for
 
-    _of_one_site(config)
+    _require_known_costs(config)
     devices = config.parallel.num_ranks if config.parallel.dp else 0
     machine = machine_for(config, launch, profile, cluster, devices)
     return StepCost(resolved(config, machine.num_devices), machine)
 
 
-def _of_one_site(config: Config) -> None:
+def _require_known_costs(config: Config) -> None:
     """Raise a ConfigError for what the planner's costs do not know: several sites, which train
     separately, so each one is planned separately, and context parallelism."""
     if (sites := config.parallel.sites) > 1:
@@ -313,6 +315,11 @@ def resolved(config: Config, ranks: int = 0) -> Config:
     from hybridpar.validate import resolve
 
     return resolve(config, ranks or max(1, config.parallel.num_ranks))
-    if (cp := config.parallel.cp) > 1:
-        rule = "not supported by plan and by predicted step times, whose costs are of whole samples"
+    _require_whole_samples(config.parallel.cp)
+
+
+def _require_whole_samples(cp: int) -> None:
+    """Raise a ConfigError for context parallelism."""
+    if cp > 1:
+        rule = "not supported by plan and by predicted step times, whose costs are of full samples"
         raise config_error("parallel.cp", cp, rule, "1")

@@ -333,8 +333,9 @@ class ParallelAttention(ParallelModule):
         first_key: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
+        positions = None if rows is None else rows.long()
         y, bias = self.without_bias(
-            x, padding_mask, key, positions=rows, sizes=sizes, first_key=first_key, rows=rows
+            x, padding_mask, key, positions=positions, sizes=sizes, first_key=first_key, rows=rows
         )
         return y if bias is None else y + bias
 

@@ -19,7 +19,7 @@ section 3.3.2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class Context:
         length: Tokens of a sample, over all ranks.
     """
 
-    axis: Axis
+    axis: Axis = field(default_factory=lambda: Axis("cp"))
     length: int = 0
 
     @property
@@ -166,7 +166,7 @@ class Context:
         return _GatheredKeys.apply(k, v, self) if self.is_split else (k, v)
 
 
-ALONE = Context(Axis("cp"))
+ALONE = Context()
 """A rank that has all tokens of its samples."""
 
 

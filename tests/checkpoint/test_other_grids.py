@@ -94,7 +94,7 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
     whole = run(
         replace(
             expected,
-            parallel=replace(expected.parallel, tp=1, pp=1, dp=1, zero=0),
+            parallel=replace(expected.parallel, tp=1, cp=1, pp=1, dp=1, zero=0),
             pipeline=replace(expected.pipeline, num_microbatches=BATCH),
         ),
         tmp_path / "whole",
@@ -139,6 +139,8 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
             {"model": EXPERTS, "optim": {"name": "muon"}, "pipeline": {"schedule": "2bw"}},
         ),
         ({"pp": 2}, {"dp": 2, "zero": 3}, {"model": EXPERTS}),
+        ({"cp": 2, "dp": 2, "zero": 1}, {"cp": 4}, {}),
+        ({"cp": 2, "pp": 2}, {"cp": 2, "zero": 3}, {"pipeline": {"schedule": "2bw"}}),
     ],
     ids=str,
 )

@@ -186,7 +186,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
         (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
         (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
-        (("--grid", "tp=x"), "must give the sizes of tp, pp and dp"),
+        (("--grid", "tp=x"), "must give the sizes of tp, cp, pp and dp"),
     ):
         code, out, err = run(capsys, "plan", config, *args, "--output", tmp_path / "plan.toml")
         assert code == 1

@@ -23,7 +23,7 @@ from hybridpar.config import (
 )
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.synthetic import SyntheticSamples
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
@@ -491,7 +491,7 @@ def peak_of_run(config: Config) -> tuple[int, int]:
     """This rank's stage, and the most that its allocator has handed out from before the engine is
     built; with what the tiers of a budget have had of the system at most."""
     parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    grid = ProcessGrid(sizes_of(parallel))
     loader = BatchLoader(
         SyntheticSamples(config.model, padding=False, packed=config.data.is_packed),
         micro_batch_size=config.train.micro_batch_size,
@@ -772,6 +772,28 @@ def test_of_packed_documents(position: str) -> None:
         pipeline={"schedule": "2bw"},
     )
     agree(packed, tolerance=0.02)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pp": 2, "model": {"position": "rotary"} | DROPOUT, "pipeline": {"schedule": "2bw"}},
+        {"tp": 2, "parallel": {"zero": 1, "sequence": True}, "data": {"packing": "stream"}},
+    ],
+    ids=str,
+)
+def test_of_samples_that_ranks_share(sections: dict[str, Any]) -> None:
+    """Each rank keeps half of everything, and the keys and values of all."""
+    parallel = {"cp": 2} | sections.pop("parallel", {})
+    shared = small(parallel=parallel, **sections)
+    agree(shared, tolerance=0.02)
+    parallel = replace(shared.parallel, cp=1)
+    for less, more in zip(
+        predict(JobPlan(shared)), predict(JobPlan(replace(shared, parallel=parallel))), strict=True
+    ):
+        assert less.activations < 0.7 * more.activations
 
 
 def watched(config: Config) -> Any:

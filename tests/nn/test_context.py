@@ -1,0 +1,185 @@
+"""Context parallelism: which tokens a rank has, that their dropout is that of all rows, and what
+attention sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from tensor_parallel import TOLERANCE, traffic, values
+
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.nn import Dropout, ParallelAttention, RMSNorm
+from hybridpar.nn.context import ALONE, Context, token_ranges
+from hybridpar.nn.placement import named_placements, split_sizes
+from hybridpar.nn.sequence import SequencePart
+from hybridpar.random import RandomKey
+
+F64 = torch.float64
+KEY = RandomKey.of(seed=3, step=1, sample=5)
+
+
+def of_rank(rank: int, size: int, length: int) -> Context:
+    return Context(Axis("cp", rank, tuple(range(size)), object() if size > 1 else None), length)
+
+
+@given(st.integers(1, 9), st.integers(0, 300))
+def test_every_token_has_one_rank(size: int, more: int) -> None:
+    length = 2 * size + more
+    found = token_ranges(length, size)
+    tokens = [t for ranges in found for start, stop in ranges for t in range(start, stop)]
+    assert sorted(tokens) == list(range(length))
+    for rank, ranges in enumerate(found):
+        assert all(start < stop for start, stop in ranges)
+        assert [*ranges] == sorted(ranges)
+        assert len(ranges) == 1 + (rank < size - 1), "neighbouring pieces are one range"
+        assert abs(sum(stop - start for start, stop in ranges) - length / size) < 2
+    assert [rank[0][0] for rank in found] == sorted(rank[0][0] for rank in found)
+
+
+def test_ranges_by_hand() -> None:
+    assert token_ranges(37, 2) == (((0, 10), (28, 37)), ((10, 28),))
+    assert token_ranges(12, 3) == (((0, 2), (10, 12)), ((2, 4), (8, 10)), ((4, 8),))
+    assert token_ranges(5, 1) == (((0, 5),),)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("per_rank", [64, 100])
+def test_ranks_have_equal_work(size: int, per_rank: int) -> None:
+    """Pairs of a query and a key, and tokens, if the pieces are equal; a percent otherwise."""
+    for length, most in ((size * per_rank, 1.0), (size * (per_rank + 2) - 3, 1.025)):
+        work = [
+            (
+                sum(stop - start for start, stop in ranges),
+                sum(t + 1 for start, stop in ranges for t in range(start, stop)),
+            )
+            for ranges in token_ranges(length, size)
+        ]
+        for counts in zip(*work, strict=True):
+            assert max(counts) <= most * sum(counts) / size
+
+
+def test_the_micro_batch_of_a_rank() -> None:
+    tokens = torch.arange(2 * 13).view(2, 13)
+    batch = {
+        "tokens": tokens,
+        "document_start": (tokens % 13 // 4 * 4).to(torch.int32),
+        "num_targets": torch.tensor(7.0),
+    }
+    mine = of_rank(0, 2, 13).cut(batch)
+    places = [0, 1, 2, 3, 10, 11, 12]
+    assert mine["tokens"].tolist() == [places, [13 + t for t in places]]
+    assert mine["document_start"][0].tolist() == [0, 0, 0, 0, 8, 8, 12]
+    assert mine["num_targets"] is batch["num_targets"]
+    assert mine["positions"].tolist() == places
+    assert mine["positions"].dtype == torch.int64
+    assert mine["rows"].tolist() == places
+    assert mine["rows"].dtype == torch.int32
+    within = {"positions": tokens % 4}
+    assert of_rank(0, 2, 13).cut(batch | within)["positions"][0].tolist() == [0, 1, 2, 3, 2, 3, 0]
+    assert ALONE.cut(batch) == batch
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (3, 1), (2, 2), (2, 3), (5, 4)])
+def test_dropout_is_that_of_all_rows(cp: int, tp: int) -> None:
+    """Also where ranks of tp divide the tokens of a rank of cp."""
+    x = torch.randn(2, 37, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
+    layer = Dropout(0.3, "blocks.1.dropout")
+    norm = RMSNorm(6, Axis("tp"), device="cpu", dtype=F64)
+    torch.nn.init.ones_(norm.weight)
+    bias = torch.linspace(1, 2, 6, dtype=F64)
+    dropped = layer(x, KEY)
+    added = layer.add(x, bias, x, KEY)
+    normed, total = norm.add(x, bias, x, layer, KEY)
+    for rank in range(cp):
+        context = of_rank(rank, cp, 37)
+        own = torch.cat([torch.arange(*tokens) for tokens in context.own])
+        sizes = split_sizes(len(own), tp)
+        for i in range(tp):
+            part = SequencePart(sum(sizes[:i]), sizes[i], sizes)
+            at = own[part.start : part.start + part.length]
+            rows = context.rows_of(part)
+            assert torch.equal(layer(x[:, at], KEY, rows), dropped[:, at])
+            assert torch.equal(layer.add(x[:, at], bias, x[:, at], KEY, rows), added[:, at])
+            y, kept = norm.add(x[:, at], bias, x[:, at], layer, KEY, rows)
+            assert torch.equal(kept, total[:, at])
+            torch.testing.assert_close(y, normed[:, at], rtol=1e-13, atol=1e-13)
+            assert layer(x[:, at], None, rows) is not None
+
+
+B, S, HIDDEN, HEADS, KV = 3, 37, 24, 6, 2
+
+
+def attention(axis: Axis, context: Context, *, p: float = 0.0) -> ParallelAttention:
+    layer = ParallelAttention(
+        HIDDEN,
+        HEADS,
+        axis,
+        num_kv_heads=KV,
+        rotary_base=100.0,
+        attention_dropout=p,
+        context=context,
+        device="cpu",
+        dtype=F64,
+    )
+    for name, parameter, place in named_placements(layer):
+        parameter.data.copy_(place.take(values(name, *place.shape) / 4, axis.rank))
+    return layer
+
+
+def shared_attention(cp: int, tp: int) -> None:
+    """Forwards are those of one process to the bit, dropout included; bytes are the formulas'."""
+    grid = ProcessGrid(cp=cp, tp=tp)
+    context = Context(grid.cp, S)
+    starts = torch.arange(S, dtype=torch.int32)
+    starts = (starts // 11 * 11).expand(B, S).contiguous()
+    x_all = values("x", B, S, HIDDEN)
+    dy = values("dy", B, S, HIDDEN)
+    batch = context.cut({"x": x_all, "dy": dy, "first_key": starts})
+    rows = batch.get("rows")
+    own = torch.arange(S) if rows is None else rows.long()
+    for p, first_key in ((0.0, False), (0.3, False), (0.3, True)):
+        whole = attention(Axis("tp"), ALONE, p=p)
+        x_ref = x_all.clone().requires_grad_()
+        y_ref = whole(x_ref, key=KEY, first_key=starts if first_key else None)
+        y_ref.backward(dy)
+        layer = attention(grid.tp, context, p=p)
+        x = batch["x"].clone().requires_grad_()
+        kv_heads = len(layer.group_sizes)
+        head = HIDDEN // HEADS
+        sent = 2 * B * len(own) * kv_heads * head * 8
+        grid.cp.traffic.clear()
+        with traffic(grid.cp, all_gather=1):
+            y = layer(
+                x,
+                key=KEY,
+                first_key=batch["first_key"] if first_key else None,
+                rows=rows,
+            )
+        assert grid.cp.traffic.num_bytes["all_gather"] == (sent if cp > 1 else 0)
+        grid.cp.traffic.clear()
+        with traffic(grid.cp, reduce=cp):
+            y.backward(batch["dy"])
+        returned = 2 * B * S * kv_heads * head * 8
+        assert grid.cp.traffic.num_bytes["reduce"] == (returned if cp > 1 else 0)
+        if tp == 1:
+            assert torch.equal(y, y_ref[:, own])
+        torch.testing.assert_close(y, y_ref[:, own], **TOLERANCE)
+        torch.testing.assert_close(x.grad, x_ref.grad[:, own], **TOLERANCE)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.ranks
+@pytest.mark.parametrize(("cp", "tp"), [(3, 1), (2, 1), (2, 3), (1, 2)])
+def test_attention_over_the_tokens_of_all_ranks(cp: int, tp: int) -> None:
+    run_ranks(shared_attention, cp * tp, cp, tp)
+
+
+def test_tokens_need_their_rows() -> None:
+    layer = attention(Axis("tp"), of_rank(0, 2, S))
+    with pytest.raises(AssertionError, match="rows"):
+        layer(values("x", B, 19, HIDDEN))
+    with pytest.raises(AssertionError, match="causal"):
+        ParallelAttention(HIDDEN, HEADS, Axis("tp"), causal=False, context=of_rank(0, 2, S))
