@@ -190,7 +190,7 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, build: Build) -> None
     wanted = None
     if number < model.num_blocks - 1:
         wanted = local_shape(model, number, build.axis, build.sequence, build.context)
-    if model.max_tp == 1:
+    if model.max_tp == 1 and not model.context_parallel:
         KeyedDropouts(block, model, number, build.kernels)
     BlockWatch(block, model, number)
     block.register_forward_pre_hook(partial(_given, wanted is None, build.dtype))
@@ -386,6 +386,10 @@ def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> 
             if model.max_tp > 1:
                 why = f"{_DRAWS}, and a tp rank cannot know which shard of the tensor it has"
                 works = "hybridpar.Dropout(p, build.name), called with the key"
+                raise _refused(model, number, name, module, why, works)
+            if model.context_parallel:
+                why = f"{_DRAWS}, and a cp rank cannot know which tokens of the sample it has"
+                works = "hybridpar.Dropout(p, build.name), with build.context.rows_of(..)"
                 raise _refused(model, number, name, module, why, works)
             if not isinstance(module, KEYED):
                 raise _refused(model, number, name, module, _DRAWS, f"nn.Dropout({module.p})")

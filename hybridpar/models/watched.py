@@ -55,7 +55,7 @@ def refused_draw(
             "d**-0.5).softmax(-1)) @ "
             "v"
         )
-    elif model.max_tp > 1:
+    elif model.max_tp > 1 or model.context_parallel:
         works = "hybridpar.Dropout(p, build.name), called with the key"
     else:
         works = "nn.Dropout, which hybridpar seeds by micro-batch"

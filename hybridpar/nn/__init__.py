@@ -9,6 +9,7 @@ collectives it makes.
 
 from hybridpar.nn.attention import HeadLayout, ParallelAttention
 from hybridpar.nn.cache import KeyValueCache
+from hybridpar.nn.context import Context
 from hybridpar.nn.cross_entropy import (
     CrossEntropySpec,
     VocabProjection,
@@ -35,6 +36,7 @@ from hybridpar.nn.sequence import SequencePart
 
 __all__ = [
     "ColumnParallelLinear",
+    "Context",
     "CrossEntropySpec",
     "Dropout",
     "HeadLayout",

@@ -58,7 +58,7 @@ class ScheduleOptions:
     @staticmethod
     def of(config: Config) -> ScheduleOptions:
         """Return the options of a run with this configuration; "auto" counts as off."""
-        host_share = 1.0 if config.parallel.dp == 1 else _BESIDE_REDUCTION
+        host_share = 1.0 if config.parallel.dp_cp == 1 else _BESIDE_REDUCTION
         return replace(
             ScheduleOptions.of_pipeline(config.pipeline),
             clip=config.norms_first,

@@ -143,6 +143,14 @@ def test_a_row_with_dropout_trains_as_one_process(
     assert report.ok, report.first_divergence
 
 
+def test_dropout_of_torch_does_not_know_the_tokens_of_a_rank() -> None:
+    class Shared(Row):
+        context_parallel = True
+
+    with pytest.raises(ConfigError, match=r"which tokens .* try hybridpar\.Dropout"):
+        build_blocks(Shared(), Axis("tp"), [2], device="cpu")
+
+
 @pytest.mark.parametrize("what", ["module", "function"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_in_a_function_that_torch_runs_again_is_refused(

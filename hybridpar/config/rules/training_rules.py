@@ -104,7 +104,7 @@ def _fp8(config: Config) -> Iterator[tuple[str, str]]:
             "which tensor parallelism splits"
         )
         yield rule, "false, or parallel.tp = 1"
-    if parallel.zero == 3 and parallel.dp > 1:
+    if parallel.zero == 3 and parallel.dp_cp > 1:
         rule = (
             "not supported with parallel.zero = 3, which releases the weights that are quantized "
             "once per version"

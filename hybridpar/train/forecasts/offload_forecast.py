@@ -95,7 +95,8 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
     forward, backward = (
         expand(cost, shape.num_stages) for cost in (counted.forward, counted.backward)
     )
-    seconds = tokens * training_flops_per_token(config.model) / speeds.flops / config.parallel.tp
+    shared_by = config.parallel.tp * config.parallel.cp
+    seconds = tokens * training_flops_per_token(config.model) / speeds.flops / shared_by
     unit = seconds / (3 * sum(forward))
     costs = Costs(
         [unit * one for one in forward],
