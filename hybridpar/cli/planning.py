@@ -301,6 +301,14 @@ def _require_known_costs(config: Config) -> None:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
         )
+    _require_whole_samples(config.parallel.cp)
+
+
+def _require_whole_samples(cp: int) -> None:
+    """Raise a ConfigError for context parallelism."""
+    if cp > 1:
+        rule = "not supported by plan and by predicted step times, whose costs are of full samples"
+        raise config_error("parallel.cp", cp, rule, "1")
 
 
 def resolved(config: Config, ranks: int = 0) -> Config:
@@ -315,11 +323,3 @@ def resolved(config: Config, ranks: int = 0) -> Config:
     from hybridpar.validate import resolve
 
     return resolve(config, ranks or max(1, config.parallel.num_ranks))
-    _require_whole_samples(config.parallel.cp)
-
-
-def _require_whole_samples(cp: int) -> None:
-    """Raise a ConfigError for context parallelism."""
-    if cp > 1:
-        rule = "not supported by plan and by predicted step times, whose costs are of full samples"
-        raise config_error("parallel.cp", cp, rule, "1")

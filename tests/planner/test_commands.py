@@ -187,6 +187,8 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
         (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
         (("--grid", "tp=x"), "must give the sizes of tp, cp, pp and dp"),
+        (("--grid", "cp=2"), "parallel.cp = 2: not supported by plan"),
+        (("--parallel.cp", 2), "parallel.cp = 2: not supported by plan"),
     ):
         code, out, err = run(capsys, "plan", config, *args, "--output", tmp_path / "plan.toml")
         assert code == 1
