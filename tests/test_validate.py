@@ -48,6 +48,12 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
         ),
         ({"parallel": {"cp": 3}, "model": {"seq_length": 5}}, 3, "parallel.cp", "2"),
         ({"parallel": {"cp": 2}, "model": {"kind": "bert"}}, 2, "parallel.cp", "1"),
+        (
+            {"parallel": {"cp": 2}, "model": {"num_experts": 4}},
+            2,
+            "parallel.cp",
+            "1",
+        ),
         ({"parallel": {"pp": 7}}, 7, "parallel.pp", "6"),
         ({"model": {"num_heads": 7}}, 1, "model.num_heads", "8"),
         ({"model": {"num_kv_heads": 3}}, 1, "model.num_kv_heads", "2"),

@@ -25,6 +25,13 @@ def parallel(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.sequence", True, rule, "false")
     if section.cp > 1:
         yield from _context(config)
+    experts = getattr(config.model, "num_experts", 0)
+    if section.cp > 1 and experts:
+        rule = (
+            f"not supported with model.num_experts = {experts}: the loads of a sequence would have "
+            "to be added over cp"
+        )
+        yield Problem("parallel.cp", section.cp, rule, "1")
 
 
 def _context(config: Config) -> Iterator[Problem]:
