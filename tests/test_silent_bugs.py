@@ -4,7 +4,7 @@ would show it here.
 The oracle is one process in float64 (hybridpar.verify), so a loss, gradient, norm or weight that is
 off by a factor, a replica or a shard fails. Issue numbers are those of NVIDIA/Megatron-LM unless
 said otherwise. Not applicable here: context and sequence parallelism (#673, #906, #1256, #1446),
-mixtures of experts (#5916), multi-token prediction, LLaVA.
+expert parallelism, multi-token prediction, LLaVA.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hybridpar.job.stage_split import stage_split
 from hybridpar.models.build import build_blocks
 from hybridpar.verify.run import verify
 
+EXPERTS = {"num_experts": 4, "router_balance_loss": 0.3, "router_bias_rate": 0.01}
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     # 7452 (1): label smoothing over a split vocabulary: another loss on every rank, wrong gradients
     "label smoothing with tp": ({"tp": 3}, {"model": {"label_smoothing": 0.1}}),
@@ -57,6 +58,24 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"tp": 2, "dp": 2},
         {"model": {"dropout": 0.3, "attention_dropout": 0.3}},
     ),
+    # 5916: experts that are left out of the clipping norm
+    "grad norm counts experts": (
+        {"tp": 2, "dp": 2},
+        {"model": EXPERTS, "optim": {"clip_grad": 0.01}},
+    ),
+    # 5047: a balance loss that grows with tp; torchtitan #4154: biases that differ between tp
+    # ranks; torchtitan #4054: gradients of the router that are not summed over them
+    "balance of experts with tp": (
+        {"tp": 4},
+        {"model": EXPERTS, "parallel": {"sequence": True}},
+    ),
+    # NeMo Automodel #3359, torchtitan #3000: a balance loss that depends on micro-batches or stages
+    "balance of experts over micro-batches and stages": (
+        {"pp": 2, "dp": 2},
+        {"model": EXPERTS, "train": {"micro_batch_size": 1}, "pipeline": {"num_microbatches": 3}},
+    ),
+    # torchtitan #4148, 6114: padding that counts as load. BERT's samples end early
+    "padding is no load": ({"dp": 2}, {"model": EXPERTS | {"kind": "bert"}}),
 }
 
 
