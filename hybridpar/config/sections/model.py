@@ -310,7 +310,7 @@ class ModelConfig(ModelSpec):
 
     def layer_has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of one MLP."""
-        pattern = self.moe_layers
+        pattern = self.moe_layers or "1"
         return self.num_experts > 0 and pattern[layer % len(pattern)] == "1"
 
     @property
