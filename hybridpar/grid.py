@@ -250,6 +250,8 @@ class ProcessGrid:
         grid = cls.imagined({axis.name: axis.size}, axis.rank, lambda _, ranks: axis.group)
         setattr(grid, axis.name, axis)
         grid._axes[axis.name] = axis
+        if axis.name in BATCH:
+            grid.dp_cp = axis
         return grid
 
     def _connect(

@@ -193,7 +193,7 @@ def test_help_needs_no_torch() -> None:
         (("plan", "CONFIG", "--mock-data"), "is called --data.corpus stdlib here"),
         (("train", "CONFIG", "--overlap-grad-reduce"), "not needed: hybridpar always does this"),
         (
-            ("check", "CONFIG", "--context-parallel-size", "2"),
+            ("check", "CONFIG", "--expert-model-parallel-size", "2"),
             "not supported; docs/coming_from.md says what to use instead",
         ),
         (

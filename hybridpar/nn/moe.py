@@ -44,6 +44,7 @@ from torch.autograd.function import Function
 from hybridpar.autograd import apply, once_differentiable
 from hybridpar.comm import copy_to, gather_from, gather_sequence, reduce_from_, scatter_sequence
 from hybridpar.config import AUTO, KernelsConfig
+from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.linear import Device
@@ -187,7 +188,9 @@ class MixtureOfExperts(ParallelModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(axis)  # every rank counts the loads of all rows, also with `sizes`
-        assert 0 < options.topk <= num_experts, (options.topk, num_experts)
+        if not 0 < options.topk <= num_experts:
+            rule = f"must be from 1 to num_experts = {num_experts}"
+            raise config_error("router_topk", options.topk, rule, str(num_experts))
         self.num_experts = num_experts
         self.options = options
         self.router = Router(

@@ -16,11 +16,6 @@ class ParallelConfig:
     """Pipeline parallelism: ranks that hold consecutive stages of the model."""
     dp: Annotated[int, Within(0, 2**20)] = 0
     """Data parallelism: replicas of the model. 0: number of processes / (tp * cp * pp * sites)."""
-    cp: Annotated[int, Within(1, 2**16)] = 1
-    """Context parallelism: ranks that share the tokens of each sample, for long sequences. Each
-    has seq_length / cp tokens of every layer, in two pieces for equal work, and receives the keys
-    and values of the others. The ranks are replicas of the parameters: gradients are summed, and
-    ZeRO shards, over dp * cp of them. GPT only."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: training state that replicas shard. 1: optimizer state, and the fp32 master
     weights of bf16 and fp16. 2: also gradients; one block's full gradients exist at a time and
@@ -37,6 +32,11 @@ class ParallelConfig:
     """Sequence parallelism over the tp ranks: each has seq_length / tp rows of norms, dropout,
     residuals and activations between stages, and all-reduces become reduce-scatters and
     all-gathers. Works with any seq_length; no effect if tp is 1."""
+    cp: Annotated[int, Within(1, 2**16)] = 1
+    """Context parallelism: ranks that share the tokens of each sample, for long sequences. Each
+    has seq_length / cp tokens of every layer, in two pieces for equal work, and receives the keys
+    and values of the others. The ranks are replicas of the parameters: gradients are summed, and
+    ZeRO shards, over dp * cp of them. GPT only."""
 
     @property
     def num_ranks(self) -> int:
