@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.common import OURS, arguments, case, parse, race, report
 from benchmarks.ops import DTYPES, ROUND_S, TOLERANCE, Function, compute, gradients_for, step
 from hybridpar import ops
+from hybridpar.ops.attention import AttentionMask
 
 MASKED = "SDPA with a mask"
 
@@ -50,7 +51,7 @@ def sides(row: Row) -> dict[str, Function]:
     mask = (places[None, :] <= places[:, None]) & (places[None, :] >= starts[0][:, None])
 
     def ours(**limits: Any) -> Function:
-        return lambda q, k, v: ops.attention(q, k, v, causal=True, **limits)
+        return lambda q, k, v: ops.masked_attention(q, k, v, AttentionMask(True, **limits))
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask)

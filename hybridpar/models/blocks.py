@@ -48,7 +48,7 @@ from hybridpar.nn import (
     VocabParallelEmbedding,
     vocab_parallel_linear_cross_entropy,
 )
-from hybridpar.nn.attention import QKNorm
+from hybridpar.nn.attention import AttentionMetadata, QKNorm
 from hybridpar.nn.context import ALONE, Context
 from hybridpar.nn.cross_entropy import (
     CrossEntropySpec,
@@ -62,7 +62,6 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges
 from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
 from hybridpar.nn.sequence import SequencePart
-from hybridpar.ops.dropout import Rows
 from hybridpar.random import RandomKey
 
 MicroBatch = Mapping[str, Tensor]
@@ -358,33 +357,61 @@ class TransformerLayer(nn.Module):
     ) -> HiddenStates:
         part = part_of(batch, self.axis, self.sequence)
         rows = self.context.rows_of(part)
-        sizes = part.sizes
-        positions = batch.get("positions")
-        first_key = batch.get("document_start")
-        places = batch.get("rows") if self.context.is_split else None
-        how = batch.get("padding_mask"), key, cache, positions, sizes, first_key, places
+        tokens = self._metadata(batch, part)
         if self.post_norm:
             x, _ = self.attention_norm.add(
-                *self.attention.without_bias(x, *how),
+                *self.attention.without_bias(x, tokens, key, cache),
                 value_of(x),
                 self.attention_dropout,
                 key,
                 rows,
             )
             return self.mlp_norm.add(
-                *self._feed_forward(x, batch, sizes), value_of(x), self.mlp_dropout, key, rows
+                *self._feed_forward(x, batch, part.sizes),
+                value_of(x),
+                self.mlp_dropout,
+                key,
+                rows,
             )[0]
         x = value_of(x)
-        if self.has_output_norms:
-            return self._with_output_norms(x, batch, how, sizes, key, rows)
-        attended = self.attention.without_bias(self.attention_norm(x), *how)
+        attended = self._attend(x, tokens, key, cache)
         if self.parallel_residual:
-            fed = self._feed_forward(self.mlp_norm(x), batch, sizes)
+            fed = self._feed_forward(self.mlp_norm(x), batch, part.sizes)
             return self.mlp_dropout.add(
                 *fed, self.attention_dropout.add(*attended, x, key, rows), key, rows
             )
-        y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, rows)
-        return self.mlp_dropout.add(*self._feed_forward(y, batch, sizes), x, key, rows)
+        if self.has_input_norms:
+            inner, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, rows)
+        else:
+            inner = x = self.attention_dropout.add(*attended, x, key, rows)
+        fed = self._feed_forward(inner, batch, part.sizes)
+        if self.has_output_norms:
+            fed = self._output(self.mlp_output_norm, *fed)
+        return self.mlp_dropout.add(*fed, x, key, rows)
+
+    def _attend(
+        self,
+        x: Tensor,
+        tokens: AttentionMetadata,
+        key: RandomKey | None,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of attention between its norms, without its bias, and that bias."""
+        inner = self.attention_norm(x) if self.has_input_norms else x
+        attended = self.attention.without_bias(inner, tokens, key, cache)
+        if self.has_output_norms:
+            return self._output(self.attention_output_norm, *attended)
+        return attended
+
+    def _metadata(self, batch: MicroBatch, part: SequencePart) -> AttentionMetadata:
+        """Return what attention needs to know of a micro-batch's tokens."""
+        return AttentionMetadata(
+            batch.get("padding_mask"),
+            batch.get("document_start"),
+            batch.get("positions"),
+            batch.get("rows") if self.context.is_split else None,
+            part.sizes,
+        )
 
     def _feed_forward(
         self, x: HiddenStates, batch: MicroBatch, sizes: tuple[int, ...] | None
@@ -395,32 +422,13 @@ class TransformerLayer(nn.Module):
         wanted = self.mlp.options.counts_tokens and torch.is_grad_enabled()
         return self.mlp(x, sizes, sequence_shares(batch) if wanted else None), None
 
-    def _with_output_norms(
-        self,
-        x: Tensor,
-        batch: MicroBatch,
-        how: tuple[Any, ...],
-        sizes: tuple[int, ...] | None,
-        key: RandomKey | None,
-        rows: Rows,
-    ) -> Tensor:
-        """Run the layer if what either sublayer adds is normalised first."""
-        inside = self.attention_norm(x) if self.has_input_norms else x
-        attended = self._output(
-            self.attention_output_norm, *self.attention.without_bias(inside, *how)
-        )
-        inner: HiddenStates
-        if self.has_input_norms:
-            inner, x = self.mlp_norm.add(attended, None, x, self.attention_dropout, key, rows)
-        else:
-            inner = x = self.attention_dropout.add(attended, None, x, key, rows)
-        fed = self._output(self.mlp_output_norm, *self._feed_forward(inner, batch, sizes))
-        return self.mlp_dropout.add(fed, None, x, key, rows)
-
     @staticmethod
-    def _output(norm: LayerNorm | RMSNorm, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the norm of a sublayer's output. Shapes: [b, s, h] -> the same."""
-        return norm.normalize(y if bias is None else y + bias)
+    def _output(norm: LayerNorm | RMSNorm, y: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+        """Return the norm of a sublayer's output, and the bias that is left to add: none.
+
+        Shapes: [b, s, h] -> the same.
+        """
+        return norm.normalize(y if bias is None else y + bias), None
 
 
 class LanguageModelHead(nn.Module):

@@ -7,7 +7,7 @@ d head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,8 @@ from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split
 from hybridpar.nn.qk_norm import HeadWeights, full_qk_norm
 from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
+from hybridpar.ops.attention import AttentionMask, AttentionOptions
+from hybridpar.ops.dropout import DropoutSpec
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias, turn_heads
 from hybridpar.random import RandomKey, site
 
@@ -181,6 +183,31 @@ class QKNorm:
     zero_centered: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """Facts about the tokens of a call, besides their hidden states.
+
+    Attributes:
+        padding_mask: bool [b, keys], True = real. None: all tokens are real.
+        first_key: int32 [b, s], the first position that each token attends to. None: the first of
+            its sample.
+        positions: int64 [s] or [b, s], the positions for rotary embeddings; with a cache, where the
+            tokens belong in it. None: 0 to s - 1.
+        rows: int32 [s], the place of each token in its sample, ascending, if ranks share samples
+            (see ParallelAttention, `context`).
+        sizes: Rows of every tp rank with sequence parallelism (see column_linear).
+    """
+
+    padding_mask: Tensor | None = None
+    first_key: Tensor | None = None
+    positions: Tensor | None = None
+    rows: Tensor | None = None
+    sizes: Sequence[int] | None = None
+
+
+NO_METADATA = AttentionMetadata()
+
+
 class ParallelAttention(ParallelModule):
     """Self-attention whose heads are split over the axis.
 
@@ -334,60 +361,56 @@ class ParallelAttention(ParallelModule):
         rows: Tensor | None = None,
     ) -> Tensor:
         positions = None if rows is None else rows.long()
-        y, bias = self.without_bias(
-            x, padding_mask, key, positions=positions, sizes=sizes, first_key=first_key, rows=rows
-        )
+        tokens = AttentionMetadata(padding_mask, first_key, positions, rows, sizes)
+        y, bias = self.without_bias(x, tokens, key)
         return y if bias is None else y + bias
 
     def without_bias(
         self,
         x: HiddenStates,
-        padding_mask: Tensor | None,
-        key: RandomKey | None,
+        tokens: AttentionMetadata = NO_METADATA,
+        key: RandomKey | None = None,
         cache: KeyValueCache | None = None,
-        positions: Tensor | None = None,
-        sizes: Sequence[int] | None = None,
-        first_key: Tensor | None = None,
-        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output without the bias of `out`, and that bias.
 
         The caller adds it in another operator.
-
-        Args:
-            positions: Positions for rotary embeddings; with a cache, where x belongs in it.
-            rows: The place of each token in its sample, ascending (see `context`).
         """
-        assert not self.context.is_split or rows is not None, "a rank's tokens need their rows"
-        turn = self._turn(x, cache, sizes)
-        q, k, v = self._heads(x, turn, positions, sizes)
+        has_rows = tokens.rows is not None
+        assert has_rows or not self.context.is_split, "a rank's tokens need their rows"
+        turn = self._turn(x, cache, tokens.sizes)
+        q, k, v = self._heads(x, turn, tokens)
         k, v = self.context.gather(k, v)
-        window = self.window
-        if cache is not None:
-            assert positions is not None
-            k, v = cache.extend(k, v, positions)
-            if window is not None:  # texts of several lengths end at different positions
-                first_key = (positions - window + 1).to(torch.int32).expand(q.shape[0], -1)
-                window = None
-        y = ops.attention(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            padding_mask=padding_mask,
-            window=window,
-            first_key=first_key,
-            positions=rows,
-            kv_index=self.kv_index,
-            dropout_p=self.dropout,
-            key=key,
-            site=self.site,
-            head_start=self.head_start,
-            scale=self.scale,
-            softcap=self.softcap,
-            backend=self.kernels.attention,
+        mask = AttentionMask(
+            self.causal, tokens.padding_mask, self.window, tokens.first_key, tokens.rows
         )
-        return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
+        if cache is not None:
+            assert tokens.positions is not None
+            k, v = cache.extend(k, v, tokens.positions)
+            mask = self._window_of_positions(mask, tokens.positions, num_texts=q.shape[0])
+        y = ops.masked_attention(q, k, v, mask, self._options(key), backend=self.kernels.attention)
+        y = rearrange(y, "b n s d -> b s (n d)")
+        return self.out.without_bias(y, tokens.sizes), self.out.bias
+
+    def _options(self, key: RandomKey | None) -> AttentionOptions:
+        """Return the settings of attention for a micro-batch with this key of dropout."""
+        return AttentionOptions(
+            self.kv_index,
+            DropoutSpec(self.dropout, key, self.site),
+            self.head_start,
+            self.scale,
+            self.softcap,
+        )
+
+    def _window_of_positions(
+        self, mask: AttentionMask, positions: Tensor, num_texts: int
+    ) -> AttentionMask:
+        """Express a window by first keys, as cached texts of several lengths end at different
+        positions."""
+        if self.window is None:
+            return mask
+        first_key = (positions - self.window + 1).to(torch.int32).expand(num_texts, -1)
+        return replace(mask, window=None, first_key=first_key)
 
     def _turn(
         self, x: HiddenStates, cache: KeyValueCache | None, sizes: Sequence[int] | None
@@ -409,8 +432,7 @@ class ParallelAttention(ParallelModule):
         self,
         x: HiddenStates,
         turn: RotarySettings | None,
-        positions: Tensor | None,
-        sizes: Sequence[int] | None,
+        tokens: AttentionMetadata,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the local heads at their positions.
 
@@ -420,24 +442,24 @@ class ParallelAttention(ParallelModule):
         backend = self.kernels.split_qkv
         bias = None
         if self.qkv.bias is not None and sums_bias(value_of(x), backend):
-            qkv = self.qkv.with_detached_bias(x, sizes)
+            qkv = self.qkv.with_detached_bias(x, tokens.sizes)
             bias = self.qkv.bias
         else:
-            qkv = self.qkv(x, sizes)
+            qkv = self.qkv(x, tokens.sizes)
         is_normed = self.qk_norm is not None
         q, k, v = ops.split_qkv(
             qkv,
             self.group_sizes,
             bias=bias,
             turn=None if is_normed else turn,
-            positions=positions,
+            positions=tokens.positions,
             backend=backend,
         )
         if is_normed:
             q, k = self._normed(q, k)
             if turn is not None:
-                q = turn_heads(q, turn, positions)
-                k = turn_heads(k, turn, positions)
+                q = turn_heads(q, turn, tokens.positions)
+                k = turn_heads(k, turn, tokens.positions)
         return q, k, v
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

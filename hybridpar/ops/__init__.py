@@ -4,7 +4,7 @@ registry.py has the table of the code that runs them.
 """
 
 from hybridpar.ops.activation import geglu, gelu, swiglu
-from hybridpar.ops.attention import attention
+from hybridpar.ops.attention import attention, masked_attention
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
 from hybridpar.ops.embedding import embedding
@@ -28,6 +28,7 @@ __all__ = [
     "gelu",
     "largest",
     "layer_norm",
+    "masked_attention",
     "optimizer",
     "quantize",
     "quantize_fp8",

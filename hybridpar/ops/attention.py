@@ -17,16 +17,14 @@ from torch.autograd.function import Function
 from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
 from hybridpar.ops.backends.registry import SOFTCAP, resolve
-from hybridpar.ops.dropout import KEEP_ALL, DropoutMask, DropoutSpec, drop, make_mask
-from hybridpar.random import RandomKey
+from hybridpar.ops.dropout import KEEP_ALL, NO_DROPOUT, DropoutMask, DropoutSpec, drop, make_mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMask:
-    """The keys that each query attends to, and the dropout of their probabilities.
+    """The keys that each query attends to.
 
-    It is everything that a backend is told besides q, k and v. The query at position p sees the
-    real keys j with
+    The query at position p sees the real keys j with
 
         max(first_key of the query, p - window + 1) <= j <= p      if causal, otherwise all of them
 
@@ -35,37 +33,88 @@ class AttentionMask:
     nothing.
 
     Attributes:
-        causal: Whether a query sees only keys up to its own position.
-        kv_index: The key and value head of each query head.
-        padding_mask: bool [b, keys], contiguous, True = real. None: all keys are real.
-        dropout: The mask of the probabilities [b, n, keys, keys], of which the queries have the
-            rows of their positions.
-        first_key: int32 [b, queries], contiguous. None: key 0 for all queries.
-        positions: int32 [queries], contiguous. None: the queries have the last positions.
-        window: Most keys that a query sees, its own included. 0: no limit.
-        scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
-        softcap: Scores become softcap * tanh(score / softcap). 0: they do not.
+        causal: Whether a query sees only keys up to its own position; all limits below but the
+            padding require it.
+        padding_mask: bool [b, keys], True = real. None: all keys are real.
+        window: Most keys that a query sees, its own included (sliding window). None: no limit.
+        first_key: int32 [b, queries], the first key that each query may see, such as the start of
+            its document. None: key 0 for all queries.
+        positions: int32 [queries], the position of each query among the keys, ascending for speed.
+            None: the queries have the last positions.
     """
 
     causal: bool
-    kv_index: list[int]
     padding_mask: Tensor | None = None
-    dropout: DropoutMask = KEEP_ALL
+    window: int | None = None
     first_key: Tensor | None = None
     positions: Tensor | None = None
-    window: int = 0
+
+    @property
+    def is_square(self) -> bool:
+        """Whether attention is full or causal, without other limits than padding."""
+        return self.first_key is None and self.positions is None and self.window is None
+
+    def prepared(self, keys: int) -> AttentionMask:
+        """Return the mask as backends take it: tensors contiguous, and no window that hides none
+        of the keys."""
+        has_window = self.window is not None and self.window < keys
+        return AttentionMask(
+            self.causal,
+            None if self.padding_mask is None else self.padding_mask.contiguous(),
+            self.window if has_window else None,
+            None if self.first_key is None else self.first_key.contiguous(),
+            None if self.positions is None else self.positions.contiguous(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The settings of a layer's attention besides its mask.
+
+    Attributes:
+        kv_index: The key and value head of each query head. None: each serves n / n_kv neighbours.
+        dropout: Dropout of the softmax: its probability, key and site.
+        head_start: Global number of the first query head: the dropout mask of (head, position, key)
+            has index (head * keys + position) * keys + key within its sample.
+        scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
+        softcap: Scores become softcap * tanh(score / softcap), by torch's operators alone. 0: they
+            do not.
+    """
+
+    kv_index: Sequence[int] | None = None
+    dropout: DropoutSpec = NO_DROPOUT
+    head_start: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
+
+
+DEFAULT_OPTIONS = AttentionOptions()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """Everything that a backend is told besides q, k and v.
+
+    Attributes:
+        mask: The keys that each query sees, prepared.
+        kv_index: The key and value head of each query head.
+        dropout: The dropout mask of the probabilities [b, n, keys, keys], of which the queries have
+            the rows of their positions.
+        scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
+        softcap: Limit of the scores. 0: there is none.
+    """
+
+    mask: AttentionMask
+    kv_index: list[int]
+    dropout: DropoutMask = KEEP_ALL
     scale: float | None = None
     softcap: float = 0.0
 
     @property
-    def is_square(self) -> bool:
-        """Whether the rule is that of full or causal attention, without other limits."""
-        return self.first_key is None and self.positions is None and self.window == 0
-
-    @property
     def is_plain(self) -> bool:
-        """Whether libraries can express the mask: square, no padding and no dropout."""
-        return self.is_square and self.padding_mask is None and self.dropout.threshold == 0
+        """Whether libraries can express the call: no limits, no padding and no dropout."""
+        mask = self.mask
+        return mask.is_square and mask.padding_mask is None and self.dropout.threshold == 0
 
     def scale_of(self, q: Tensor) -> float:
         """Return the factor of the products of queries and keys."""
@@ -78,81 +127,83 @@ def attention(
     v: Tensor,
     *,
     causal: bool,
-    padding_mask: Tensor | None = None,
     window: int | None = None,
-    first_key: Tensor | None = None,
-    positions: Tensor | None = None,
-    kv_index: Sequence[int] | None = None,
-    dropout_p: float = 0.0,
-    key: RandomKey | None = None,
-    site: int = 0,
-    head_start: int = 0,
-    scale: float | None = None,
-    softcap: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Return softmax(scale q k^T) v, with dropout on the softmax.
-
-    If there are fewer queries than keys and no `positions`, the queries have the last positions;
-    torch's kernel computes them, whatever the backend. A query that sees no key (all padding)
-    yields zeros, and no gradient.
+    """Return softmax(q k^T / sqrt(d)) v, in which a query sees all keys, or the causal ones.
 
     Args:
         window: Most keys that a query sees, its own included (sliding window). None: no limit.
-        first_key: The first key that each query may see, such as the start of its document.
-        positions: The position of each query among the keys, ascending for speed.
-        kv_index: The key and value head of each query head. Without it, each serves n / n_kv
-            neighbours.
-        head_start: Global number of the first query head: the dropout mask of (head, position, key)
-            has index (head * keys + position) * keys + key within its sample.
-        scale: Factor of the products. None: 1 / sqrt(d).
-        softcap: Scores become softcap * tanh(score / softcap), by torch's operators alone. 0: they
-            do not.
 
-    Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real;
-    first_key int32 [b, s]; positions int32 [s] -> [b, n, s, d].
+    Shapes, errors and the rest: see `masked_attention`.
+    """
+    return masked_attention(q, k, v, AttentionMask(causal, window=window), backend=backend)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Return softmax(scale q k^T) v over the keys that the mask shows, with dropout on the softmax.
+
+    If there are fewer queries than keys and no positions, the queries have the last positions;
+    torch's kernel computes them, whatever the backend. A query that sees no key (all padding)
+    yields zeros, and no gradient.
+
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d] -> [b, n, s, d].
     Raises: ValueError for other shapes, for a window, first keys or positions without causal, or
-    for dropout with fewer queries than keys and no positions; ConfigError if dropout_p is not in
-    [0, 1), or the backend cannot run.
+    for dropout with fewer queries than keys and no positions; ConfigError if the probability of
+    dropout is not in [0, 1), or the backend cannot run.
     Source: arXiv 1706.03762; grouped heads arXiv 2305.13245; windows arXiv 2004.05150.
     """
-    _check(q, k, v, padding_mask)
-    _check_limits(q, causal, window, first_key, positions)
-    n = q.shape[1]
+    _check(q, k, v, mask.padding_mask)
+    _check_limits(q, mask)
+    b, n, s, d = q.shape
     n_kv = k.shape[1]
+    keys = k.shape[2]
     if n == 0:
         return q
-    if kv_index is None:
+    dropout = options.dropout
+    spec = DropoutSpec(
+        dropout.p, dropout.key, dropout.site, inner_start=options.head_start * keys * keys
+    )
+    call = AttentionCall(
+        mask.prepared(keys),
+        _kv_index(options.kv_index, n, n_kv),
+        make_mask(spec, (b, n, keys, keys), q.device),
+        options.scale,
+        options.softcap,
+    )
+    if s < keys and mask.positions is None:
+        if call.dropout is not KEEP_ALL:
+            raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
+        return attention_torch(q, k, v, call)
+    shape = attention_class(d, grouped=n != n_kv)
+    code = resolve("attention", backend, q, shape, SOFTCAP if call.softcap else ())
+    return code(q, k, v, call)
+
+
+def _kv_index(given: Sequence[int] | None, n: int, n_kv: int) -> list[int]:
+    """Return the key head of each of n query heads.
+
+    Raises:
+        ValueError: The given heads are none of the n_kv heads, or none are given and n_kv does not
+            divide n.
+    """
+    if given is None:
         if n_kv == 0 or n % n_kv:
             raise ValueError(
                 f"{n} query heads must be a multiple of {n_kv} key heads, unless kv_index is given"
             )
-        kv_index = _neighbours(n, n_kv)
-    elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
-        raise ValueError(
-            f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}"
-        )
-    s = q.shape[2]
-    keys = k.shape[2]
-    spec = DropoutSpec(dropout_p, key, site, inner_start=head_start * keys * keys)
-    mask = AttentionMask(
-        causal,
-        list(kv_index),
-        None if padding_mask is None else padding_mask.contiguous(),
-        make_mask(spec, (q.shape[0], n, keys, keys), q.device),
-        None if first_key is None else first_key.contiguous(),
-        None if positions is None else positions.contiguous(),
-        window if window is not None and window < keys else 0,  # a wider one hides nothing
-        scale,
-        softcap,
-    )
-    if s < keys and positions is None:
-        if mask.dropout is not KEEP_ALL:
-            raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
-        return attention_torch(q, k, v, mask)
-    shape = attention_class(q.shape[3], grouped=n != n_kv)
-    code = resolve("attention", backend, q, shape, SOFTCAP if softcap else ())
-    return code(q, k, v, mask)
+        return _neighbours(n, n_kv)
+    if len(given) != n or not all(0 <= i < n_kv for i in given):
+        raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(given)}")
+    return list(given)
 
 
 def attention_class(head_dim: int, *, grouped: bool) -> str:
@@ -160,7 +211,7 @@ def attention_class(head_dim: int, *, grouped: bool) -> str:
     return f"d{head_dim}{' grouped' * grouped}"
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Run torch's fused kernel (cuDNN's or FlashAttention's) if it has one, otherwise Triton's.
 
     torch's has neither dropout nor padding, first keys, positions or windows, and adds up dq in any
@@ -171,49 +222,50 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tens
     n_kv = k.shape[1]
     d = q.shape[3]
     if (
-        not mask.is_plain
-        or mask.kv_index != _neighbours(n, n_kv)
+        not call.is_plain
+        or call.kv_index != _neighbours(n, n_kv)
         or d % 8
         or d > 256
         or q.numel() == 0
         or torch.are_deterministic_algorithms_enabled()
     ):
-        return resolve("attention", "triton", q)(q, k, v, mask)
+        return resolve("attention", "triton", q)(q, k, v, call)
     return F.scaled_dot_product_attention(
-        q, k, v, is_causal=mask.causal, scale=mask.scale, enable_gqa=n != n_kv
+        q, k, v, is_causal=call.mask.causal, scale=call.scale, enable_gqa=n != n_kv
     )
 
 
-def attention_torch(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def attention_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Run torch's fused kernel, which has no counter-based dropout and no soft-cap; with either, the
     full matrix of probabilities."""
     b, n, queries, d = q.shape
     n_kv, keys = k.shape[1:3]
-    if mask.kv_index != list(range(n_kv)):
-        are_neighbours = mask.kv_index == _neighbours(n, n_kv)
+    mask = call.mask
+    if call.kv_index != list(range(n_kv)):
+        are_neighbours = call.kv_index == _neighbours(n, n_kv)
         if are_neighbours and queries == 1 < keys and mask.is_square:
             # heads that share a key are queries of one head
             folded = q.reshape(b, n_kv, n // n_kv, d)
-            one_each = replace(mask, causal=False, kv_index=list(range(n_kv)))
+            one_each = replace(call, mask=replace(mask, causal=False), kv_index=list(range(n_kv)))
             return attention_torch(folded, k, v, one_each).reshape(b, n, 1, d)
         if are_neighbours:
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
-            index = torch.tensor(mask.kv_index, device=q.device)
+            index = torch.tensor(call.kv_index, device=q.device)
             k = k.index_select(1, index)
             v = v.index_select(1, index)
-    if mask.dropout is not KEEP_ALL or mask.softcap:
+    if call.dropout is not KEEP_ALL or call.softcap:
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
-        scores = scores * mask.scale_of(q)
-        if mask.softcap:
-            scores = (scores / mask.softcap).tanh() * mask.softcap
-        return _drop_rows(_softmax(scores, mask), mask).to(q.dtype) @ v
+        scores = scores * call.scale_of(q)
+        if call.softcap:
+            scores = (scores / call.softcap).tanh() * call.softcap
+        return _drop_rows(_softmax(scores, mask), call).to(q.dtype) @ v
     square = mask.padding_mask is None and mask.is_square
     if square and (queries in (1, keys) or not mask.causal):
         is_causal = mask.causal and queries == keys
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=mask.scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=call.scale)
     visible, blind = _visible(queries, keys, mask, q.device)
-    y = F.scaled_dot_product_attention(q, k, v, visible, scale=mask.scale)
+    y = F.scaled_dot_product_attention(q, k, v, visible, scale=call.scale)
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
@@ -226,13 +278,14 @@ def _softmax(x: Tensor, mask: AttentionMask) -> Tensor:
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
-def _drop_rows(probabilities: Tensor, mask: AttentionMask) -> Tensor:
+def _drop_rows(probabilities: Tensor, call: AttentionCall) -> Tensor:
     """Drop probabilities [b, n, queries, keys] by the mask's rows of the queries' positions."""
-    if mask.positions is None:
-        return drop(probabilities, mask.dropout)
+    positions = call.mask.positions
+    if positions is None:
+        return drop(probabilities, call.dropout)
     b, n, _, keys = probabilities.shape
-    kept = drop(probabilities.new_ones(b, n, keys, keys), mask.dropout)
-    return probabilities * kept[:, :, mask.positions.long()]
+    kept = drop(probabilities.new_ones(b, n, keys, keys), call.dropout)
+    return probabilities * kept[:, :, positions.long()]
 
 
 def _visible(
@@ -268,7 +321,7 @@ def _within_limits(queries: int, keys: int, mask: AttentionMask, device: torch.d
         position = torch.arange(keys - queries, keys, device=device)
     position = position[:, None]
     visible = key <= position
-    if mask.window:
+    if mask.window is not None:
         visible &= key > position - mask.window
     if mask.first_key is not None:
         visible = visible & (key >= mask.first_key[:, None, :, None])
@@ -301,20 +354,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None
         )
 
 
-def _check_limits(
-    q: Tensor,
-    causal: bool,
-    window: int | None,
-    first_key: Tensor | None,
-    positions: Tensor | None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}; None: no limit")
-    if not causal and not (window is None and first_key is None and positions is None):
+def _check_limits(q: Tensor, mask: AttentionMask) -> None:
+    if mask.window is not None and mask.window < 1:
+        raise ValueError(f"window must be at least 1, got {mask.window}; None: no limit")
+    if not mask.causal and not mask.is_square:
         raise ValueError("window, first_key and positions require causal = True")
     shapes = {
-        "first_key": (first_key, (q.shape[0], q.shape[2])),
-        "positions": (positions, (q.shape[2],)),
+        "first_key": (mask.first_key, (q.shape[0], q.shape[2])),
+        "positions": (mask.positions, (q.shape[2],)),
     }
     for name, (given, shape) in shapes.items():
         if given is not None and (given.dtype != torch.int32 or given.shape != shape):
@@ -345,12 +392,12 @@ class AttentionPasses(Protocol):
     """The two passes of an attention kernel."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """Return the output [b, s, n, d], and lse."""
 
     def backward(
-        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+        self, dout: Tensor, saved: SavedAttention, call: AttentionCall
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v, each [b, s, heads, d]; dout is [b, n, s, d]."""
 
@@ -361,29 +408,30 @@ class LibraryPasses(NamedTuple):
     library: Any
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        return self.library.attention(q, k, v, *_arguments(q, mask))
+        return self.library.attention(q, k, v, *_arguments(q, call))
 
     def backward(
-        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+        self, dout: Tensor, saved: SavedAttention, call: AttentionCall
     ) -> tuple[Tensor, ...]:
-        return self.library.attention_backward(dout, *saved, *_arguments(saved.q, mask))
+        return self.library.attention_backward(dout, *saved, *_arguments(saved.q, call))
 
 
-def _arguments(q: Tensor, mask: AttentionMask) -> tuple[Any, ...]:
-    """Return the arguments of operators that describe the mask. Rows of dropout's mask are as many
+def _arguments(q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
+    """Return the arguments of operators that describe the call. Rows of dropout's mask are as many
     elements apart as there are keys."""
+    mask = call.mask
     return (
         mask.padding_mask,
         mask.first_key,
         mask.positions,
-        mask.kv_index,
-        mask.scale_of(q),
+        call.kv_index,
+        call.scale_of(q),
         mask.causal,
-        mask.window,
-        *mask.dropout[:5],
-        mask.dropout.start,
+        mask.window or 0,
+        *call.dropout[:5],
+        call.dropout.start,
     )
 
 
@@ -392,16 +440,19 @@ class _Attention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+        ctx: Any, passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> Tensor:
         q = without_gaps(q)
         k = without_gaps(k)
         v = without_gaps(v)
-        out, lse = passes.forward(q, k, v, mask)
+        out, lse = passes.forward(q, k, v, call)
+        mask = call.mask
         limits = mask.padding_mask, mask.first_key, mask.positions
         ctx.save_for_backward(q, k, v, out, lse, *limits)
         ctx.passes = passes
-        ctx.mask = replace(mask, padding_mask=None, first_key=None, positions=None)
+        # saved tensors are checked for changes in place, and freed after the backward pass
+        bare = replace(mask, padding_mask=None, first_key=None, positions=None)
+        ctx.call = replace(call, mask=bare)
         return out.transpose(1, 2)
 
     @staticmethod
@@ -409,20 +460,20 @@ class _Attention(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, padding_mask, first_key, positions = ctx.saved_tensors
         limits = {"padding_mask": padding_mask, "first_key": first_key, "positions": positions}
-        mask = replace(ctx.mask, **limits)
-        grads = ctx.passes.backward(without_gaps(dout), SavedAttention(*saved), mask)
+        call = replace(ctx.call, mask=replace(ctx.call.mask, **limits))
+        grads = ctx.passes.backward(without_gaps(dout), SavedAttention(*saved), call)
         return None, *(grad.transpose(1, 2) for grad in grads), None
 
 
 def attention_by(
-    passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    passes: AttentionPasses, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> Tensor:
     """Run a kernel's passes, differentiably. Shapes: see `attention`."""
-    return apply(_Attention, passes, q, k, v, mask)
+    return apply(_Attention, passes, q, k, v, call)
 
 
-def attention_fused(library: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    return attention_by(LibraryPasses(library), q, k, v, mask)
+def attention_fused(library: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    return attention_by(LibraryPasses(library), q, k, v, call)
 
 
 def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

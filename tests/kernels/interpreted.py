@@ -14,8 +14,9 @@ from hybridpar.autograd import recomputed
 from hybridpar.config import KernelsConfig, from_mapping
 from hybridpar.grid import Axis
 from hybridpar.nn import ParallelAttention
+from hybridpar.ops.attention import DEFAULT_OPTIONS, AttentionMask, AttentionOptions
 from hybridpar.ops.backends import registry
-from hybridpar.ops.dropout import DropoutMask, dropout_torch
+from hybridpar.ops.dropout import DropoutMask, DropoutSpec, dropout_torch
 from hybridpar.ops.norm import NormWeights
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.prediction.ghost import Tracker
@@ -269,12 +270,12 @@ def test_attention_drops_what_the_reference_drops(s):
     assert torch.equal(dv.transpose(1, 2)[..., :s] > 0, kept.mT > 0)
 
 
-def agrees(b, n, n_kv, s, d, **settings):
+def agrees(b, n, n_kv, s, d, mask, options=DEFAULT_OPTIONS):
     case = Case(
         "attention",
         "",
         ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
-        lambda q, k, v, backend: ops.attention(q, k, v, backend=backend, **settings),
+        lambda q, k, v, backend: ops.masked_attention(q, k, v, mask, options, backend=backend),
     )
     tensors = tensors_of(case, torch.float32)
     for got, want in zip(
@@ -282,7 +283,10 @@ def agrees(b, n, n_kv, s, d, **settings):
         compute(case, [t.double() for t in tensors], "torch"),
         strict=True,
     ):  # sums of up to a hundred terms in float32
-        assert (got.double() - want).abs().max() <= 6e-6 * want.abs().max().clamp(min=1), settings
+        assert (got.double() - want).abs().max() <= 6e-6 * want.abs().max().clamp(min=1), (
+            mask,
+            options,
+        )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def agrees(b, n, n_kv, s, d, **settings):
 )
 def test_attention_of_heads_that_share_keys(d, kv_index):
     """A kv head serves none, once."""
-    agrees(1, 4, max(kv_index) + 1, 40, d, causal=True, kv_index=kv_index)
+    agrees(1, 4, max(kv_index) + 1, 40, d, AttentionMask(True), AttentionOptions(kv_index))
 
 
 NO_DROPOUT = (0, 0, None, 0, 1.0, 0)
@@ -344,12 +348,10 @@ def test_attention_in_tiles_of_all_sizes(rows, keys, monkeypatch):
             1,
             90,
             16,
-            causal=causal,
-            padding_mask=real,
-            dropout_p=0.3,
-            key=random.RandomKey.of(1, 2, 3),
-            site=4,
-            head_start=1,
+            AttentionMask(causal, real),
+            AttentionOptions(
+                dropout=DropoutSpec(0.3, random.RandomKey.of(1, 2, 3), 4), head_start=1
+            ),
         )
 
 
@@ -409,12 +411,10 @@ def test_options_are_timed_on_the_shapes_of_a_layer_and_compute_the_same(monkeyp
     for chosen in ({}, dict.fromkeys(found, sizes[1])):
         options.OPTIONS.use(chosen)
         leaves = [t.clone().requires_grad_() for t in x]
-        out = ops.attention(
+        out = ops.masked_attention(
             *leaves,
-            causal=True,
-            dropout_p=0.1,
-            key=random.RandomKey.of(1, 2, 3),
-            site=4,
+            AttentionMask(True),
+            AttentionOptions(dropout=DropoutSpec(0.1, random.RandomKey.of(1, 2, 3), 4)),
             backend="triton",
         )
         results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
@@ -426,14 +426,12 @@ def test_options_are_timed_on_the_shapes_of_a_layer_and_compute_the_same(monkeyp
 
 def test_attention_compiled_once_for_all_steps():
     def f(q, k, v, step):
-        return ops.attention(
+        return ops.masked_attention(
             q,
             k,
             v,
-            causal=True,
-            dropout_p=0.3,
-            key=random.RandomKey.of(1, step, 3),
-            site=4,
+            AttentionMask(True),
+            AttentionOptions(dropout=DropoutSpec(0.3, random.RandomKey.of(1, step, 3), 4)),
             backend="triton",
         )
 
@@ -558,35 +556,34 @@ FIRST = torch.tensor([[0] * 40 + [40] + [41] * 43 + [84] * 6, [0] * 90], dtype=t
 
 
 @pytest.mark.parametrize(
-    ("limits", "rows", "keys"),
+    ("limits", "p", "rows", "keys"),
     [
-        ({"first_key": FIRST}, 32, 64),
-        ({"window": 20}, 64, 16),
-        ({"first_key": FIRST, "window": 30, "dropout_p": 0.3}, 32, 32),
-        ({"first_key": FIRST.clone().fill_(90)}, 32, 64),
-        ({"padding_mask": torch.arange(180).view(2, 90) % 7 > 0, "first_key": FIRST}, 64, 64),
+        ({"first_key": FIRST}, 0.0, 32, 64),
+        ({"window": 20}, 0.0, 64, 16),
+        ({"first_key": FIRST, "window": 30}, 0.3, 32, 32),
+        ({"first_key": FIRST.clone().fill_(90)}, 0.0, 32, 64),
+        ({"padding_mask": torch.arange(180).view(2, 90) % 7 > 0, "first_key": FIRST}, 0.0, 64, 64),
     ],
     ids=["documents", "window", "all", "nothing", "padded"],
 )
-def test_attention_within_limits(limits, rows, keys, monkeypatch):
+def test_attention_within_limits(limits, p, rows, keys, monkeypatch):
     from hybridpar.kernels import attention, tiles
 
     monkeypatch.setattr(attention, "tiles_of", lambda *args: (tiles.Tile(rows, keys, 4, 1),))
-    agrees(2, 2, 1, 90, 16, causal=True, key=KEY, site=SITE, **limits)
+    dropout = DropoutSpec(p, KEY, SITE)
+    agrees(2, 2, 1, 90, 16, AttentionMask(True, **limits), AttentionOptions(dropout=dropout))
 
 
 def test_attention_of_queries_from_two_places():
     """As of a rank that has two pieces of a sequence, with keys of all of it."""
     places = torch.cat([torch.arange(5, 27), torch.arange(60, 90)]).int()
     tensors = tensors_of(Case("", "", ((2, 2, 90, 16),) * 3, None), torch.float32)
-    settings = {"causal": True, "window": 33, "dropout_p": 0.3, "key": KEY, "site": SITE}
-    first = FIRST[:, places.long()]
+    mask = AttentionMask(True, None, 33, FIRST[:, places.long()], places)
+    options = AttentionOptions(dropout=DropoutSpec(0.3, KEY, SITE))
 
     def code(q, k, v, backend):
         q = q[:, :, places.long()]
-        return ops.attention(
-            q, k, v, first_key=first, positions=places, backend=backend, **settings
-        )
+        return ops.masked_attention(q, k, v, mask, options, backend=backend)
 
     case = Case("attention", "", (), code)
     got = compute(case, tensors, "triton")
@@ -606,8 +603,8 @@ def test_another_document_changes_no_bit_of_attention():
             "attention",
             "",
             (),
-            lambda q, k, v, backend: ops.attention(
-                q, k, v, causal=True, first_key=FIRST, backend=backend
+            lambda q, k, v, backend: ops.masked_attention(
+                q, k, v, AttentionMask(True, first_key=FIRST), backend=backend
             ),
         )
         results.append([x[0, :, 41:84] for x in compute(case, [q, k, v], "triton")])

@@ -8,6 +8,7 @@ from torch import nn
 
 from hybridpar.grid import Axis
 from hybridpar.nn import KeyValueCache, ParallelAttention
+from hybridpar.nn.attention import AttentionMetadata
 
 LENGTH = 9
 
@@ -51,9 +52,13 @@ def test_piece_by_piece_is_at_once(
     at = torch.arange(LENGTH)
     parts = []
     for start, stop in ((0, first), *((i, i + 1) for i in range(first, 7)), (7, LENGTH)):
-        parts.append(layer.without_bias(x[:, start:stop], None, None, cache, at[start:stop])[0])
+        parts.append(
+            layer.without_bias(
+                x[:, start:stop], AttentionMetadata(positions=at[start:stop]), None, cache
+            )[0]
+        )
     torch.testing.assert_close(
-        torch.cat(parts, 1), layer.without_bias(x, None, None)[0], rtol=1e-12, atol=1e-12
+        torch.cat(parts, 1), layer.without_bias(x)[0], rtol=1e-12, atol=1e-12
     )
 
 
@@ -72,22 +77,23 @@ def test_texts_of_several_lengths(
         torch.randn(3, LENGTH, heads * 4, dtype=torch.float64),
     )
     cache, lengths, texts = KeyValueCache(LENGTH), torch.tensor([2, 5, 3]), [0, 1, 2]
-    layer.without_bias(x[:, :5], None, None, cache, torch.arange(5))
+    layer.without_bias(x[:, :5], AttentionMetadata(positions=torch.arange(5)), None, cache)
 
     def go_on() -> None:
         at = lengths[texts][:, None]
         rows = torch.tensor(texts)
         real = torch.arange(int(at.max()) + 1) <= at
-        made, _ = layer.without_bias(x[rows[:, None], at], real, None, cache, at)
+        tokens = AttentionMetadata(real, positions=at)
+        made, _ = layer.without_bias(x[rows[:, None], at], tokens, None, cache)
         for row, text in zip(made, texts, strict=True):
             length = int(lengths[text]) + 1
-            whole, _ = layer.without_bias(x[text : text + 1, :length], None, None)
+            whole, _ = layer.without_bias(x[text : text + 1, :length])
             torch.testing.assert_close(row[-1], whole[0, -1], rtol=1e-12, atol=1e-12)
             lengths[text] = length
 
     go_on()
     fresh = KeyValueCache(LENGTH)
-    layer.without_bias(x[1:2, :1], None, None, fresh, torch.arange(1))
+    layer.without_bias(x[1:2, :1], AttentionMetadata(positions=torch.arange(1)), None, fresh)
     cache.replace([1], fresh)
     lengths[1] = 1
     go_on()

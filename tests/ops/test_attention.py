@@ -7,7 +7,8 @@ import torch
 
 from hybridpar import native, random
 from hybridpar.errors import ConfigError
-from hybridpar.ops import attention, dropout
+from hybridpar.ops import attention, dropout, masked_attention
+from hybridpar.ops.attention import AttentionCall, AttentionMask, AttentionOptions
 from hybridpar.ops.dropout import KEEP_ALL, DropoutSpec
 from hybridpar.random import RandomKey
 
@@ -53,7 +54,7 @@ PADDING = torch.tensor(
 
 def test_soft_caps_and_scales_against_the_formula():
     q, k, v = heads(2, 4, 2, 7, 6)
-    out = attention(q, k, v, causal=True, scale=0.7, softcap=1.5)
+    out = masked_attention(q, k, v, AttentionMask(True), AttentionOptions(scale=0.7, softcap=1.5))
     wide_k, wide_v = (x.repeat_interleave(2, 1) for x in (k, v))
     scores = 1.5 * torch.tanh(0.7 * (q @ wide_k.mT) / 1.5)
     later = torch.ones(7, 7, dtype=torch.bool).triu(1)
@@ -73,7 +74,7 @@ def test_a_backend_without_soft_caps_says_so():
     q, k, v = heads(1, 2, 2, 3, 4)
     says = r"kernels.attention = 'cpp': cannot run here: has no soft-caps; try auto or torch"
     with pytest.raises(ConfigError, match=says):
-        attention(q, k, v, causal=True, softcap=1.0, backend="cpp")
+        masked_attention(q, k, v, AttentionMask(True), AttentionOptions(softcap=1.0), backend="cpp")
 
 
 @pytest.mark.thorough(keep=8)
@@ -94,14 +95,10 @@ def test_a_backend_without_soft_caps_says_so():
 def test_against_loops_with_gradients(causal, padded, p, n, n_kv, kv_index):
     tensors = heads(4, n, n_kv, 7, 6)
     mask = PADDING if padded else None
-    out = attention(
+    out = masked_attention(
         *tensors,
-        causal=causal,
-        padding_mask=mask,
-        kv_index=kv_index,
-        dropout_p=p,
-        key=KEY,
-        site=SITE,
+        AttentionMask(causal, padding_mask=mask),
+        AttentionOptions(kv_index=kv_index, dropout=DropoutSpec(p, KEY, SITE)),
     )
     keep = dropout(torch.ones(4, n, 7, 7, dtype=torch.float64), DropoutSpec(p, KEY, SITE))
     expected = by_loops(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, keep=keep)
@@ -120,7 +117,13 @@ def test_against_loops_with_gradients(causal, padded, p, n, n_kv, kv_index):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
     q, k, v = heads(4, 2, 2, 7, 8, dtype)
-    out = attention(q, k, v, causal=causal, padding_mask=PADDING, dropout_p=p, key=KEY, site=SITE)
+    out = masked_attention(
+        q,
+        k,
+        v,
+        AttentionMask(causal, padding_mask=PADDING),
+        AttentionOptions(dropout=DropoutSpec(p, KEY, SITE)),
+    )
     assert out.dtype == dtype
     blind = torch.zeros(4, 7, dtype=torch.bool)
     blind[3] = True
@@ -143,17 +146,20 @@ def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
 )
 def test_fewer_queries_than_keys_are_the_last_ones(n, n_kv, kv_index, queries, padded, backend):
     q, k, v = heads(4, n, n_kv, 7, 6)
-    options = {
-        "padding_mask": PADDING if padded else None,
-        "kv_index": kv_index,
-        "backend": backend,
-    }
+    options = AttentionOptions(kv_index)
     for causal in (True, False):
-        out = attention(q[:, :, -queries:], k, v, causal=causal, **options)
-        expected = attention(q, k, v, causal=causal, **options)[:, :, -queries:]
+        mask = AttentionMask(causal, PADDING if padded else None)
+        out = masked_attention(q[:, :, -queries:], k, v, mask, options, backend=backend)
+        expected = masked_attention(q, k, v, mask, options, backend=backend)[:, :, -queries:]
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="dropout needs as many queries as keys"):
-        attention(q[:, :, :queries], k, v, causal=True, kv_index=kv_index, dropout_p=0.5, key=KEY)
+        masked_attention(
+            q[:, :, :queries],
+            k,
+            v,
+            AttentionMask(True),
+            AttentionOptions(kv_index=kv_index, dropout=DropoutSpec(0.5, KEY)),
+        )
 
 
 def test_one_query_takes_grouped_keys_as_they_are(monkeypatch):
@@ -174,24 +180,27 @@ def test_one_query_takes_grouped_keys_as_they_are(monkeypatch):
 
 def test_padding_does_not_leak():
     q, k, v = (t.detach() for t in heads(4, 2, 2, 7, 8))
-    out = attention(q, k, v, causal=False, padding_mask=PADDING)
+    out = masked_attention(q, k, v, AttentionMask(False, padding_mask=PADDING))
     noise = torch.where(PADDING[:, None, :, None], 0.0, 100.0)
-    assert torch.equal(attention(q, k + noise, v - noise, causal=False, padding_mask=PADDING), out)
+    assert torch.equal(
+        masked_attention(q, k + noise, v - noise, AttentionMask(False, padding_mask=PADDING)), out
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_ranks_and_micro_batches_compute_parts_of_the_whole(p):
     q, k, v = (t.detach() for t in heads(4, 5, 5, 7, 6))
-    whole = attention(q, k, v, causal=True, dropout_p=p, key=KEY, site=SITE)
+    whole = masked_attention(
+        q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(p, KEY, SITE))
+    )
     for a, b in ((0, 1), (1, 4)):
         for start, stop in ((0, 2), (2, 5)):
-            part = attention(
+            part = masked_attention(
                 *(t[a:b, start:stop] for t in (q, k, v)),
-                causal=True,
-                dropout_p=p,
-                key=RandomKey.of(5, 6, 70 + a),
-                site=SITE,
-                head_start=start,
+                AttentionMask(True),
+                AttentionOptions(
+                    dropout=DropoutSpec(p, RandomKey.of(5, 6, 70 + a), SITE), head_start=start
+                ),
             )
             torch.testing.assert_close(part, whole[a:b, start:stop], rtol=1e-13, atol=1e-13)
 
@@ -199,26 +208,40 @@ def test_ranks_and_micro_batches_compute_parts_of_the_whole(p):
 def test_evaluation_has_no_dropout():
     q, k, v = heads(2, 2, 2, 5, 4)
     plain = attention(q, k, v, causal=True)
-    assert torch.equal(attention(q, k, v, causal=True, dropout_p=0.5, key=None, site=SITE), plain)
+    assert torch.equal(
+        masked_attention(
+            q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(0.5, None, SITE))
+        ),
+        plain,
+    )
     assert not torch.equal(
-        attention(q, k, v, causal=True, dropout_p=0.5, key=KEY, site=SITE), plain
+        masked_attention(
+            q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(0.5, KEY, SITE))
+        ),
+        plain,
     )
 
 
 def test_a_rank_without_heads():
     q, k, v = heads(2, 0, 0, 5, 4)
-    assert attention(q, k, v, causal=True, dropout_p=0.5, key=KEY).shape == (2, 0, 5, 4)
+    assert masked_attention(
+        q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(0.5, KEY))
+    ).shape == (2, 0, 5, 4)
 
 
 @pytest.mark.thorough
 def test_compiles():
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(masked_attention, fullgraph=True, backend="aot_eager")
     tensors = heads(4, 4, 2, 7, 6)
-    for kwargs in (
-        {"causal": True},
-        {"causal": False, "padding_mask": PADDING, "dropout_p": 0.5, "key": KEY},
+    for settings in (
+        (AttentionMask(causal=True),),
+        (
+            AttentionMask(causal=False, padding_mask=PADDING),
+            AttentionOptions(dropout=DropoutSpec(0.5, KEY)),
+        ),
     ):
-        torch.testing.assert_close(compiled(*tensors, **kwargs), attention(*tensors, **kwargs))
+        want = masked_attention(*tensors, *settings)
+        torch.testing.assert_close(compiled(*tensors, *settings), want)
 
 
 def test_bad_input():
@@ -234,15 +257,21 @@ def test_bad_input():
     with pytest.raises(ValueError, match="unless kv_index is given"):
         attention(q[:, :3], k, v, causal=True)
     with pytest.raises(ValueError, match="kv_index must have 4 entries from 0 to 1"):
-        attention(q, k, v, causal=True, kv_index=[0, 1, 2, 0])
+        masked_attention(q, k, v, AttentionMask(True), AttentionOptions(kv_index=[0, 1, 2, 0]))
     with pytest.raises(ValueError, match="padding_mask must be bool"):
-        attention(q, k, v, causal=True, padding_mask=torch.ones(2, 3))
+        masked_attention(q, k, v, AttentionMask(True, padding_mask=torch.ones(2, 3)))
     with pytest.raises(ValueError, match="padding_mask must be bool"):
-        attention(q, k, v, causal=True, padding_mask=torch.ones(2, 4, dtype=torch.bool))
+        masked_attention(
+            q, k, v, AttentionMask(True, padding_mask=torch.ones(2, 4, dtype=torch.bool))
+        )
     with pytest.raises(ConfigError, match="less than 1"):
-        attention(q, k, v, causal=True, dropout_p=1.0, key=KEY)
+        masked_attention(
+            q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(1.0, KEY))
+        )
     with pytest.raises(ConfigError, match="less than 1"):
-        attention(q, k, v, causal=True, dropout_p=-1.0, key=KEY)
+        masked_attention(
+            q, k, v, AttentionMask(True), AttentionOptions(dropout=DropoutSpec(-1.0, KEY))
+        )
 
 
 @pytest.mark.parametrize(
@@ -252,7 +281,7 @@ def test_bad_input():
         (4, 2, 16, {}, True),
         (4, 4, 12, {}, False),
         (4, 2, 16, {"kv_index": [0, 0, 0, 1]}, False),
-        (4, 4, 16, {"padding_mask": PADDING}, False),
+        (4, 4, 16, {"mask": AttentionMask(True, PADDING)}, False),
         (4, 4, 16, {"dropout": KEEP_ALL._replace(threshold=1)}, False),
     ],
 )
@@ -264,16 +293,16 @@ def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(
     monkeypatch.setattr(
         module, "resolve", lambda op, backend, q: lambda *args: left.append(backend)
     )
-    mask = module.AttentionMask(True, [i * n_kv // n for i in range(n)])
-    mask = replace(mask, **changes)
+    call = AttentionCall(AttentionMask(True), [i * n_kv // n for i in range(n)])
+    call = replace(call, **changes)
     tensors = heads(4, n, n_kv, 7, d)
-    out = module.attention_sdpa(*tensors, mask)
+    out = module.attention_sdpa(*tensors, call)
     assert left == [] if taken else left == ["triton"]
     if taken:
         torch.testing.assert_close(out, by_loops(*tensors, causal=True), rtol=1e-12, atol=1e-12)
     torch.use_deterministic_algorithms(True)
     try:
-        module.attention_sdpa(*tensors, mask)
+        module.attention_sdpa(*tensors, call)
     finally:
         torch.use_deterministic_algorithms(False)
     assert left[-1] == "triton"
@@ -288,15 +317,12 @@ def test_compiles_once_for_all_steps(backend):
         return module.forward
 
     def function(q, k, v, padding, key):
-        return attention(
+        return masked_attention(
             q,
             k,
             v,
-            causal=True,
-            padding_mask=padding,
-            dropout_p=0.3,
-            key=key,
-            site=SITE,
+            AttentionMask(True, padding_mask=padding),
+            AttentionOptions(dropout=DropoutSpec(0.3, key, SITE)),
             backend=backend,
         )
 

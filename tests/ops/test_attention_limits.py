@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridpar import native, random
-from hybridpar.ops import attention, dropout
+from hybridpar.ops import attention, dropout, masked_attention
+from hybridpar.ops.attention import AttentionMask, AttentionOptions
 from hybridpar.ops.dropout import DropoutSpec
 from hybridpar.random import RandomKey
 
@@ -95,19 +96,18 @@ def test_against_the_full_matrix(backend, packed, window, chosen, padded, p):
     first = first[:, positions.long()]
     real = torch.arange(2 * SIZE).view(2, SIZE) % 5 != 1 if padded else None
     picked = q.detach()[:, :, positions.long()].requires_grad_()
-    out = attention(
+    out = masked_attention(
         picked,
         k,
         v,
-        causal=True,
-        padding_mask=real,
-        window=window,
-        first_key=first if packed else None,
-        positions=positions if chosen else None,
-        dropout_p=p,
-        key=KEY,
-        site=SITE,
-        head_start=3,
+        AttentionMask(
+            True,
+            padding_mask=real,
+            window=window,
+            first_key=first if packed else None,
+            positions=positions if chosen else None,
+        ),
+        AttentionOptions(dropout=DropoutSpec(p, KEY, SITE), head_start=3),
         backend=backend,
     )
     everywhere = torch.ones(2, 4, SIZE, SIZE, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_another_document_changes_no_bit(backend, dtype):
             for x in tensors:
                 x[:, :, : lengths[0]] *= factor
                 x[:, :, stop:] *= factor
-        out = attention(*tensors, causal=True, first_key=first, backend=backend)
+        out = masked_attention(*tensors, AttentionMask(True, first_key=first), backend=backend)
         seed = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
         grads = torch.autograd.grad(out, tensors, seed)
         results.append([x[:, :, inside] for x in (out, *grads)])
@@ -149,7 +149,9 @@ def test_another_document_changes_no_bit(backend, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_documents_are_documents_alone(backend):
     q, k, v = heads(1, 4, 2, SIZE, 8)
-    out = attention(q, k, v, causal=True, first_key=starts_of(*LENGTHS)[None], backend=backend)
+    out = masked_attention(
+        q, k, v, AttentionMask(True, first_key=starts_of(*LENGTHS)[None]), backend=backend
+    )
     parts = [x.split(LENGTHS, 2) for x in (q, k, v)]
     alone = [attention(*part, causal=True, backend=backend) for part in zip(*parts, strict=True)]
     torch.testing.assert_close(out, torch.cat(alone, 2), rtol=1e-12, atol=1e-13)
@@ -169,9 +171,8 @@ def test_one_document_has_the_bits_of_plain_attention(dtype):
     results = []
     for limit in limits:
         tensors = heads(2, 3, 3, s, 24, dtype)
-        out = attention(
-            *tensors, causal=True, dropout_p=0.2, key=KEY, site=SITE, backend="cpp", **limit
-        )
+        options = AttentionOptions(dropout=DropoutSpec(0.2, KEY, SITE))
+        out = masked_attention(*tensors, AttentionMask(True, **limit), options, backend="cpp")
         results.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -183,7 +184,7 @@ def test_queries_that_see_no_key_are_zero(backend):
     q, k, v = heads(1, 2, 2, 70, 8)
     first = torch.zeros(1, 70, dtype=torch.int32)
     first[:, 41:] = 70
-    out = attention(q, k, v, causal=True, first_key=first, backend=backend)
+    out = masked_attention(q, k, v, AttentionMask(True, first_key=first), backend=backend)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     for x in (out, *grads):
         assert (x[:, :, 41:] == 0).all()
@@ -208,6 +209,8 @@ def test_limits_that_cannot_be():
     with pytest.raises(ValueError, match="require causal = True"):
         attention(q, k, v, causal=False, window=3)
     with pytest.raises(ValueError, match=r"first_key must be int32 \[2, 5\], got torch.int64"):
-        attention(q, k, v, causal=True, first_key=torch.zeros(2, 5, dtype=torch.int64))
+        masked_attention(
+            q, k, v, AttentionMask(True, first_key=torch.zeros(2, 5, dtype=torch.int64))
+        )
     with pytest.raises(ValueError, match=r"positions must be int32 \[5\], got torch.int32 \(4,\)"):
-        attention(q, k, v, causal=True, positions=torch.zeros(4, dtype=torch.int32))
+        masked_attention(q, k, v, AttentionMask(True, positions=torch.zeros(4, dtype=torch.int32)))

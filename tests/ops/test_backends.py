@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridpar import ops, random
 from hybridpar.errors import ConfigError
+from hybridpar.ops.attention import AttentionMask, AttentionOptions
 from hybridpar.ops.backends import registry
 from hybridpar.ops.dropout import NO_DROPOUT, DropoutSpec
 from hybridpar.ops.norm import NormWeights
@@ -152,7 +153,9 @@ def cases() -> Iterator[Case]:
         "attention",
         "scale",
         ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8)),
-        lambda q, k, v, backend: ops.attention(q, k, v, causal=True, scale=0.9, backend=backend),
+        lambda q, k, v, backend: ops.masked_attention(
+            q, k, v, AttentionMask(True), AttentionOptions(scale=0.9), backend=backend
+        ),
     )
     for b, s, d, groups, features in (
         (2, 5, 7, (1, 1, 1), 0),
@@ -198,18 +201,17 @@ def cases() -> Iterator[Case]:
                         "attention",
                         f"{name}{'-causal' * causal}{'-padded' * padded}{'-dropout' * (p > 0)}",
                         ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
-                        lambda q, k, v, backend, c=causal, m=mask, i=index, p=p: ops.attention(
-                            q,
-                            k,
-                            v,
-                            causal=c,
-                            padding_mask=on(m, q),
-                            kv_index=i,
-                            dropout_p=p,
-                            key=KEY,
-                            site=SITE,
-                            head_start=3,
-                            backend=backend,
+                        lambda q, k, v, backend, c=causal, m=mask, i=index, p=p: (
+                            ops.masked_attention(
+                                q,
+                                k,
+                                v,
+                                AttentionMask(c, padding_mask=on(m, q)),
+                                AttentionOptions(
+                                    kv_index=i, dropout=DropoutSpec(p, KEY, SITE), head_start=3
+                                ),
+                                backend=backend,
+                            )
                         ),
                     )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import native
-from hybridpar.ops.attention import AttentionMask, LibraryPasses, SavedAttention, attention_by
+from hybridpar.ops.attention import AttentionCall, LibraryPasses, SavedAttention, attention_by
 from hybridpar.ops.backends.libraries import cpp_missing, has_cuda, triton_missing
 
 CAPABILITY = (9, 0)
@@ -31,33 +31,33 @@ def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str 
     return triton_missing(op, device_type, dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Run the passes below. Shapes: see ops.attention."""
-    return attention_by(HopperPasses(), q, k, v, mask)
+    return attention_by(HopperPasses(), q, k, v, call)
 
 
 class HopperPasses(NamedTuple):
     """The passes of attention on Hopper GPUs."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        if _is_plain(q, mask):
+        if _is_plain(q, call):
             return torch.ops.hybridpar.attention_hopper(
-                q, k, v, mask.kv_index, mask.scale_of(q), mask.causal
+                q, k, v, call.kv_index, call.scale_of(q), call.mask.causal
             )
-        return LibraryPasses(torch.ops.hybridpar_triton).forward(q, k, v, mask)
+        return LibraryPasses(torch.ops.hybridpar_triton).forward(q, k, v, call)
 
     def backward(
-        self, dout: Tensor, saved: SavedAttention, mask: AttentionMask
+        self, dout: Tensor, saved: SavedAttention, call: AttentionCall
     ) -> tuple[Tensor, ...]:
         q, k, v, out, lse = saved
-        has_own_keys = mask.kv_index == list(range(k.shape[1]))  # one key head per query head
+        has_own_keys = call.kv_index == list(range(k.shape[1]))  # one key head per query head
         if (
-            not (has_own_keys and q.numel() and _is_plain(q, mask) and _has_cudnn())
+            not (has_own_keys and q.numel() and _is_plain(q, call) and _has_cudnn())
             or torch.are_deterministic_algorithms_enabled()
         ):
-            return LibraryPasses(torch.ops.hybridpar_triton).backward(dout, saved, mask)
+            return LibraryPasses(torch.ops.hybridpar_triton).backward(dout, saved, call)
         s = q.shape[2]
         # cuDNN takes the state of a random generator, which it does not read without dropout
         seed = torch.empty((), dtype=torch.int64, device=q.device)
@@ -76,15 +76,15 @@ class HopperPasses(NamedTuple):
             s,
             s,
             0.0,
-            mask.causal,
-            scale=mask.scale_of(q),
+            call.mask.causal,
+            scale=call.scale_of(q),
         )
         return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
-def _is_plain(q: Tensor, mask: AttentionMask) -> bool:
-    """Whether the kernel has this mask and this size."""
-    return mask.is_plain and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
+def _is_plain(q: Tensor, call: AttentionCall) -> bool:
+    """Whether the kernel has such a mask and this size."""
+    return call.is_plain and q.shape[-1] in HEAD_DIMS and q.shape[1] <= MOST_HEADS
 
 
 def _has_cudnn() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import native, ops
-from hybridpar.ops.attention import AttentionMask
+from hybridpar.ops.attention import AttentionCall, AttentionMask
 from hybridpar.ops.backends import hopper, registry
 from hybridpar.ops.dropout import DropoutMask
 
@@ -115,7 +115,9 @@ def test_gradients_against_triton(causal, padded):
     results = []
     for backend in ("cuda", "triton"):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out = ops.attention(*leaves, causal=causal, padding_mask=mask, backend=backend)
+        out = ops.masked_attention(
+            *leaves, AttentionMask(causal, padding_mask=mask), backend=backend
+        )
         results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out) + tensors[0])])
     for got, want in zip(*results, strict=True):
         assert (got - want).double().norm() <= 1e-2 * want.double().norm()
@@ -167,8 +169,8 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     q = torch.zeros(1, 2, 3, d, dtype=torch.bfloat16)
     real = torch.ones(1, 3, dtype=torch.bool) if padded else None
     drops = DropoutMask(1, 2, None, threshold, 1.5, stride=3, start=5)
-    mask = AttentionMask(True, [0, 1], real, drops)
-    library, _, arguments = hopper.HopperPasses().forward(q, q, q, mask)
+    call = AttentionCall(AttentionMask(True, real), [0, 1], drops)
+    library, _, arguments = hopper.HopperPasses().forward(q, q, q, call)
     assert library == taken
     plain = ([0, 1], d**-0.5, True)
     assert arguments[3:] == (
@@ -177,7 +179,7 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     if taken == "hopper":
         first = torch.zeros(1, 3, dtype=torch.int32)
         for limits in ({"window": 2}, {"first_key": first}, {"positions": first[0]}):
-            limited = replace(mask, **limits)
+            limited = replace(call, mask=AttentionMask(True, **limits))
             library, _, arguments = hopper.HopperPasses().forward(q, q, q, limited)
             assert library == "triton"
 
