@@ -192,8 +192,9 @@ class ColumnParallelLinear(AdaptableLinear):
     def _with_bias(
         self, x: HiddenStates, bias: Tensor | None, sizes: Sequence[int] | None
     ) -> Tensor:
-        binding = self.binding("weight")
-        return column_linear(x, self.weight, bias, self.axis, sizes, binding, self.adapter)
+        split = _Split(self.axis, None, sizes)
+        options = _Options(split, self.binding("weight"), self.adapter)
+        return _split_linear(x, self.weight, bias, options)
 
 
 class RowParallelLinear(AdaptableLinear):
@@ -265,15 +266,9 @@ class RowParallelLinear(AdaptableLinear):
     def _with_bias(
         self, x: HiddenStates, bias: Tensor | None, sizes: Sequence[int] | None
     ) -> Tensor:
-        return row_linear(
-            self._local(x),
-            self.weight,
-            bias,
-            self.axis,
-            sizes,
-            self.binding("weight"),
-            self.adapter,
-        )
+        split = _Split(None, self.axis, sizes)
+        options = _Options(split, self.binding("weight"), self.adapter)
+        return _split_linear(self._local(x), self.weight, bias, options)
 
     def _local(self, x: HiddenStates) -> HiddenStates:
         if self.scatter_sizes is None:
@@ -288,7 +283,6 @@ def column_linear(
     axis: Axis,
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
-    adapter: Adapter | None = None,
 ) -> Tensor:
     """Return x W^T + b for a replicated `x` and this rank's rows of W and b; see
     ColumnParallelLinear.
@@ -298,15 +292,7 @@ def column_linear(
     Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`:
     forward one all-gather; backward another one, and one reduce_scatter.
     """
-    make = recompute_fn_of(x)
-    x = value_of(x)
-    split = _Split(axis, None, sizes)
-    if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
-        return _product_and_adapter(x, weight, bias, adapter, split, binding)[0]
-    is_summed = axis.size > 1 and (x.requires_grad or sizes is not None)
-    if _is_ours(weight, binding) or make or is_summed or adapter:
-        return _applied(x, weight, bias, adapter, split, make, binding)
-    return F.linear(x, weight, bias)
+    return _split_linear(x, weight, bias, _Options(_Split(axis, None, sizes), binding))
 
 
 def row_linear(
@@ -316,7 +302,6 @@ def row_linear(
     axis: Axis,
     sizes: Sequence[int] | None = None,
     binding: ParameterBinding = UNBOUND,
-    adapter: Adapter | None = None,
 ) -> Tensor:
     """Return x W^T + b, summed over the axis, for this rank's features of `x` and columns of W.
 
@@ -326,13 +311,61 @@ def row_linear(
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
     backward one all-gather.
     """
+    return _split_linear(x, weight, bias, _Options(_Split(None, axis, sizes), binding))
+
+
+class _Split(NamedTuple):
+    """The split of a linear layer over ranks.
+
+    Attributes:
+        dx_axis: The axis over which dx is summed. None: it is complete.
+        y_axis: The axis over which y is summed, before b is added. None: it is complete.
+        sizes: Rows of each rank, if x (with dx_axis) or y (with y_axis) is its part of the sequence.
+    """
+
+    dx_axis: Axis | None
+    y_axis: Axis | None
+    sizes: Sequence[int] | None
+
+    def communicates(self, x: Tensor) -> bool:
+        """Whether the layer communicates, forward or in the backward pass of this input."""
+        if self.y_axis is not None:
+            return self.y_axis.size > 1
+        assert self.dx_axis is not None
+        return self.dx_axis.size > 1 and (x.requires_grad or self.sizes is not None)
+
+
+class _Options(NamedTuple):
+    """The way in which a linear layer is computed.
+
+    Attributes:
+        split: Its split over ranks.
+        binding: The objects that the training state binds to its weight.
+        adapter: The low-rank factors that are added to its weight.
+        make: Makes x again in the backward pass. None: x is kept.
+    """
+
+    split: _Split
+    binding: ParameterBinding = UNBOUND
+    adapter: Adapter | None = None
+    make: RecomputeFn | None = None
+
+
+def _split_linear(
+    x: HiddenStates, weight: Tensor, bias: Tensor | None, options: _Options
+) -> Tensor:
+    """Compute a split layer by torch's operator where that does as well, otherwise by ours."""
     make = recompute_fn_of(x)
     x = value_of(x)
-    split = _Split(None, axis, sizes)
-    if not torch.is_grad_enabled():
-        return _product_and_adapter(x, weight, bias, adapter, split, binding)[0]
-    if _is_ours(weight, binding) or make or axis.size > 1 or adapter:
-        return _applied(x, weight, bias, adapter, split, make, binding)
+    if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
+        return _product_and_adapter(x, weight, bias, options)[0]
+    options = options._replace(make=make)
+    adapter = options.adapter
+    if adapter is not None:
+        assert not weight.requires_grad, "the weight below an adapter is frozen"
+        return _AdaptedLinear.apply(x, weight, bias, adapter.a, adapter.b, options)
+    if options.make or options.split.communicates(x) or _is_ours(weight, options.binding):
+        return _Linear.apply(x, weight, bias, options)
     return F.linear(x, weight, bias)
 
 
@@ -348,19 +381,18 @@ def _product_and_adapter(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    adapter: Adapter | None,
-    split: _Split,
-    binding: ParameterBinding,
+    options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a split layer outside of autograd; return y, and scale * x A^T if there is an adapter.
 
     Shapes: as `column_linear` or `row_linear`, and [.., r] with the rows of the product.
     """
-    dx_axis, y_axis, sizes = split
+    dx_axis, y_axis, sizes = options.split
+    adapter = options.adapter
     if dx_axis is not None:
         x = _gathered(x, dx_axis, sizes)
     is_summed = y_axis is not None and y_axis.size > 1
-    y = _product(x, weight, None if is_summed else bias, binding)
+    y = _product(x, weight, None if is_summed else bias, options.binding)
     low = None
     if adapter is not None:
         low = matmul.linear(x, adapter.a).mul_(adapter.scale)
@@ -415,43 +447,11 @@ def _is_ours(weight: Tensor, binding: ParameterBinding) -> bool:
     )
 
 
-class _Split(NamedTuple):
-    """The split of a linear layer over ranks.
-
-    Attributes:
-        dx_axis: The axis over which dx is summed. None: it is complete.
-        y_axis: The axis over which y is summed, before b is added. None: it is complete.
-        sizes: Rows of each rank, if x (with dx_axis) or y (with y_axis) is its part of the sequence.
-    """
-
-    dx_axis: Axis | None
-    y_axis: Axis | None
-    sizes: Sequence[int] | None
-
-
-def _applied(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapter: Adapter | None,
-    split: _Split,
-    make: RecomputeFn | None,
-    binding: ParameterBinding,
-) -> Tensor:
-    """Compute a split layer in autograd."""
-    if adapter is None:
-        return _Linear.apply(x, weight, bias, split, make, binding)
-    assert not weight.requires_grad, "the weight below an adapter is frozen"
-    return _AdaptedLinear.apply(
-        x, weight, bias, adapter.a, adapter.b, adapter, split, make, binding
-    )
-
-
 class _Linear(Function):
     """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db
     meanwhile: also where other gradients of weights wait.
 
-    The rest of a split x arrives while dx is computed. `make`: makes x again (None: it is kept).
+    The other ranks' rows of a split x arrive while dx is computed.
     """
 
     @staticmethod
@@ -460,19 +460,17 @@ class _Linear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        split: _Split,
-        make: RecomputeFn | None,
-        binding: ParameterBinding,
+        options: _Options,
     ) -> Tensor:
-        keeps = ctx.needs_input_grad[1] and not make
+        keeps = ctx.needs_input_grad[1] and not options.make
         ctx.save_for_backward(x if keeps else None, weight)
-        ctx.split = split
+        ctx.split = options.split
         # the leaf itself: recomputation would bring back a copy, without its .grad
         ctx.leaf = weight
-        ctx.make = make
-        ctx.consumer = binding.consumer
-        ctx.fp8_weight = binding.fp8_weight(weight)
-        return _product_and_adapter(x, weight, bias, None, split, binding)[0]
+        ctx.make = options.make
+        ctx.consumer = options.binding.consumer
+        ctx.fp8_weight = options.binding.fp8_weight(weight)
+        return _product_and_adapter(x, weight, bias, options)[0]
 
     @staticmethod
     @once_differentiable
@@ -480,7 +478,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         dx_axis, y_axis, sizes = ctx.split
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # what it is made from is free once this has run, as saved tensors are
+        # the tensors that x is made from are free once this has run, as saved tensors are
         make = ctx.make
         ctx.make = None
         own = dy
@@ -516,7 +514,7 @@ class _Linear(Function):
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None
 
 
 class _AdaptedLinear(Function):
@@ -531,20 +529,21 @@ class _AdaptedLinear(Function):
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
-        adapter: Adapter,
-        split: _Split,
-        make: RecomputeFn | None,
-        binding: ParameterBinding,
+        options: _Options,
     ) -> Tensor:
-        y, low = _product_and_adapter(x, weight, bias, adapter._replace(a=a, b=b), split, binding)
+        adapter = options.adapter
+        make = options.make
+        assert adapter is not None
+        inside = options._replace(adapter=adapter._replace(a=a, b=b))
+        y, low = _product_and_adapter(x, weight, bias, inside)
         trains_a, trains_b = ctx.needs_input_grad[3:5]
         ctx.save_for_backward(
             x if trains_a and not make else None, weight, a, b, low if trains_b else None
         )
         ctx.adapter = adapter
-        ctx.split = split
+        ctx.split = options.split
         ctx.make = make if trains_a else None
-        ctx.fp8_weight = binding.fp8_weight(weight)
+        ctx.fp8_weight = options.binding.fp8_weight(weight)
         return y
 
     @staticmethod
@@ -589,4 +588,4 @@ class _AdaptedLinear(Function):
             dx = finish()
             if is_apart:
                 _add_product(dx, dlow, a.t())
-        return dx, None, dbias, da, db, None, None, None, None
+        return dx, None, dbias, da, db, None
