@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import synthetic_loader
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine, StepResult
@@ -47,23 +48,14 @@ def gpt(sizes: tuple[int, int, int, int, int], *each: Sections) -> Config:
     )
 
 
-def samples(engine: Engine) -> SyntheticLoader:
+def samples(engine: Engine) -> BatchLoader:
     """Random samples of its rank."""
-    config = engine.config
-    grid = engine.grid
-    return SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        config.pipeline.num_microbatches,
-        grid.replica,
-        grid.num_replicas,
-        packed=config.data.is_packed,
-    )
+    return synthetic_loader(engine.config, engine.grid.replica, engine.grid.num_replicas)
 
 
 def start(
     config: Config, device_type: str = "cpu", **of_engine: Any
-) -> tuple[Engine, SyntheticLoader]:
+) -> tuple[Engine, BatchLoader]:
     """This rank's engine and its samples."""
     engine = Engine(
         JobPlan(config),

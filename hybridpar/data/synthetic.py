@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpar.config import ModelSpec
+from hybridpar.config import Config, ModelSpec
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.mapped import as_arrays
 from hybridpar.data.sample_rules import IGNORED, document_entries
@@ -26,16 +26,27 @@ class SyntheticLoader(BatchLoader):
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
-        *,
-        packed: bool = False,
     ):
         super().__init__(
-            SyntheticSamples(model, seed, packed=packed),
+            SyntheticSamples(model, seed),
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
             dp_rank=dp_rank,
             dp_size=dp_size,
         )
+
+
+def synthetic_loader(
+    config: Config, replica: int = 0, num_replicas: int = 1, *, seed: int = 0
+) -> BatchLoader:
+    """Return the random micro-batches of one replica that trains a configuration."""
+    return BatchLoader(
+        SyntheticSamples(config.model, seed, packed=config.data.is_packed),
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=config.pipeline.num_microbatches,
+        dp_rank=replica,
+        dp_size=num_replicas,
+    )
 
 
 @dataclass

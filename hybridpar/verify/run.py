@@ -22,7 +22,8 @@ from torch import Tensor
 from hybridpar import checkpoint
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.loader import BatchLoader
+from hybridpar.data.synthetic import SyntheticSamples, synthetic_loader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
@@ -250,15 +251,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         return Engine(job, grid, torch.device("cpu"), policy=policy)
 
     engine = make_engine()
-    loader = SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        config.pipeline.num_microbatches,
-        grid.replica,
-        grid.num_replicas,
-        config.train.seed,
-        packed=config.data.is_packed,
-    )
+    loader = synthetic_loader(config, grid.replica, grid.num_replicas, seed=config.train.seed)
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
     steps: list[StepResult] = []
@@ -366,12 +359,10 @@ def compare(
     oracles = SiteOracles(
         config, lambda: Oracle(job, version, m, delay=delay, poisoned=disturbance.nan_batches)
     )
-    loader = SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        m * parallel.replicas,
-        seed=config.train.seed,
-        packed=config.data.is_packed,
+    loader = BatchLoader(
+        SyntheticSamples(config.model, config.train.seed, packed=config.data.is_packed),
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=m * parallel.replicas,
     )
     several = {"cp": parallel.cp} if parallel.cp > 1 else {}
     several |= {"sites": parallel.sites} if parallel.sites > 1 else {}

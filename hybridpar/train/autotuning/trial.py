@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybridpar.config import Config, OuterConfig
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.synthetic import synthetic_loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.schedules.schedule_options import ScheduleOptions
@@ -81,14 +81,7 @@ def _train(
     )
     job = JobPlan(config)
     engine = build(lambda: Engine(job, grid, device))
-    loader = SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        config.pipeline.num_microbatches,
-        grid.replica,
-        grid.num_replicas,
-        packed=config.data.is_packed,
-    )
+    loader = synthetic_loader(config, grid.replica, grid.num_replicas)
     offloader = engine.executor.offloader
     graphs = engine.executor.graphs
     recorder = trace.Recorder(engine.executor, 0, num_batches, skip=warmup)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Config, OuterConfig
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.data.synthetic import synthetic_loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction.fake_neighbours import silent_grid
@@ -65,14 +65,7 @@ def warm_up(
 
     alone = silent_grid(config, grid.world.rank, _send_zeros)
     engine = build(lambda: Engine(JobPlan(config), alone, device, wrap_plan=watched))
-    loader = SyntheticLoader(
-        config.model,
-        config.train.micro_batch_size,
-        config.pipeline.num_microbatches,
-        grid.replica,
-        grid.num_replicas,
-        packed=config.data.is_packed,
-    )
+    loader = synthetic_loader(config, grid.replica, grid.num_replicas)
     engine.train(loader, _BATCHES, lambda result: None)
     engine.close()
     del engine
