@@ -53,9 +53,7 @@ def samples(engine: Engine) -> BatchLoader:
     return synthetic_loader(engine.config, engine.grid.replica, engine.grid.num_replicas)
 
 
-def start(
-    config: Config, device_type: str = "cpu", **of_engine: Any
-) -> tuple[Engine, BatchLoader]:
+def start(config: Config, device_type: str = "cpu", **of_engine: Any) -> tuple[Engine, BatchLoader]:
     """This rank's engine and its samples."""
     engine = Engine(
         JobPlan(config),

@@ -25,15 +25,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from hybridpar.comm import all_reduce, gather_from
-from hybridpar.config import KernelsConfig, ModelConfig
+from hybridpar.config import ModelConfig
 from hybridpar.grid import Axis
+from hybridpar.models.custom_blocks import Build
 from hybridpar.models.metrics import LossesAndMetrics
 from hybridpar.nn import (
     ColumnParallelLinear,
@@ -49,7 +49,6 @@ from hybridpar.nn import (
     vocab_parallel_linear_cross_entropy,
 )
 from hybridpar.nn.attention import AttentionMetadata, QKNorm
-from hybridpar.nn.context import ALONE, Context
 from hybridpar.nn.cross_entropy import (
     CrossEntropySpec,
     LogitTransform,
@@ -57,7 +56,7 @@ from hybridpar.nn.cross_entropy import (
     split_cross_entropy,
 )
 from hybridpar.nn.mlp import activation_function
-from hybridpar.nn.moe import RouterOptions, SequenceShares
+from hybridpar.nn.moe import ExpertOptions, RouterOptions, SequenceShares
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_ranges, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
@@ -76,18 +75,17 @@ WANTS_ACCURACY = "wants_accuracy"
 ACCURACY = "accuracy"
 
 
-def make_norm(
-    model: ModelConfig, axis: Axis, kernels: KernelsConfig, **options: Any
-) -> LayerNorm | RMSNorm:
+def make_norm(model: ModelConfig, build: Build, *, sequence: bool) -> LayerNorm | RMSNorm:
     """Build the norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
     return norms[model.norm](
         model.hidden_size,
-        axis,
+        build.axis,
         eps=model.norm_epsilon,
-        kernels=kernels,
+        kernels=build.kernels,
         zero_centered=model.norm_zero_centered,
-        **options,
+        sequence=sequence,
+        **build.factory,
     )
 
 
@@ -99,7 +97,7 @@ def rotary_scaling(model: ModelConfig) -> RotaryScaling:
 
 
 def attention_of(
-    model: ModelConfig, layer: int, axis: Axis, kernels: KernelsConfig, **options: Any
+    model: ModelConfig, build: Build, layer: int, out_init_std: float
 ) -> ParallelAttention:
     """Build the attention of a layer, counted from 0."""
     window = model.layer_window(layer)
@@ -111,7 +109,7 @@ def attention_of(
     return ParallelAttention(
         model.hidden_size,
         model.num_heads,
-        axis,
+        build.axis,
         num_kv_heads=model.kv_heads,
         head_dim=model.head_dim,
         causal=model.kind == "gpt",
@@ -123,22 +121,36 @@ def attention_of(
         scale=model.attention_scale or None,
         softcap=model.attention_softcap,
         attention_dropout=model.attention_dropout,
-        kernels=kernels,
+        kernels=build.kernels,
         bias=model.bias,
         qkv_bias=model.has_qkv_bias,
         out_bias=model.has_out_bias,
         init_std=model.init_std,
-        **options,
+        out_init_std=out_init_std,
+        name=f"{build.name}.attention",
+        sequence=build.sequence,
+        context=build.context,
+        **build.factory,
     )
 
 
 def mlp_of(
-    model: ModelConfig, layer: int, axis: Axis, kernels: KernelsConfig, **options: Any
+    model: ModelConfig, build: Build, layer: int, out_init_std: float
 ) -> ParallelMLP | MixtureOfExperts:
     """Build the MLP of a layer, counted from 0, or its experts."""
-    options |= {"activation": model.activation, "init_std": model.init_std, "kernels": kernels}
     if not model.layer_has_experts(layer):
-        return ParallelMLP(model.hidden_size, model.ffn_size, axis, bias=model.bias, **options)
+        return ParallelMLP(
+            model.hidden_size,
+            model.ffn_size,
+            build.axis,
+            activation=model.activation,
+            bias=model.bias,
+            init_std=model.init_std,
+            out_init_std=out_init_std,
+            kernels=build.kernels,
+            sequence=build.sequence,
+            **build.factory,
+        )
     router = RouterOptions(
         model.router_topk,
         model.router_score,
@@ -148,14 +160,18 @@ def mlp_of(
         model.router_z_loss,
         model.router_bias_rate,
     )
-    return MixtureOfExperts(
-        model.hidden_size,
-        model.expert_ffn_size,
+    experts = ExpertOptions(
         model.num_experts,
-        axis,
-        shared_ffn=model.shared_expert_ffn_hidden_size,
-        options=router,
-        **options,
+        model.expert_ffn_size,
+        model.shared_expert_ffn_hidden_size,
+        router,
+        model.activation,
+        model.init_std,
+        out_init_std,
+        build.kernels,
+    )
+    return MixtureOfExperts(
+        model.hidden_size, build.axis, experts, sequence=build.sequence, **build.factory
     )
 
 
@@ -201,46 +217,37 @@ class Embedding(nn.Module):
     than the table has.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        axis: Axis,
-        name: str,
-        kernels: KernelsConfig,
-        *,
-        sequence: bool = False,
-        context: Context = ALONE,
-        **factory: Any,
-    ):
+    def __init__(self, model: ModelConfig, build: Build):
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence
-        self.context = context
+        self.axis = build.axis
+        self.sequence = build.sequence
+        self.context = build.context
         self.scale = model.embedding_scale
-        h = model.hidden_size
-        std = model.init_std
         self.tokens = VocabParallelEmbedding(
             model.vocab_size,
-            h,
-            axis,
-            init_std=std,
+            model.hidden_size,
+            build.axis,
+            init_std=model.init_std,
             tied=TIED if model.tie_embeddings else "",
-            kernels=kernels,
-            **factory,
+            kernels=build.kernels,
+            **build.factory,
         )
-        self.positions = (
-            LearnedPositionEmbedding(
-                model.num_positions, h, axis, init_std=std, sequence=sequence, **factory
+        self.positions: LearnedPositionEmbedding | None = None
+        if model.position == "learned":
+            self.positions = LearnedPositionEmbedding(
+                model.num_positions,
+                model.hidden_size,
+                build.axis,
+                init_std=model.init_std,
+                sequence=build.sequence,
+                **build.factory,
             )
-            if model.position == "learned"
-            else None
-        )
-        bert = model.kind == "bert"
-        self.segments = (
-            SegmentEmbedding(h, axis, std, sequence=sequence, **factory) if bert else None
-        )
-        self.norm = make_norm(model, axis, kernels, sequence=sequence, **factory) if bert else None
-        self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels)
+        self.segments: SegmentEmbedding | None = None
+        self.norm: LayerNorm | RMSNorm | None = None
+        if model.kind == "bert":
+            self.segments = SegmentEmbedding(model, build)
+            self.norm = make_norm(model, build, sequence=build.sequence)
+        self.dropout = Dropout(model.dropout, f"{build.name}.dropout", build.kernels)
 
     def forward(self, x: None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         part = part_of(batch, self.axis, self.sequence)
@@ -264,11 +271,10 @@ class SegmentEmbedding(ParallelModule):
 
     weight: Tensor
 
-    def __init__(
-        self, hidden: int, axis: Axis, init_std: float, *, sequence: bool = False, **factory: Any
-    ):
-        super().__init__(axis, sequence)
-        self.add_parameter("weight", Placement((2, hidden), Init("normal", init_std)), **factory)
+    def __init__(self, model: ModelConfig, build: Build):
+        super().__init__(build.axis, build.sequence)
+        placement = Placement((2, model.hidden_size), Init("normal", model.init_std))
+        self.add_parameter("weight", placement, **build.factory)
 
     def forward(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.weight)
@@ -292,22 +298,11 @@ class TransformerLayer(nn.Module):
     gathers and two reduce_scatters, backward four and two.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        axis: Axis,
-        name: str,
-        kernels: KernelsConfig,
-        *,
-        layer: int,
-        sequence: bool = False,
-        context: Context = ALONE,
-        **factory: Any,
-    ):
+    def __init__(self, model: ModelConfig, build: Build, layer: int):
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence
-        self.context = context
+        self.axis = build.axis
+        self.sequence = build.sequence
+        self.context = build.context
         self.post_norm = model.post_norm
         self.has_input_norms = model.norm_position != "output"
         self.has_output_norms = model.norm_position in ("output", "sandwich")
@@ -317,29 +312,18 @@ class TransformerLayer(nn.Module):
         out_std = (
             model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
         )
-        self.attention = attention_of(
-            model,
-            layer,
-            axis,
-            kernels,
-            out_init_std=out_std,
-            name=f"{name}.attention",
-            sequence=sequence,
-            context=context,
-            **factory,
-        )
-        self.mlp = mlp_of(
-            model, layer, axis, kernels, out_init_std=out_std, sequence=sequence, **factory
-        )
-        norm = partial(make_norm, model, axis, kernels, sequence=sequence, **factory)
+        self.attention = attention_of(model, build, layer, out_std)
+        self.mlp = mlp_of(model, build, layer, out_std)
+        norm = partial(make_norm, model, build, sequence=build.sequence)
         if self.has_input_norms:
             self.attention_norm = norm()
             self.mlp_norm = norm()
         if self.has_output_norms:
             self.attention_output_norm = norm()
             self.mlp_output_norm = norm()
-        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
-        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
+        name = build.name
+        self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", build.kernels)
+        self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", build.kernels)
 
     def recompute(self) -> None:
         """From now on recompute outputs of norms and of the activation in the backward pass."""
@@ -438,26 +422,24 @@ class LanguageModelHead(nn.Module):
     backward one of the gradient of x. With `sizes` column_linear's collectives replace the latter.
     """
 
-    def __init__(
-        self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any
-    ):
+    def __init__(self, model: ModelConfig, build: Build, *, bias: bool):
         super().__init__()
         self.label_smoothing = model.label_smoothing
         self.transform = LogitTransform(model.logit_scale, model.logit_softcap)
         self.logits_chunk = model.logits_chunk
-        self.kernels = kernels
+        self.kernels = build.kernels
         self.projection = ColumnParallelLinear(
             model.hidden_size,
             model.vocab_size,
-            axis,
+            build.axis,
             bias=bias,
             init_std=model.init_std,
             tied=TIED if model.tie_embeddings else "",
-            **factory,
+            **build.factory,
         )
-        self.axis = axis
+        self.axis = build.axis
         self.vocab_size = model.vocab_size
-        self.vocab_start, _ = split_ranges(model.vocab_size, axis.size)[axis.rank]
+        self.vocab_start, _ = split_ranges(model.vocab_size, self.axis.size)[self.axis.rank]
 
     def forward(
         self,
@@ -529,25 +511,14 @@ class GPTHead(nn.Module):
     Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: see LanguageModelHead.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        axis: Axis,
-        name: str,
-        kernels: KernelsConfig,
-        *,
-        sequence: bool = False,
-        **factory: Any,
-    ):
+    def __init__(self, model: ModelConfig, build: Build):
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence
+        self.axis = build.axis
+        self.sequence = build.sequence
         self.norm = (
-            nn.Identity()
-            if model.post_norm
-            else make_norm(model, axis, kernels, sequence=sequence, **factory)
+            nn.Identity() if model.post_norm else make_norm(model, build, sequence=build.sequence)
         )
-        self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
+        self.language_model = LanguageModelHead(model, build, bias=False)
 
     def forward(self, x: HiddenStates, batch: MicroBatch, key: RandomKey | None) -> Losses:
         sizes = part_of(batch, self.axis, self.sequence).sizes
@@ -570,15 +541,15 @@ class ReplicatedLinear(ParallelModule):
     weight: Tensor
     bias: Tensor
 
-    def __init__(
-        self, in_features: int, out_features: int, axis: Axis, init_std: float, **factory: Any
-    ):
-        super().__init__(axis)
+    def __init__(self, in_features: int, out_features: int, init_std: float, build: Build):
+        super().__init__(build.axis)
         self.add_parameter(
-            "weight", Placement((out_features, in_features), Init("normal", init_std)), **factory
+            "weight",
+            Placement((out_features, in_features), Init("normal", init_std)),
+            **build.factory,
         )
         self.add_parameter(
-            "bias", Placement((out_features,), Init("zeros"), weight_decay=False), **factory
+            "bias", Placement((out_features,), Init("zeros"), weight_decay=False), **build.factory
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -620,34 +591,25 @@ class BertHead(nn.Module):
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        axis: Axis,
-        name: str,
-        kernels: KernelsConfig,
-        *,
-        sequence: bool = False,
-        **factory: Any,
-    ):
+    def __init__(self, model: ModelConfig, build: Build):
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence
+        self.axis = build.axis
+        self.sequence = build.sequence
         h = model.hidden_size
         std = model.init_std
         self.final_norm = (
-            nn.Identity()
-            if model.post_norm
-            else make_norm(model, axis, kernels, sequence=sequence, **factory)
+            nn.Identity() if model.post_norm else make_norm(model, build, sequence=build.sequence)
         )
-        self.activation = activation_function("gelu" if model.gated else model.activation, kernels)
-        self.transform = ReplicatedLinear(h, h, axis, std, **factory)
-        self.norm = make_norm(model, axis, kernels, **factory)
-        self.language_model = LanguageModelHead(model, axis, kernels, bias=True, **factory)
+        self.activation = activation_function(
+            "gelu" if model.gated else model.activation, build.kernels
+        )
+        self.transform = ReplicatedLinear(h, h, std, build)
+        self.norm = make_norm(model, build, sequence=False)
+        self.language_model = LanguageModelHead(model, build, bias=True)
         self.sentence = model.sentence_head
         if self.sentence != "none":
-            self.pooler = ReplicatedLinear(h, h, axis, std, **factory)
-            self.classifier = ReplicatedLinear(h, 2, axis, std, **factory)
+            self.pooler = ReplicatedLinear(h, h, std, build)
+            self.classifier = ReplicatedLinear(h, 2, std, build)
 
     def forward(self, x: HiddenStates, batch: MicroBatch, key: RandomKey | None) -> Losses:
         x = value_of(self.final_norm(x))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -151,17 +151,11 @@ def _groups_by_name(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Map
 
 def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Module:
     """Build block `number` of GPT or BERT."""
-    options: dict[str, Any] = {"sequence": build.sequence, **build.factory}
     if number == 0:
-        kind: type[nn.Module] = Embedding
-    elif number <= model.num_layers:
-        kind = TransformerLayer
-        options["layer"] = number - 1
-    else:
-        kind = HEADS[model.kind]
-    if number <= model.num_layers:  # a head acts on single tokens
-        options["context"] = build.context
-    return kind(model, build.axis, build.name, build.kernels, **options)
+        return Embedding(model, build)
+    if number <= model.num_layers:
+        return TransformerLayer(model, build, number - 1)
+    return HEADS[model.kind](model, build)
 
 
 def _tie(blocks: Iterable[nn.Module]) -> None:

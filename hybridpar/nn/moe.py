@@ -87,6 +87,36 @@ class RouterOptions:
 
 
 @dataclass(frozen=True)
+class ExpertOptions:
+    """The settings of a layer of experts.
+
+    Attributes:
+        num_experts: Number of routed experts.
+        ffn: Hidden size of each routed expert.
+        shared_ffn: Hidden size of the shared expert. 0: there is none.
+        router: The rules by which experts are chosen.
+        activation: Activation of the experts.
+        init_std: Standard deviation of the weights at the start.
+        out_init_std: Standard deviation of `down` at the start. None: init_std.
+        kernels: Backends of the experts' operators.
+    """
+
+    num_experts: int
+    ffn: int
+    shared_ffn: int = 0
+    router: RouterOptions = RouterOptions()
+    activation: Activation = "swiglu"
+    init_std: float = 0.02
+    out_init_std: float | None = None
+    kernels: KernelsConfig = AUTO
+
+    def __post_init__(self) -> None:
+        if not 0 < self.router.topk <= self.num_experts:
+            rule = f"must be from 1 to num_experts = {self.num_experts}"
+            raise config_error("router_topk", self.router.topk, rule, str(self.num_experts))
+
+
+@dataclass(frozen=True)
 class SequenceShares:
     """The tokens that auxiliary losses count, and how much each sequence counts.
 
@@ -128,10 +158,9 @@ class Router(ParallelModule):
     def __init__(
         self,
         hidden: int,
-        num_experts: int,
         axis: Axis,
+        options: ExpertOptions,
         *,
-        init_std: float = 0.02,
         sequence: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -139,7 +168,7 @@ class Router(ParallelModule):
         super().__init__(axis, sequence)
         self.add_parameter(
             "weight",
-            Placement((num_experts, hidden), Init("normal", init_std)),
+            Placement((options.num_experts, hidden), Init("normal", options.init_std)),
             device=device,
             dtype=dtype,
         )
@@ -154,12 +183,8 @@ class MixtureOfExperts(ParallelModule):
 
     Args:
         hidden: Features of a token.
-        ffn: Hidden size of each expert.
-        num_experts: Number of routed experts.
         axis: The tp axis, over which every expert is split.
-        shared_ffn: Hidden size of the shared expert. 0: there is none.
-        options: How experts are chosen.
-        out_init_std: Standard deviation of `down` at the start (None: init_std).
+        experts: Number and sizes of the experts, and the rules by which they are chosen.
         sequence: Whether calls have `sizes`.
 
     Shapes: [b, s, h] -> the same, replicated over tp; with `sizes` this rank's rows of either.
@@ -173,65 +198,43 @@ class MixtureOfExperts(ParallelModule):
     def __init__(
         self,
         hidden: int,
-        ffn: int,
-        num_experts: int,
         axis: Axis,
+        experts: ExpertOptions,
         *,
-        shared_ffn: int = 0,
-        options: RouterOptions = RouterOptions(),
-        activation: Activation = "swiglu",
-        init_std: float = 0.02,
-        out_init_std: float | None = None,
-        kernels: KernelsConfig = AUTO,
         sequence: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(axis)  # every rank counts the loads of all rows, also with `sizes`
-        if not 0 < options.topk <= num_experts:
-            rule = f"must be from 1 to num_experts = {num_experts}"
-            raise config_error("router_topk", options.topk, rule, str(num_experts))
-        self.num_experts = num_experts
-        self.options = options
-        self.router = Router(
-            hidden,
-            num_experts,
-            axis,
-            init_std=init_std,
-            sequence=sequence,
-            device=device,
-            dtype=dtype,
-        )
+        self.num_experts = experts.num_experts
+        self.options = experts.router
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = Router(hidden, axis, experts, sequence=sequence, **factory)
 
         def expert(size: int) -> ParallelMLP:
             return ParallelMLP(
                 hidden,
                 size,
                 axis,
-                activation=activation,
+                activation=experts.activation,
                 bias=False,
-                init_std=init_std,
-                out_init_std=out_init_std,
-                kernels=kernels,
-                device=device,
-                dtype=dtype,
+                init_std=experts.init_std,
+                out_init_std=experts.out_init_std,
+                kernels=experts.kernels,
+                **factory,
             )
 
-        self.experts = nn.ModuleList(expert(ffn) for _ in range(num_experts))
-        self.shared = expert(shared_ffn) if shared_ffn else None
+        self.experts = nn.ModuleList(expert(experts.ffn) for _ in range(experts.num_experts))
+        self.shared = expert(experts.shared_ffn) if experts.shared_ffn else None
         self.register_parameter("bias", None)
-        if options.bias_rate:
-            self.add_parameter(
-                "bias",
-                Placement(
-                    (num_experts,),
-                    Init("zeros"),
-                    weight_decay=0.0,
-                    sign_step=options.bias_rate,
-                ),
-                device=device,
-                dtype=dtype,
+        if experts.router.bias_rate:
+            placement = Placement(
+                (experts.num_experts,),
+                Init("zeros"),
+                weight_decay=0.0,
+                sign_step=experts.router.bias_rate,
             )
+            self.add_parameter("bias", placement, **factory)
 
     def recompute(self) -> None:
         """Compute the inputs of every `down` again in the backward pass from now on, instead of

@@ -15,7 +15,14 @@ from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import IGNORE_INDEX, sequence_shares
 from hybridpar.nn import MixtureOfExperts, ParallelMLP
-from hybridpar.nn.moe import RouterOptions, SequenceShares, auxiliary_loss, choose, loads
+from hybridpar.nn.moe import (
+    ExpertOptions,
+    RouterOptions,
+    SequenceShares,
+    auxiliary_loss,
+    choose,
+    loads,
+)
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.optim import ParameterSlot, build_optimizer
 
@@ -29,10 +36,11 @@ TOP2 = RouterOptions()
 
 
 def build(
-    options: RouterOptions = TOP2, activation: Any = "swiglu", **more: Any
+    router: RouterOptions = TOP2, activation: Any = "swiglu", shared_ffn: int = 0
 ) -> MixtureOfExperts:
     torch.manual_seed(1)
-    layer = MixtureOfExperts(H, FFN, E, AXIS, options=options, activation=activation, **F64, **more)
+    experts = ExpertOptions(E, FFN, shared_ffn, router, activation)
+    layer = MixtureOfExperts(H, AXIS, experts, **F64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
