@@ -279,3 +279,17 @@ def test_patterns_of_names_are_matched_in_one_place() -> None:
         "state/kind.py",  # keys of a checkpoint, whose form it defines
         "state/residency/chunks.py",  # the number of a block, which global names begin with
     }
+
+
+def test_models_are_asked_for_capabilities_and_not_for_their_class() -> None:
+    """What builds blocks must tell GPT and BERT from other models; nothing else does."""
+    places = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass", "getattr")
+        and re.search(r"\bModelConfig\b|\.model, '", ast.unparse(node))
+    }
+    assert places == {"models/build.py"}

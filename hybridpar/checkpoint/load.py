@@ -19,7 +19,7 @@ from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.restate import Restated
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
@@ -263,10 +263,10 @@ class MergedWeights(FullWeights):
             name: self.placements.pop(name) for name in list(self.placements) if is_adapter(name)
         }
         config = self.manifest.config
-        model = config.model
-        if isinstance(model, ModelConfig) and model.lora_rank:
-            self._scale = model.lora_alpha / model.lora_rank
-            config = replace(config, model=model.without_adapters)
+        adapters = config.model.lora_adapters
+        if adapters is not None:
+            self._scale = adapters.alpha / adapters.rank
+            config = replace(config, model=config.transformer.without_adapters)
             self.manifest = replace(self.manifest, config=config)
 
     def read_part(self, slot: ParameterSlot) -> Tensor:

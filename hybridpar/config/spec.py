@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from hybridpar.config.capabilities import Adapters, RoutedExperts
 from hybridpar.config.samples import SampleSource
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, Problem
@@ -41,8 +42,9 @@ class ModelSpec:
     whose blocks no axis divides and whose losses are means over samples.
 
     Nothing outside the models asks for the class of a model. A capability is asked of the model
-    itself: `sequence_parallel`, `context_parallel`, `cuda_graph_safe`, `layers_field`, `cost_model`, `text_format`,
-    `logits_chunk`, `can_generate`. A custom model may provide all of them but the last.
+    itself: `sequence_parallel`, `context_parallel`, `cuda_graph_safe`, `layers_field`,
+    `cost_model`, `text_format`, `logits_chunk`, `can_generate`, `lora_adapters`, `routed_experts`.
+    A custom model may provide all of them but the last three.
     """
 
     kind: str = ""
@@ -84,6 +86,12 @@ class ModelSpec:
     """Whether a checkpoint without parameters of one of the blocks must be damaged."""
     position_rows: int = 0
     """Rows of a learned position table; 0 without one."""
+    may_freeze: bool = True
+    """Whether the model may freeze some of its parameters. If False, no block is built to find out."""
+    lora_adapters: Adapters | None = None
+    """The adapters that its layers are given when they are built. None: there are none."""
+    routed_experts: RoutedExperts | None = None
+    """The experts among which routers choose. None: no layer has any."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -191,6 +199,17 @@ class ModelSpec:
     def max_tp_rule(self) -> str:
         """The largest number of tp ranks, in words."""
         return f"{self.max_tp}, as {self.kind}.max_tp says"
+
+    @property
+    def context_parallel_rule(self) -> str:
+        """The rule about sharing the tokens of a sample that the model breaks, in words; empty if
+        it breaks none."""
+        if self.context_parallel:
+            return ""
+        return (
+            "requires blocks that act on single tokens, except in their attention "
+            f"({self.kind}.context_parallel = True)"
+        )
 
     def shared_parameters(self, number: int) -> Mapping[str, tuple[int, str]]:
         """The parameters of block `number` that other blocks hold, too, by name.

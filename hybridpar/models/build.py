@@ -28,7 +28,6 @@ from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 from hybridpar.models.custom_blocks import Build, adopt, construct, context_of
 from hybridpar.models.groups import (
-    Adapters,
     adapter_of,
     add_adapters,
     apply_groups,
@@ -110,9 +109,8 @@ def build_blocks(
             blocks[number] = construct(model, number, build)
             adopt(blocks[number], model, number, build)
     _tie(blocks.values())
-    if isinstance(model, ModelConfig) and model.lora_rank:
-        adapters = Adapters(model.lora_rank, model.lora_alpha, model.lora_targets)
-        add_adapters(blocks, adapters)
+    if model.lora_adapters is not None:
+        add_adapters(blocks, model.lora_adapters)
     if options.groups:
         apply_groups(blocks, options.groups, _groups_by_name(model, options.groups))
     return blocks
@@ -183,8 +181,8 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
     placed = _placements_before(model, groups)
     tied = dict[str, bool]()
     require_matches(groups, placed)
-    if isinstance(model, ModelConfig) and model.lora_rank:
-        _require_adapters(model, placed)
+    if model.lora_adapters is not None:
+        _require_adapters(model.lora_adapters.targets, placed)
     for name, placement in placed.items():
         if (
             placement.tied
@@ -218,13 +216,11 @@ _LAYERS_OF_TRANSFORMERS = {
 """Patterns of the layers that PEFT's target_modules names."""
 
 
-def _require_adapters(model: ModelConfig, placed: Mapping[str, Placement]) -> None:
-    """Require that each of model.lora_targets gives a weight an adapter. Raises: ConfigError."""
+def _require_adapters(targets: Sequence[str], placed: Mapping[str, Placement]) -> None:
+    """Require that each target, a pattern of model.lora_targets, gives a weight an adapter. Raises: ConfigError."""
     adapted = [name for name in placed if placed.keys() & set(adapter_of(name))]
     useless = [
-        pattern
-        for pattern in model.lora_targets
-        if not any(matches(name, (pattern,)) for name in adapted)
+        pattern for pattern in targets if not any(matches(name, (pattern,)) for name in adapted)
     ]
     if not useless:
         return
@@ -235,10 +231,10 @@ def _require_adapters(model: ModelConfig, placed: Mapping[str, Placement]) -> No
         or difflib.get_close_matches(pattern, forms, 1, cutoff=0.0)[0]
         for pattern in useless
     }
-    works = dict.fromkeys(near.get(pattern, pattern) for pattern in model.lora_targets)
+    works = dict.fromkeys(near.get(pattern, pattern) for pattern in targets)
     raise config_error(
         "model.lora_targets",
-        list(model.lora_targets),
+        list(targets),
         "each pattern must match a weight of a linear layer of attention or MLP, such as "
         f"{', '.join(names[:2])}; no such weight matches {', '.join(useless)}",
         json.dumps(list(works)),

@@ -98,9 +98,7 @@ def block_placements(
 
 def may_be_frozen(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> bool:
     """Return whether a model may have frozen parameters, before any block is built."""
-    has_adapters = isinstance(model, ModelConfig) and model.lora_rank > 0
-    custom = not isinstance(model, ModelConfig)
-    return custom or has_adapters or any(group.frozen for group in groups)
+    return model.may_freeze or any(group.frozen for group in groups)
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from hybridpar.config import OptimConfig, ParameterGroup
+from hybridpar.config.capabilities import Adapters
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.nn.linear import AdaptableLinear
 from hybridpar.nn.placement import Placement, named_placements
@@ -40,21 +41,6 @@ def adapter_of(weight: str) -> tuple[str, ...]:
     """Return the names of the parameters that the adapter of a weight has, if there is one."""
     layer, _, key = weight.rpartition(".")
     return tuple(f"{layer}.{name}" for name in ADAPTER) if key == "weight" else ()
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of a model.
-
-    Attributes:
-        rank: Their rank.
-        alpha: Their product counts alpha / rank times.
-        targets: Patterns of the global names of the weights that get one.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
 
 
 Placed = Mapping[str, Placement]

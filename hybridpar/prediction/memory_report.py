@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
@@ -107,8 +107,8 @@ def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | N
 
 def assumed_load(config: Config) -> list[str]:
     """Return a line about the load of experts that a prediction assumes; none without experts."""
-    model = config.model
-    if not isinstance(model, ModelConfig) or not model.num_experts:
+    model = config.model.cost_model
+    if model is None or model.routed_experts is None:
         return []
     tokens = config.train.micro_batch_size * model.tokens_per_sample
     return [

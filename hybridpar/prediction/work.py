@@ -213,15 +213,15 @@ def block_kinds(model: ModelSpec) -> tuple[str, ...]:
     """Return the kind of each block; blocks of one kind run equal operators on equal shapes.
 
     A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head; if only some of
-    its layers have experts, these are the kind "experts". In other models a
-    kind is named after its first block: blocks.1.
+    its layers have experts, these are the kind "experts". In other models a kind is named after its
+    first block: blocks.1.
     """
-    if isinstance(model, ModelConfig) and model.has_mixed_layers:
-        layers = range(model.num_layers)
-        kinds = ("experts" if model.layer_has_experts(layer) else KINDS[1] for layer in layers)
-        return (KINDS[0], *kinds, KINDS[2])
-    if model.cost_model is not None:
-        return (KINDS[0], *[KINDS[1]] * (model.num_blocks - 2), KINDS[2])
+    if (formulas := model.cost_model) is not None:
+        layers = [KINDS[1]] * (model.num_blocks - 2)
+        if formulas.has_mixed_layers:
+            with_experts = map(formulas.layer_has_experts, range(len(layers)))
+            layers = ["experts" if has else KINDS[1] for has in with_experts]
+        return (KINDS[0], *layers, KINDS[2])
     found: dict[object, str] = {}
     return tuple(
         found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))

@@ -103,7 +103,7 @@ def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
     parallel = config.parallel
     if parallel.pp * parallel.cp * parallel.tp > 1 and not config.train.graph_grids:
         return "with pp, cp or tp they have not run on a GPU (train.graph_grids = true tries it)"
-    if getattr(config.model, "num_experts", 0):
+    if config.model.routed_experts is not None:
         return "the number of rows of each expert differs from micro-batch to micro-batch"
     if parallel.cp * parallel.tp > 1 and config.train.share_gpus:
         return "what tensor or context parallelism sends goes through the host's hands"

@@ -9,7 +9,6 @@ from dataclasses import fields
 
 from hybridpar.config.all_sections import Config
 from hybridpar.config.compression_methods import GRADIENTS
-from hybridpar.config.sections.model import ModelConfig
 from hybridpar.config.sections.pipeline import FOUND
 from hybridpar.errors import Problem
 
@@ -25,26 +24,13 @@ def parallel(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.sequence", True, rule, "false")
     if section.cp > 1:
         yield from _context(config)
-    experts = getattr(config.model, "num_experts", 0)
-    if section.cp > 1 and experts:
-        rule = (
-            f"not supported with model.num_experts = {experts}: the loads of a sequence would have "
-            "to be added over cp"
-        )
-        yield Problem("parallel.cp", section.cp, rule, "1")
 
 
 def _context(config: Config) -> Iterator[Problem]:
     """Yield what keeps ranks from sharing the tokens of a sample."""
     cp = config.parallel.cp
     model = config.model
-    if not model.context_parallel:
-        rule = f"requires causal attention; model.kind = {model.kind} has none"
-        if not isinstance(model, ModelConfig):
-            rule = (
-                "requires blocks that act on single tokens, except in their attention "
-                f"({model.kind}.context_parallel = True)"
-            )
+    if rule := model.context_parallel_rule:
         yield Problem("parallel.cp", cp, rule, "1")
         return
     shape = model.activation_shape(0)
@@ -115,9 +101,10 @@ def outer(config: Config) -> Iterator[Problem]:
             "before the next begins"
         )
         yield Problem("outer.delay", section.delay, rule, str(most))
-    if rate := getattr(config.model, "router_bias_rate", 0.0):
+    experts = config.model.routed_experts
+    if experts is not None and experts.bias_rate:
         rule = "not supported with parallel.sites above 1: an outer step would average the biases"
-        yield Problem("model.router_bias_rate", rate, rule, "0.0")
+        yield Problem("model.router_bias_rate", experts.bias_rate, rule, "0.0")
     for field, value, rule, works in _NOT_WITH_SITES:
         name, _, key = field.partition(".")
         found = getattr(getattr(config, name), key)
@@ -159,13 +146,13 @@ _NOT_WITH_SITES = (
 
 def compression(config: Config) -> Iterator[Problem]:
     section = config.compression
-    rate = getattr(config.model, "router_bias_rate", 0.0)
-    if section.gradients != "none" and rate:
+    experts = config.model.routed_experts
+    if section.gradients != "none" and experts is not None and experts.bias_rate:
         rule = (
             f'not supported with compression.gradients = "{section.gradients}", which changes the '
             "sign of small gradients"
         )
-        yield Problem("model.router_bias_rate", rate, rule, "0.0")
+        yield Problem("model.router_bias_rate", experts.bias_rate, rule, "0.0")
     for rule in _compressed_gradients(config) if section.gradients != "none" else ():
         yield Problem("compression.gradients", section.gradients, rule, "none")
     shapes = [config.model.activation_shape(n) for n in range(config.model.num_blocks - 1)]

@@ -60,7 +60,8 @@ def train(config: Config) -> Iterator[Problem]:
     section = config.train
     for rule, works in _fp8(config) if section.fp8 else ():
         yield Problem("train.fp8", "true", rule, works)
-    if section.dtype == "fp16" and getattr(config.model, "has_router_losses", False):
+    experts = config.model.routed_experts
+    if section.dtype == "fp16" and experts is not None and experts.has_losses:
         rule = (
             "not supported with model.router_balance_loss or model.router_z_loss above 0, whose "
             "gradients the loss scale does not multiply"
@@ -96,7 +97,7 @@ def _fp8(config: Config) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
     if config.train.dtype != "bf16":
         yield f'requires train.dtype = "bf16", not "{config.train.dtype}"', "false"
-    if getattr(config.model, "num_experts", 0):
+    if config.model.routed_experts is not None:
         yield "not supported with model.num_experts above 0", "false"
     if parallel.tp > 1:
         rule = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from hybridpar.config.capabilities import Adapters, RoutedExperts
 from hybridpar.config.names import meant
 from hybridpar.config.sections.architecture import (
     EXPERT_FIELDS,
@@ -238,6 +239,28 @@ class ModelConfig(ModelSpec):
         return "" if self.has_mixed_layers or (self.lora_rank and names_layers) else "num_layers"
 
     @property
+    def lora_adapters(self) -> Adapters | None:  # type: ignore[override]
+        if not self.lora_rank:
+            return None
+        return Adapters(self.lora_rank, self.lora_alpha, self.lora_targets)
+
+    @property
+    def may_freeze(self) -> bool:  # type: ignore[override]
+        """Whether the model has adapters, beside which everything else is frozen."""
+        return self.lora_rank > 0
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:  # type: ignore[override]
+        if not self.num_experts:
+            return None
+        return RoutedExperts(
+            self.num_experts,
+            self.router_bias_rate,
+            has_losses=self.router_balance_loss > 0 or self.router_z_loss > 0,
+            in_all_layers=not self.has_mixed_layers,
+        )
+
+    @property
     def without_adapters(self) -> ModelConfig:
         """The model that is left when adapters are merged into its weights."""
         return dataclasses.replace(
@@ -336,11 +359,6 @@ class ModelConfig(ModelSpec):
         return self.num_experts * self.expert_ffn_size + self.shared_expert_ffn_hidden_size
 
     @property
-    def has_router_losses(self) -> bool:
-        """Whether routers add losses of their own to the training loss."""
-        return self.num_experts > 0 and (self.router_balance_loss > 0 or self.router_z_loss > 0)
-
-    @property
     def layers_are_alike(self) -> bool:  # type: ignore[override]
         """Whether no layer differs from another by its window, rotary embeddings or experts."""
         features = {
@@ -384,6 +402,18 @@ class ModelConfig(ModelSpec):
     def context_parallel(self) -> bool:  # type: ignore[override]
         """Whether ranks can share the tokens of a sample: attention must be causal."""
         return self.kind == "gpt"
+
+    @property
+    def context_parallel_rule(self) -> str:
+        """The rule about sharing the tokens of a sample that the model breaks, in words."""
+        if not self.context_parallel:
+            return f"requires causal attention; model.kind = {self.kind} has none"
+        if self.num_experts:
+            return (
+                f"not supported with model.num_experts = {self.num_experts}: the loads of a "
+                "sequence would have to be added over cp"
+            )
+        return ""
 
     @property
     def max_tp(self) -> int:  # type: ignore[override]

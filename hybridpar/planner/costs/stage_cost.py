@@ -92,7 +92,8 @@ class StageCosts:
             not self.is_cpu and config.train.cuda_graphs and unsupported(self.job) is None
         )
         """Whether CUDA graphs remove the device's waits for kernel launches."""
-        if getattr(config.model, "has_mixed_layers", False):
+        experts = config.model.routed_experts
+        if experts is not None and not experts.in_all_layers:
             rule = "must give experts to all layers, or to none, in a plan"
             raise config_error("model.moe_layers", config.transformer.moe_layers, rule, '"1"')
         self._kind_of = block_kinds(config.model)
