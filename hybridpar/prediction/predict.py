@@ -92,8 +92,7 @@ def rooms_of(
     memory = job.config.memory
     if memory.budget:
         return Rooms(Budget(memory.budget), Budget(memory.budget))
-    pipeline = _Pipeline(job, device or default_device(job.config), trace_stage)
-    pipeline.shape = shape or job.shape
+    pipeline = _Pipeline(job, device or default_device(job.config), trace_stage, shape or job.shape)
     pipeline.walk(rank)  # traces everything now, while gradients are enabled
     return Rooms(
         Tide(memory.limit, lambda: pipeline.walk(rank).follow),
@@ -139,14 +138,20 @@ def check_size(config: Config) -> None:
 class _Pipeline:
     """The ranks of a pipeline; segments of equal blocks are traced once."""
 
-    def __init__(self, job: JobPlan, device: torch.device, trace: Tracer):
+    def __init__(
+        self,
+        job: JobPlan,
+        device: torch.device,
+        trace: Tracer,
+        shape: PipelineShape | None = None,
+    ):
         self._job = job
         self._config = job.config
         self._device = device
         self._trace = trace
-        self.shape = (
-            job.shape if job.config.compression.takes_factors else _enough(job.schedule, job.shape)
-        )
+        if shape is None and job.config.compression.takes_factors:
+            shape = job.shape
+        self.shape = _enough(job.schedule, job.shape) if shape is None else shape
         self._traced: dict[object, Footprint] = {}
         self._states: dict[object, StateFootprint] = {}
 

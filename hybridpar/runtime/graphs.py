@@ -53,6 +53,7 @@ class Gradients(Protocol):
     on_final: Callable[[str], None] | None
     collecting: dict[str, list[Any]] | None
 
+    def arm(self, on_final: Callable[[str], None] | None) -> None: ...
     def buffer_index(self, batch: int) -> int: ...
     def missing(self, index: int) -> set[str]: ...
     def renew(self, index: int, names: Iterable[str]) -> None: ...
@@ -527,7 +528,7 @@ class MicroBatchGraphs:
 
         calls = Traffic()
         graph = self._newest = torch.cuda.CUDAGraph()
-        self._gradients.on_final = report
+        self._gradients.arm(report)
         try:
             with self._counting(calls), self._recording(graph, recorded.stage, recorded.place):
                 run()
@@ -537,7 +538,7 @@ class MicroBatchGraphs:
                         (name, end if left.get(name) else event) for name, event in reported
                     ]
         finally:
-            self._gradients.on_final = on_final
+            self._gradients.arm(on_final)
         touched = {name for name, _ in reported}
         return _Addition(
             graph, calls, missing & touched, missing - self._gradients.missing(buffer), reported

@@ -197,6 +197,10 @@ class Bench:
         self.had_core = 1.0
         """Share of the time in which the process got a core when it wanted one."""
 
+    def note_core_time(self, own: float, wall: float) -> None:
+        """Note for how much of the wall-clock time the process had a core. Units: seconds."""
+        self.had_core = min(1.0, own / wall) if wall else 1.0
+
     def a_pass(self, beside: Beside) -> None:
         """Run all blocks forward, then backward, together with `beside`."""
         places = range(len(self.units))
@@ -370,7 +374,7 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
         by_name.setdefault((what, kind), []).append(own1 - own0 if own else wall1 - wall0)
         on_wall = on_wall + wall1 - wall0
         of_own = of_own + own1 - own0
-    bench.had_core = min(1.0, of_own / on_wall) if on_wall else 1.0
+    bench.note_core_time(of_own, on_wall)
     mine = {name: _typical(times) for name, times in by_name.items()}
     everyone = gather_objects(mine, world)
     return {name: fmean(rank[name] for rank in everyone) for name in mine}
