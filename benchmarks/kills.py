@@ -1,5 +1,5 @@
 """Claim: whenever a job is killed while it saves, the newest checkpoint that is published is whole,
-and training goes on from it, with the bits of a job that nobody has killed.
+and training continues from it, with the bits of a job that nobody has killed.
 
     python -m benchmarks.kills                 100 kills, some minutes on two cores
     python -m benchmarks.kills --kills 5

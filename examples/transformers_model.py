@@ -1,4 +1,4 @@
-"""A decoder of the transformers library as it is: Qwen3, whose modules know nothing of pipelines.
+"""A decoder of the transformers library, unchanged: Qwen3, whose modules know nothing of pipelines.
 
     torchrun --nproc-per-node 4 -m hybridpar train examples/transformers_model.toml --parallel.pp 4
     hybridpar verify examples/transformers_model.toml --grid pp=2,dp=2

@@ -875,7 +875,7 @@ def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
     key0, key1, step, sample, threshold = noise
     if (
         DROPOUT == _QUADS
-    ):  # rows begin at multiples of 4: a counter's words are those of four neighbours
+    ):  # rows begin at multiples of 4: a counter has the words of four neighbours
         quad = (index >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]
         bits = _generate(quad, key0, key1, step, sample)
     else:

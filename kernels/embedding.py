@@ -243,7 +243,7 @@ def add_runs_kernel(
                 tl.store(row_ptr, sums.to(gradient_ptr.dtype.element_ty), mask=col < cols)
             elif ends | (
                 at + 1 == end
-            ):  # a piece: of a run that began before (one at most), or goes on (also one)
+            ):  # a piece: of a run that began before (one at most), or continues behind (also one)
                 piece_ptr = partial_ptr + (part.to(tl.int64) * 2 + begun.to(tl.int64)) * cols + col
                 tl.store(piece_ptr, total, mask=col < cols)
         total = tl.where(ends, 0.0, total)

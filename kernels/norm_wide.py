@@ -84,9 +84,7 @@ def wide_norm_kernel(
     for at in range(0, cols, COLS):
         inside = at + lane < cols
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
-        if (
-            CENTRE
-        ):  # adds a block's squares about its mean to those of the blocks before (Chan et al. 1983)
+        if CENTRE:  # adds a block's squares about its mean to the blocks' before (Chan et al. 1983)
             size = tl.minimum(cols - at, COLS)
             apart = tl.sum(x) / size - mean
             x = tl.where(inside, x - mean - apart, 0.0)

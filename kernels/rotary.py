@@ -2,7 +2,7 @@
 position.
 
 Traffic a bf16 element: reads and writes it, 4 bytes. An angle is position * frequency, which
-float32 cannot hold at position 100000: it, and what is left of it after whole quarter turns, is
+float32 cannot hold at position 100000: it, and its remainder after whole quarter turns, is
 computed in float64, once for up to _HEADS heads; sine and cosine of that remainder are float32
 polynomials. There is no table of angles, so nothing is kept on the GPU between calls, and none has to be
 filled before a graph is captured. A100 and H100 have half as many float64 as float32 operations: it

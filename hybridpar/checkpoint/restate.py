@@ -1,15 +1,15 @@
-"""A checkpoint's state as training on another grid, schedule or ZeRO setting goes on from it.
+"""State of a checkpoint for training that resumes on another grid, schedule or ZeRO setting.
 
 After t batches, drained, a checkpoint has W(t), and with schedule 2bw W(t-1), the older of two
 versions:
 
-    2bw -> 2bw               both versions as they are, on any grid
+    2bw -> 2bw               both versions unchanged, on any grid
     2bw -> one version       W(t); W(t-1) is left out. Batch t is the first whose gradients are not
                              a step old
     one version -> 2bw       both are W(t), and so is the loss scale that comes with them: as in a
                              2bw run with sync_steps = t, batch t takes gradients at W(t), batch t+1
                              too, batch t+2 at W(t+1)
-    pipedream -> pipedream   W(t) on every stage, which is all that a drained pipeline goes on with
+    pipedream -> pipedream   W(t) on every stage, which is all that a drained pipeline needs
     pipedream <-> others     as from and to one version
 
 The rest is the same set of numbers however it is cut. State of a kind that the old run had not

@@ -5,7 +5,7 @@ appear.
     rank 0 in addition                                                     | all notes there? manifest, rename, prune
     training                   | forward, backward, update, forward ............
 
-All but `begin` runs in a thread without collectives, whether training goes on meanwhile or waits
+All but `begin` runs in a thread without collectives, whether training continues meanwhile or waits
 (`save`). Ranks agree on what became of it when training is next between two stretches
 (`Saver.settle`).
 """

@@ -1,10 +1,10 @@
-"""Checkpoints of several sites: each goes on from its own files.
+"""Checkpoints of several sites: each resumes from its own files.
 
 k sites -> k, as they were            each from its own, to the bit on the same grid; messages under
                                       way leave again
 k -> fewer                            the first ones each from its own, as if the others had never
                                       been
-k -> more                             those that come back have the anchor, and the first site's
+k -> more                             sites that come back have the anchor, and the first site's
                                       moments
 1 -> k                                all from the one's state; its weights are the anchor
 another every, fragments,             all from the first site's state, where the weights of all are

@@ -199,7 +199,7 @@ def sizes_as_bytes(arguments: Iterable[Argument], words: Sequence[str]) -> list[
 
 
 def usage(arguments: Sequence[Argument]) -> str:
-    """Return the required arguments of a command in order, as they are written."""
+    """Return the required arguments of a command, in the order in which they are written."""
     names = [
         argument
         for argument in arguments

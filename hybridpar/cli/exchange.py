@@ -124,9 +124,7 @@ class Import:
         else:
             made = import_folder(self.source, self.output)
         what = f"{made.num_parameters:,} parameters of a {made.model_type}, {made.dtype}"
-        text = (
-            f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} goes on from it"
-        )
+        text = f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} trains it"
         return _exchanged(
             asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json
         )

@@ -180,7 +180,7 @@ class Config:
 
     @property
     def saves_beside_training(self) -> bool:
-        """Whether a copy of the training state will be written while training goes on."""
+        """Whether a copy of the training state will be written while training continues."""
         return (
             self.checkpoint.asynchronous
             and not self.memory.is_limited

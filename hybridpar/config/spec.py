@@ -329,7 +329,7 @@ def not_imported(field: str, name: str) -> ConfigError:
 
 
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
-    """The shape of one sample of what goes on from block `number` to another stage: several tensors
+    """The shape of one sample of the message from block `number` to another stage: several tensors
     are one row.
 
     A model of one block sends nothing.

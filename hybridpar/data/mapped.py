@@ -76,8 +76,8 @@ def form_of(arrays: Arrays) -> Form:
 class MappedDataset:
     """A map-style dataset as a member of a Blend. `part`: its name in errors.
 
-    The first and the last sample and some in between are checked at once, all others as they are
-    drawn.
+    The first and the last sample and some in between are checked at once, all others when they
+    are drawn.
 
     Raises:
         DataError: It is empty, or its items are not dicts of arrays or break the model's rules.

@@ -146,7 +146,8 @@ def _weights_and_rows(model: ModelSpec, number: int) -> int:
 
 
 def visible_share(seq_length: int, documents: Sequence[int], window: int | None = None) -> float:
-    """Return the pairs of a query and a visible key over those of plain causal attention.
+    """Return the number of pairs of a query and a visible key, over the pairs of plain causal
+    attention.
 
     Args:
         seq_length: Tokens of a row.

@@ -266,7 +266,7 @@ def _check_output(
             and `metric_names`, or losses that cannot be parts of a mean over the whole batch.
     """
     if isinstance(out, Tensor) and wanted == out.shape[1:]:
-        return None  # at once, as it is asked at every micro-batch
+        return None  # at once: it is asked at every micro-batch
     where = f"block {number} ({type(block).__name__}) of {model.kind}"
     if wanted is None:
         metrics: Any = {}

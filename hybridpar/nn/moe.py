@@ -189,8 +189,8 @@ class MixtureOfExperts(ParallelModule):
 
     Shapes: [b, s, h] -> the same, replicated over tp; with `sizes` this rank's rows of either.
     Collectives: forward one all-reduce of the output, backward one of the gradient of the input and
-    one of the gates'. With `sizes` all-gathers and reduce-scatters replace those of input and
-    output, and the logits are gathered.
+    one of the gates'. With `sizes` all-gathers and reduce-scatters replace the all-reduces of input
+    and output, and the logits are gathered.
     """
 
     bias: Tensor | None

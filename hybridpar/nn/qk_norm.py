@@ -97,8 +97,8 @@ class _Spec(NamedTuple):
 class _FullNorm(Function):
     """y = x r w with r = (mean(x^2) + eps)^(-1/2); dx = r w dy - x r^3 sum(dy w x) / features.
 
-    Gradients of a head that several ranks hold are partial sums, as those of its projection; so
-    every rank adds its own dy w x, and the owner alone subtracts the second term.
+    Gradients of a head that several ranks hold are partial sums, like its projection's; so every
+    rank adds its own dy w x, and the owner alone subtracts the second term.
     """
 
     @staticmethod

@@ -84,8 +84,7 @@ def _rate_changes(before: Config, now: Config, step: int, num_updates: int) -> l
     advice = ""
     if before.train.num_steps != now.train.num_steps and now.optim.decay == "wsd":
         advice = (
-            "; without that where it goes on from before its decay: move the checkpoints after "
-            "that away"
+            "; without that if it resumes from before its decay: move the later checkpoints away"
         )
     elif before.train.num_steps != now.train.num_steps:
         advice = (

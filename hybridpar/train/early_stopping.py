@@ -59,5 +59,5 @@ class EarlyStopping:
     def __str__(self) -> str:
         return (
             f"{self.name} is not better than at step {self.best_step} in {self._patience} "
-            "evaluations: the run ends; to go on, raise train.stop_patience"
+            "evaluations: the run ends; to continue, raise train.stop_patience"
         )

@@ -138,7 +138,7 @@ def train(
     if saved >= num_steps:
         if first:
             print(
-                f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on",
+                f"{folder}: finished, {saved} steps are done; raise train.num_steps to continue",
                 file=sys.stderr,
             )
         return Outcome(folder, saved, num_steps, resumed_from=saved)

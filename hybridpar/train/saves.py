@@ -65,7 +65,7 @@ class Saves:
                     f"{error}; {self._failed} in a row (checkpoint.max_failed_saves)"
                 ) from error
             self._warn(
-                f"{error}; training goes on, and the next save tries again ({self._failed} of "
+                f"{error}; training continues, and the next save tries again ({self._failed} of "
                 f"{self._limit} "
                 "failures in a row that end the run)"
             )

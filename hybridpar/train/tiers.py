@@ -64,7 +64,7 @@ class RankTiers:
             yield action
 
     def rest(self) -> None:
-        """Note that no plan runs: outside of plans all room but that of copies is for state."""
+        """Note that no plan runs: outside of plans all room is for state, except the room of copies."""
         self._room = self._idle_room
         self._tiers.shrink(self._room)
 

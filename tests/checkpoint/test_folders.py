@@ -107,7 +107,7 @@ def test_checkpoints_ahead_of_the_one_that_is_saved_stay(tmp_path: Path) -> None
 
 
 def test_a_later_checkpoint_is_not_the_best_in_the_place_of_an_earlier_one(tmp_path: Path) -> None:
-    """A damaged one, say, from before which training goes on."""
+    """A damaged one, say, from before which training continues."""
     config = make({}, checkpoint={"keep": 1, "keep_best": 1})
     for step, loss in ((8, 1.0), (2, 1.5), (3, 2.0), (4, 1.8)):
         save_at(tmp_path, step, config, loss)

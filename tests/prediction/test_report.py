@@ -77,7 +77,7 @@ def test_check_tells_the_peak_of_each_stage(
         )
         assert stage["total"] == sum(stage[part] for part in parts)
         assert stage["checkpoint"] == stage["weights"] + stage["optimizer"], (
-            "written while training goes on"
+            "written while training continues"
         )
     for waits in ({"checkpoint": {"asynchronous": False}}, {"train": {"save_interval": 0}}):
         assert not any(

@@ -242,7 +242,7 @@ def test_a_run_ends_when_it_does_not_get_better() -> None:
     assert back.is_over
     assert back.best_step == 2
     assert str(back) == (
-        "val_loss is not better than at step 2 in 2 evaluations: the run ends; to go on, raise "
+        "val_loss is not better than at step 2 in 2 evaluations: the run ends; to continue, raise "
         "train.stop_patience"
     )
 

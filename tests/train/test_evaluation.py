@@ -246,7 +246,7 @@ SETTINGS: dict[str, Sections] = {
 @pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", [*SETTINGS, "bert"])
 def test_a_batch_without_labels_has_loss_zero_and_no_gradient(name: str) -> None:
-    """Batches 1 and 3 to 7 have none; training goes on behind them."""
+    """Batches 1 and 3 to 7 have none; training continues behind them."""
     sections = {"model": {"kind": "bert"}} if name == "bert" else SETTINGS[name]
     config = gpt(sections)
     size = config.global_batch_size

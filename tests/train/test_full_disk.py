@@ -112,7 +112,7 @@ def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(
     os.kill(second.who["pid"], signal.SIGKILL)
     over.touch()
     job.wait_for(r"failures\.jsonl: cannot be written \(No space left on device\)")
-    job.wait_for("training goes on, and the next save tries again")
+    job.wait_for("training continues, and the next save tries again")
     ballast.unlink()
     code, out = job.end()
     assert code == 0, out
@@ -121,7 +121,7 @@ def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(
     assert board_steps(run)[-20:] == list(range(21, 41))
     assert json.loads((run / "failures.jsonl").read_text())["kind"] == "died"
     assert any(
-        "cannot be written (No space left on device); training goes on" in text
+        "cannot be written (No space left on device); training continues" in text
         for text in notes(run)
     )
     assert any("can be written again" in text for text in notes(run))
@@ -208,7 +208,7 @@ def test_saves_that_fail_too_often_end_the_run_and_it_is_not_started_again(
     code, out = job.end()
     assert code == 1, out
     assert (
-        "training goes on, and the next save tries again (1 of 2 failures in a row that end the "
+        "training continues, and the next save tries again (1 of 2 failures in a row that end the "
         "run)" in out
     )
     assert out.count("2 in a row (checkpoint.max_failed_saves)") == 1
@@ -286,7 +286,7 @@ def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_goes_on_with_the_
         [sys.executable, "-c", SMALL, str(path)], capture_output=True, text=True, timeout=200
     )
     trouble = (
-        f"{path}: cannot be written (File too large); training goes on, and what is to be there "
+        f"{path}: cannot be written (File too large); training continues, and what is to be there "
         "waits",
         f"{path}: can be written again; all that has waited is there",
     )

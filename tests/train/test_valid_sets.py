@@ -239,6 +239,6 @@ def test_a_small_text_is_trained_on_where_nothing_is_evaluated(tmp_path: Path) -
         open_data(replace(config, train=TrainConfig(eval_interval=1)), quiet=True)
     enough = open_data(replace(config, data=replace(data, split=0.3)), quiet=True)
     assert enough.valid, (
-        "what can be held out is, so that training goes on with the same samples once it is "
+        "what can be held out is, so that training continues with the same samples once it is "
         "evaluated"
     )

@@ -264,7 +264,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     allowed |= _one_of_two(ours, family)
     allowed |= _windows_of(model, family)
     if allowed.get("bias", (ours["bias"],)) != (ours["bias"],):
-        # biases that follow it are wrong as it is
+        # biases that follow a wrong bias are wrong, too
         for name in ("qkv_bias", "out_bias"):
             if getattr(model, name) == "auto":
                 allowed.pop(name, None)

@@ -39,7 +39,7 @@ class DataConfig:
     """GPT only: how documents share a row of seq_length tokens. none: rows are cut from all text,
     and tokens attend to what precedes them in the row, of whatever document. stream: the same rows,
     but tokens attend within their document, whose positions start at 0. best_fit: as stream, but
-    documents are not cut unless they are longer than a row; what is left of a row is padding.
+    documents are not cut unless they are longer than a row; the rest of a row is padding.
     Conversations (format = "chat") are documents of best_fit; with none, each has its own row."""
     valid_corpus: tuple[str, ...] = ()
     """Files of one validation set, tokenized like `corpus`. Empty: `split` holds documents out."""

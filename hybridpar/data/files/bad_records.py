@@ -17,7 +17,7 @@ NUM_NAMED = 5
 
 
 class BadRecords:
-    """The bad records of a corpus, as they are found.
+    """The bad records of a corpus, in the order in which they are found.
 
     Args:
         skips: Leave bad records out, instead of raising an error for the first one.

@@ -2,7 +2,7 @@
 memory does not grow.
 
     parts     .. The cat sat o | n the mat. It was ..     as they were read
-    pieces    .. The cat       |  sat on the mat. ..      as they are encoded, each behind some text before it
+    pieces    .. The cat       |  sat on the mat. ..      encoded, each behind some text before it
 
 A piece is encoded behind its context, whose ids are left out: what a tokenizer does at the start of
 a text (a "▁", a space) happens at the start of a document alone. A cut is before white space, else

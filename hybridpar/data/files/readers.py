@@ -409,7 +409,7 @@ class _CsvRows:
         """Return an error about the row that was read last."""
         last = self._rows.line_num
         if last > self._first_line:
-            return self._place.error(self._first_line, f"which goes on to line {last}, {what}")
+            return self._place.error(self._first_line, f"which continues to line {last}, {what}")
         return self._place.error(max(last, 1), what)
 
     def _lines(self) -> Iterator[str]:

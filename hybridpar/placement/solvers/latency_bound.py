@@ -1,4 +1,4 @@
-"""Lower bounds on the latency of any placement: the time of a path, as it is or cut into
+"""Lower bounds on the latency of any placement: the time of a path, uncut or cut into
 accelerator calls."""
 
 from __future__ import annotations

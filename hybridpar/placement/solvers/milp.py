@@ -58,7 +58,7 @@ class Solution(NamedTuple):
 def solve_max_load(
     graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float
 ) -> Solution:
-    """Search for a placement whose largest load is below that of `start`, which has a device for
+    """Search for a placement whose largest load is below the one of `start`, which has a device for
     each class or is empty."""
     least = work_bound(graph)
     known = _largest(graph, start)

@@ -10,8 +10,8 @@ is the j-th of these pairs on each:
 
 What a slice waits for is in it and in the few before. So where a window of slices lies on all ranks
 as long after the one before, every slice behind it does, however many there are until the drain;
-and that is then the same. Interleaved, the pairs of a round of micro-batches repeat those of the
-round before, and a rank waits for slices of up to two turns of the ring.
+and that is then the same. Interleaved, each round of micro-batches has the pairs of the round
+before, and a rank waits for slices of up to two turns of the ring.
 
 p ranks, v chunks, m micro-batches of a batch.
 """

@@ -23,7 +23,7 @@ class SharedAccesses:
         an UPDATE                makes new shards, so an unsharded chunk becomes outdated
         a REDUCE                 all gradients are then in the shards
 
-    Higher numbers than those of the chunks are items of the rank's tiers.
+    Numbers above the chunks' are items of the rank's tiers.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ def _check_row(place: str, cost: float | Sequence[float], size: int | None = Non
 def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
     """Summarize costs: step time and idle shares as measured and as simulated from the costs.
 
-    One line says where the time of a step goes on the slowest stage.
+    One line says how the slowest stage spends the time of a step.
 
     folder: folder of the slow tier.
     """

@@ -70,7 +70,7 @@ class RunLog(Records):
         self._trackers.write(row)
         if not self._is_silent and (why := lost_console()):
             self._is_silent = True
-            self.note(f"stderr is lost ({why}); training goes on in silence")
+            self.note(f"stderr is lost ({why}); training continues in silence")
 
     def close(self) -> None:
         """Close the files and the trackers."""
@@ -162,7 +162,7 @@ class TensorBoard:
             do()
         except Exception as error:  # for example an import error, or an unsupported protobuf
             self._file = ""
-            self._say(f"tensorboard: {in_a_line(error)}; training goes on without it")
+            self._say(f"tensorboard: {in_a_line(error)}; training continues without it")
 
     def _begin(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -131,7 +131,7 @@ class Trackers:
         except Exception as error:  # any error of a server, a network or a disk
             self._open.pop(name, None)
             self._say(
-                f"run.trackers: {name}: {error or type(error).__name__}; training goes on without "
+                f"run.trackers: {name}: {error or type(error).__name__}; training continues without "
                 "it"
             )
 

@@ -109,7 +109,7 @@ def test_a_bad_element_of_json(tmp_path: Path, element: bytes, message: str) -> 
         (b"2,caf\xe9", "line 3 of CSV", "byte 0xe9 is not UTF-8"),
         (b'2,"a"b', "line 3 of CSV", "is damaged ("),
         (b"2,a\0b", "line 3 of CSV", "zero byte"),
-        (b'2,"a\nb\xff"', "line 3 of CSV", "which goes on to line 4, byte 0xff is not UTF-8"),
+        (b'2,"a\nb\xff"', "line 3 of CSV", "which continues to line 4, byte 0xff is not UTF-8"),
     ],
 )
 def test_a_bad_row_of_csv(tmp_path: Path, row: bytes, place: str, message: str) -> None:
@@ -129,7 +129,7 @@ def test_a_row_without_its_end_is_named_with_all_that_it_takes(tmp_path: Path) -
     texts, bad = taken(path)
     assert texts == ["fine"]
     assert (
-        "line 3 of CSV: which goes on to line 5, is damaged (unexpected end of data)"
+        "line 3 of CSV: which continues to line 5, is damaged (unexpected end of data)"
         in bad.first[0]
     )
 

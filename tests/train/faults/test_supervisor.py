@@ -318,7 +318,8 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
         == 1
     )
     assert (
-        out.count("training goes on, and the next save tries again (1 of 3 failures in a row") == 1
+        out.count("training continues, and the next save tries again (1 of 3 failures in a row")
+        == 1
     )
     assert "on 1 ranks, parallel.dp = 1, pipeline.num_microbatches = 4" in out
     assert "since the last time: parallel.dp: 2 -> 1" in out

@@ -66,7 +66,7 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(
     )
     assert steps(metrics(run)) == steps(metrics(tmp_path / "runs" / "calm"))
     lost = [note["note"] for note in notes(run)]
-    assert lost == ["stderr is lost (Broken pipe); training goes on in silence"] * 2, (
+    assert lost == ["stderr is lost (Broken pipe); training continues in silence"] * 2, (
         "once by each start"
     )
     assert (run / "checkpoints" / "step_00000024").exists()
@@ -102,7 +102,7 @@ def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Pa
         assert job.wait(LONG_S) == 0
         run = tmp_path / "runs" / name
         assert [note["note"] for note in notes(run)] == [
-            f"stderr is lost ({why}); training goes on in silence"
+            f"stderr is lost ({why}); training continues in silence"
         ]
         assert steps(metrics(run)) == expected
         assert (run / "sample.txt").exists()
@@ -124,7 +124,7 @@ def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     assert job.wait(LONG_S) == 0
     run = tmp_path / "runs" / "run"
     assert [note["note"] for note in notes(run)] == [
-        "stderr is lost (Input/output error); training goes on in silence"
+        "stderr is lost (Input/output error); training continues in silence"
     ]
     assert steps(metrics(run)) == calm(config, *flags)
 

@@ -228,8 +228,8 @@ def test_what_a_tracker_raises_ends_nothing(
     trackers.write({"step": 2, "loss": 2.0})
     trackers.close()
     assert said == [
-        "run.trackers: mlflow: division by zero; training goes on without it",
-        "run.trackers: wandb: no route to host; training goes on without it",
+        "run.trackers: mlflow: division by zero; training continues without it",
+        "run.trackers: wandb: no route to host; training continues without it",
     ]
     (tmp_path / NAMES).write_text("[")
     assert Trackers(tiny(tmp_path), said.append).ids == {}
