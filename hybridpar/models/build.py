@@ -25,7 +25,7 @@ from hybridpar.config import (
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
-from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+from hybridpar.models.blocks import Embedding, TransformerLayer
 from hybridpar.models.custom_blocks import Build, adopt, construct, context_of
 from hybridpar.models.groups import (
     adapter_of,
@@ -36,6 +36,7 @@ from hybridpar.models.groups import (
     matches,
     require_matches,
 )
+from hybridpar.models.heads import BertHead, GPTHead
 from hybridpar.nn.context import ALONE
 from hybridpar.nn.placement import Placement, named_placements
 

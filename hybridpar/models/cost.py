@@ -11,9 +11,9 @@ from math import prod
 
 from hybridpar.config import ModelConfig, ModelSpec, ParameterGroup
 from hybridpar.grid import Axis
-from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import BlockOptions, build_blocks, distinct_blocks
 from hybridpar.models.flops import BlockFlops, count_flops
+from hybridpar.models.heads import LABELLED
 from hybridpar.nn.placement import Placement, named_placements
 
 

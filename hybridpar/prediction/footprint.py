@@ -21,9 +21,9 @@ from hybridpar.autograd import backward_from
 from hybridpar.config import Config
 from hybridpar.data.mapped import rehearsal
 from hybridpar.job import JobPlan
-from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.models.custom_blocks import context_of
+from hybridpar.models.heads import LABELLED
 from hybridpar.prediction.fake_neighbours import silent_axis, silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS

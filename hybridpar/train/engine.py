@@ -17,9 +17,9 @@ from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.blocks import ACCURACY
 from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.models.custom_blocks import context_of
+from hybridpar.models.heads import ACCURACY
 from hybridpar.prediction.predict import rooms_of
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader

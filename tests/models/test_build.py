@@ -11,8 +11,8 @@ import torch
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
-from hybridpar.models.blocks import padded_labelled_rows
 from hybridpar.models.build import Recomputation, build_blocks, parse_recompute, recomputed_blocks
+from hybridpar.models.heads import padded_labelled_rows
 from hybridpar.nn import LayerNorm, RMSNorm
 from hybridpar.random import RandomKey
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
-from hybridpar.models.blocks import LABELLED
 from hybridpar.models.cost import layer_attention_flops
+from hybridpar.models.heads import LABELLED
 from hybridpar.planner.machines.hardware import Device
 from hybridpar.prediction.work import Op
 

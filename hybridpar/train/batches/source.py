@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
-from hybridpar.models.blocks import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
+from hybridpar.models.heads import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
 from hybridpar.nn.context import ALONE, Context
 from hybridpar.random import RandomKey
 

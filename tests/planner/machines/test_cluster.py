@@ -11,7 +11,7 @@ from planner import made
 
 from hybridpar.config import ParallelConfig, TrainConfig, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.models.blocks import LABELLED
+from hybridpar.models.heads import LABELLED
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.machines.cluster import (
     _DEVICE,
