@@ -1,4 +1,4 @@
-"""The blocks that GPT and BERT are sequences of: embedding, transformer layer, output head.
+"""The blocks that GPT and BERT are sequences of: embedding and transformer layer (heads: heads.py).
 
 Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the
 tensors of a micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth
