@@ -40,6 +40,7 @@ from hybridpar.reading import runs_near
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.forecasts.preview import preview
+from hybridpar.train.forecasts.tier_forecast import require_limit
 
 if TYPE_CHECKING:
     from hybridpar.cli.memory import Memory
@@ -87,6 +88,7 @@ def _predicted(flags: Memory, config: Config, costs: Costs | None) -> _Trace:
         )
     rank = flags.rank
     job = JobPlan(config)
+    require_limit(job)
     if rank < 0:
         peaks = [stage.total for stage in predict(job)]
         rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]

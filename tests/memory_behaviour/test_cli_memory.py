@@ -4,6 +4,7 @@ wrong with its input."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,6 +147,10 @@ def test_what_cannot_be(
     )
     assert "rank = 7: was not recorded; the run recorded 0, 1; try 0" in fails(
         capsys, "memory", "--run", run, "--rank", "7"
+    )
+    assert re.search(
+        r"memory\.limit = 4096: too small: activations and the state .* take (\d+) bytes; try \1",
+        fails(capsys, "memory", config, "--memory.limit", "4KiB"),
     )
     assert "nowhere': does not exist; try" in fails(capsys, "memory", "--run", tmp_path / "nowhere")
     message = fails(capsys, "memory", config, "--run", tmp_path / "nowhere")
