@@ -7,6 +7,9 @@ large   a GPT of 20 GB of state in a process that may take 8 GB, which the kerne
         `memory.budget` of them are the state's. The same without a budget is killed.
 curve   a smaller one at budgets from the least that works to all of its state. Its losses must be
         those without a budget, to the bit.
+host    the same under 2bw with the optimizer on the host, which takes turns with the budget alone.
+        Both have equal losses, and equal budgets. `ratio` here: its time over that of the budget
+        alone, measured, and simulated from the speeds of computing, disk and update.
 
 `ratio`: time of a step over max(compute, bytes read / bandwidth, bytes written / bandwidth).
 Bandwidth is that of the state's file, in items as large as a layer's weights. Compute is the time
@@ -40,17 +43,27 @@ from benchmarks.files import write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
+from hybridpar.schedules.passes.shared_items import MIB
+from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.state.residency.store import DiskStore
 from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.state.residency.tiers import Traffic
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.forecasts.ghost_rank import GhostRank
+from hybridpar.train.forecasts.host_forecast import host_speeds
 from hybridpar.train.forecasts.tier_forecast import TierForecast, forecast
 from hybridpar.train.launching.launch import keep_freed_memory
 
 MICROBATCHES = 4
+STEPS = 10
 WARMUP = 2  # steps: the first one reads nothing of the optimizer's state
 BOUND = 1.15
-SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16, 128, 4096, 1)}
+SHAPES = {
+    "large": Shape(24, 2048, 16, 512, 8192, 1),
+    "curve": Shape(8, 1024, 16, 128, 4096, 1),
+    "host": Shape(8, 1024, 16, 128, 4096, 1),
+}
 CGROUPS = (
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
     ("/sys/fs/cgroup", "memory.max"),
@@ -65,12 +78,14 @@ MEANING = (
 )
 
 
-def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
+def config_of(
+    shape: Shape, schedule: str, budget: int, folder: str, *, host: bool = False
+) -> Config:
     """Layers are computed again in the backward pass, as where memory is short."""
     base = engine_config(shape, schedule=schedule, num_microbatches=MICROBATCHES)
     return replace(
         from_mapping({"pipeline": {"recompute": "all"}}, base),
-        memory=MemoryConfig(budget=budget, folder=folder),
+        memory=MemoryConfig(budget=budget, folder=folder, host_optimizer=host),
     )
 
 
@@ -295,6 +310,69 @@ def curve(bench: Bench) -> Iterator[dict[str, Any]]:
             }
 
 
+def host(bench: Bench) -> Iterator[dict[str, Any]]:
+    """The optimizer on the host within a budget, beside the budget alone."""
+    args = bench.args
+    shape = SHAPES["host"]
+    plenty = JobPlan(config_of(shape, "2bw", 1 << 50, args.folder, host=True))
+    said: TierForecast = forecast(plenty)
+    compute = statistics.median(bench.run(shape, config_of(shape, "2bw", 0, "")).wall)
+    rates = bench.bandwidth(shape)
+    updated, _ = host_speeds(plenty.config)
+    for share in args.shares:
+        budget = round(said.least + share * (said.state - said.least))
+        sides = [config_of(shape, "2bw", budget, args.folder, host=on) for on in (False, True)]
+        alone, hosted = ([] for _ in sides)
+        for turn in range(args.turns):
+            for number in (0, 1) if turn % 2 == 0 else (1, 0):
+                (alone, hosted)[number].append(bench.run(shape, sides[number]))
+        assert all(run.losses == alone[0].losses for run in (*alone, *hosted))
+        walls = [[statistics.median(run.wall) for run in runs] for runs in (alone, hosted)]
+        each = [b / a for a, b in zip(*walls, strict=True)]
+        steps = len(alone[0].wall)
+        predicted = [simulated(config, compute, rates, updated) for config in sides]
+        entry = {
+            "case": f"host 2bw, {100 * budget / said.state:.0f} % of state",
+            "settings": {"shape": "host", "schedule": "2bw"},
+            "ratio": round(statistics.median(each), 4),
+            "ratios": [round(one, 4) for one in each],
+            "simulated": round(predicted[1] / predicted[0], 4),
+            "simulated_s": [round(one, 3) for one in predicted],
+            "budget": budget,
+            "alone_s": [round(one, 3) for one in walls[0]],
+            "hosted_s": [round(one, 3) for one in walls[1]],
+            "moved": [(runs[0].read + runs[0].written) / steps for runs in (alone, hosted)],
+        }
+        print(entry["case"], entry["ratio"], entry["simulated"], flush=True)
+        yield entry
+
+
+def simulated(config: Config, compute: float, rates: Mapping[str, float], updated: float) -> float:
+    """Return the simulated time of a step: the rank updates alone, or waits for its host.
+
+    compute: time of a step without moves; rates: bytes a second; updated: parameters a second.
+    """
+    job = JobPlan(config)
+    rank = GhostRank.of(job, 0)
+    pair = compute / MICROBATCHES
+    parameters = sum(slot.numel for slot in rank.ghost.state.slots)
+    update = parameters / updated
+    costs = Costs(
+        pair / 4,
+        pair * 3 / 4,
+        0.0 if rank.hosted else update,
+        fetch=MIB / rates["read"],
+        release=MIB / rates["written"],
+        host=update,
+        host_shares=[rank.hosted] if rank.hosted else (),
+    )
+    items = rank.residency(job.shape)
+    assert items is not None
+    plan = {0: tuple(rank.moved(job.options, job.shape, STEPS))}
+    starts = simulate(plan, costs, {0: items}).batch_starts(MICROBATCHES)
+    return (starts[-2] - starts[2]) / (len(starts) - 4)
+
+
 # -- the curve, drawn
 
 
@@ -355,13 +433,16 @@ def main() -> None:
         default=[0, 0.1, 0.25, 0.5, 1],
         help="budgets of the curve: of the way from the least to all",
     )
+    parser.add_argument("--turns", type=int, default=3, help="of both sides of the host")
     parser.add_argument("--folder", default="", help="where the file of the state is; empty: here")
     args = parse(parser)
     with tempfile.TemporaryDirectory(dir=args.folder or ".") as folder:
         args.folder = folder
         bench = Bench(args)
         cases = [
-            case for name in args.shapes for case in {"large": large, "curve": curve}[name](bench)
+            case
+            for name in args.shapes
+            for case in {"large": large, "curve": curve, "host": host}[name](bench)
         ]
     args.folder = ""
     path = write_results("budget", cases, args, meaning=MEANING, shapes=SHAPES)

@@ -18,6 +18,17 @@ from hybridpar.train.engine import Engine, StepResult
 
 Sections = Mapping[str, dict[str, Any]]
 
+PIPELINES: tuple[dict[str, Any], ...] = (
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "2bw"},
+    {"schedule": "pipedream"},
+    {"schedule": "naive"},
+    {"schedule": "1f1b", "split_backward": True},
+    {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1},
+)
+"""Sections [pipeline] that keep, order and divide a rank's work in every way."""
+
 
 def gpt(sizes: tuple[int, int, int, int, int], *each: Sections) -> Config:
     """A GPT of so many layers, features, heads, tokens and words, trained on batches of 3

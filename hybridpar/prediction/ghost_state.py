@@ -90,6 +90,7 @@ class StateFootprint:
     """Bytes that a rank's state always takes, and the peaks of a norm and of an update, by segment.
 
     Args:
+        hosting: Peak of the host's step of a segment, if the host updates state in place.
         division: Division of the rank's plan into segments.
         items: Items that are sharded over replicas, with their number that may be unsharded at
             once.
@@ -108,6 +109,7 @@ class StateFootprint:
     items: SharedItems | None = None
     whole: int = 0
     hosted: tuple[int, int] = (0, 0)
+    hosting: int = 0
 
 
 def trace_state(
@@ -146,7 +148,14 @@ def trace_state(
         state.square_norm(0)
         norm = taken(start)
         updates = []
+        hosting = 0
+        if state.host is not None:
+            state.host.work_here(True)
         for group in range(state.num_groups):
+            if state.host is not None and not state.weights.copies:
+                start = now()
+                state.begin_update(0, lr=1.0, factor=0.5, group=group)
+                hosting = max(hosting, taken(start))
             start = now()
             state.update(0, lr=1.0, factor=0.5, group=group)
             updates.append(taken(start))
@@ -160,4 +169,5 @@ def trace_state(
             items=ghost.shared_items(shape, Budget(budget) if budget else None),
             whole=whole,
             hosted=hosted,
+            hosting=hosting,
         )

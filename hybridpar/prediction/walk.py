@@ -110,6 +110,7 @@ class MemoryWalk:
         self.footprints = footprints
         self.state = state
         self._evaluates = evaluates
+        self._num_hosted = 0  # parts of updates that the host is making
         self._m = shape.num_microbatches
         # gradients that an I has allocated
         self._allocating = allocating or footprints
@@ -153,6 +154,8 @@ class MemoryWalk:
             self._follow_shared(self._shared, action)
             if self._is_allocating(self._shared, action):
                 parts = self._allocating[action.stage]
+        if row.makes and self.state.hosting:
+            self._num_hosted += 1 if kind is Kind.HOST else -1
         end = 0 if row.flow > 0 else -1
         fp = parts[action.part if kind in COMPUTE else end]
         if row.matching_recv:
@@ -248,6 +251,8 @@ class MemoryWalk:
             self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
         )
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
+        if self._num_hosted:
+            transient += self.state.hosting
         self._compare_recorded(action, communication, transient)
         held = activations + communication + transient
         if held > self.num_bytes:

@@ -153,6 +153,7 @@ ACTION_SPECS: dict[Kind, ActionSpec] = {
         (_K.NORM, _K.REDUCE),
         is_async=True,
         per_batch=True,
+        cut=1,
         makes=True,
         after=_K.UPDATE,
         awaits="the norm",

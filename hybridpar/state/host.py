@@ -13,24 +13,30 @@ raised where the launch thread waits.
 
 With a GPU both rows of copies are also streams: a copy starts after the work that the launch thread
 had queued before it, and ends before its thread continues. Host memory is then pinned.
+
+In limited memory each group has a HOST of its own, which sends and begins that group alone. On a CPU
+the limited memory is the host's own, so nothing is copied: the middle row updates state in place.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm import Waitable
 from hybridpar.cpu import numa_node, zeros
+from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.state.residency.chunks import Chunk, Memory
+from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 from hybridpar.state.weights import WeightStore
 
 
@@ -73,6 +79,15 @@ class UpdatedMemory(Memory):
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         return (self._host if chunk.use.hosted else self._stays).zeros(kind, chunk, dtype)
+
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        return self._stays.viewing(chunk)
+
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        return self._stays.writing(*views)
+
+    def read(self, view: Tensor) -> Tensor:
+        return self._stays.read(view)
 
 
 def _unpin(tensors: Sequence[Tensor]) -> None:
@@ -165,11 +180,41 @@ def host_work(device: torch.device) -> HostWork:
     return StreamWork(device) if device.type == "cuda" else HostWork()
 
 
+@dataclass(frozen=True)
+class HostStep:
+    """A step of the optimizer on the host.
+
+    Attributes:
+        version: The version of the weights that it makes.
+        lr: Learning rate.
+        factor: Multiplies the gradients; None: the version equals the one before.
+        predict: As in WeightStore.advance.
+    """
+
+    version: int
+    lr: float
+    factor: float | None
+    predict: bool = True
+
+
+class Group:
+    """A group of weights that the host makes: done once it has arrived."""
+
+    def __init__(self, made: Future[None]):
+        self._made = made
+
+    def is_done(self) -> bool:
+        return self._made.done()
+
+    def wait(self) -> None:
+        self._made.result()
+
+
 class HostUpdates:
     """Updates a rank's weights on the host.
 
     For each batch: `send` once its gradients are final and reduced, `begin` once their factor is
-    known, and `wait` for each group.
+    known, and `wait` for each group. Gradients that were not sent before are sent by `begin`.
 
     Args:
         weights: The rank's weights.
@@ -192,19 +237,22 @@ class HostUpdates:
         self._optimizer = optimizer
         self._work = work or host_work(weights.memory.device)
         self._gradients = gradients
-        self.staging = weights.on_host("gradients")
         self._groups = groups
-        self._names = [
-            [slot.name for slot in group.slots] for group in optimizer.groups[: len(groups)]
-        ]
-        self._grads = self.staging.views({name for names in self._names for name in names})
-        self.sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
+        hosted = [group.slots for group in optimizer.groups[: len(groups)]]
+        self.staging: Buffer | None = None
+        """Gradients on the host; None: the host reads them where they are."""
+        self._grads: dict[str, Tensor] = {}
+        if weights.copies:
+            self.staging = weights.on_host("gradients")
+            self._grads = self.staging.views({slot.name for slots in hosted for slot in slots})
+        self._names = [[slot.name for slot in slots] for slots in hosted]
+        self.sizes = [sum(prod(slot.shape) for slot in slots) for slots in hosted]
         """Number of parameters that the host updates, by group."""
         self._to_host, self._host, self._from_host = (
             _Thread(name) for name in ("to host", "host", "from host")
         )
         self._sent: dict[int, Future[None]] = {}  # by group: gradients on their way
-        self._made: dict[int, Future[None]] = {}  # by group: weights that are being made
+        self._made: dict[int, Group] = {}  # weights that are being made
         self._later: int | None = None
         self.num_bytes = {"to host": 0, "from host": 0}
         """Bytes copied each way so far."""
@@ -215,7 +263,8 @@ class HostUpdates:
         """
         master = self._weights.master
         made = self._weights.made
-        assert master is not None
+        if master is None or self.staging is None:
+            return 0, 0
         hosted = (
             t for chunk, t in zip(master.chunks, master.tensors, strict=True) if chunk.use.hosted
         )
@@ -242,56 +291,72 @@ class HostUpdates:
             return
         mark = self._work.mark()
         for group in range(len(self._names)):
-            owned = (self._gradients[index][i] for i in self._groups[group])
-            pairs = [
-                (self._grads[name], gradient)
-                for name, gradient in zip(self._names[group], owned, strict=True)
-            ]
-            self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
-            self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)
+            self._send(group, index, mark)
 
-    def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Start to make a version of the weights, from the gradients sent times `factor`; None:
-        make none.
+    def _send(self, group: int, index: int, mark: Any) -> None:
+        owned = self._owned(group, index)
+        pairs = [
+            (self._grads[name], gradient)
+            for name, gradient in zip(self._names[group], owned, strict=True)
+            if self._grads
+        ]
+        self.num_bytes["to host"] += sum(source.nbytes for _, source in pairs)
+        self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)
 
-        predict: as in WeightStore.advance.
+    def _owned(self, group: int, index: int) -> list[Tensor]:
+        return [self._gradients[index][i] for i in self._groups[group]]
+
+    def begin(
+        self, index: int, step: HostStep, groups: Iterable[int] | None = None
+    ) -> list[Waitable]:
+        """Start to make groups (None: all) of a version of the weights, from the gradients in a
+        buffer; return what is done once they have arrived.
         """
-        assert not self._made, "the batch before was not waited for"
         mark = self._work.mark()
-        for group, sent in self._sent.items():
-            if factor is None:
-                self._made[group] = sent
-                continue
-            updated = self._host.submit(self._step, group, lr, factor, predict, after=sent)
-            pairs = self._weights.arriving(version, group)
-            self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
-            self._made[group] = self._from_host.submit(
-                self._copy, "from host", mark, pairs, after=updated
-            )
+        found: list[Waitable] = []
+        for group in range(len(self._names)) if groups is None else groups:
+            assert group not in self._made, "the batch before was not waited for"
+            if group not in self._sent:
+                self._send(group, index, mark)
+            sent = self._sent[group]
+            made = self._host.submit(self._step, group, index, step, after=sent)
+            if pairs := self._weights.arriving(step.version, group):
+                self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
+                made = self._from_host.submit(self._copy, "from host", mark, pairs, after=made)
+            self._made[group] = Group(made)
+            found.append(self._made[group])
+        return found
 
     def _copy(self, way: str, mark: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         with self._work.reach(mark, way):
             self._work.copy(pairs)
 
-    def _step(self, group: int, lr: float, factor: float, predict: bool) -> None:
-        weights = self._weights.update_on_host(group, predict=predict)
-        gradients = [self._grads[name] for name in self._names[group]]
+    def _step(self, group: int, index: int, step: HostStep) -> None:
+        gradients = self._owned(group, index)
+        if self._grads:
+            gradients = [self._grads[name] for name in self._names[group]]
+
+        def update(weights: Weights) -> None:
+            assert step.factor is not None
+            self._optimizer.step(group, weights, gradients, lr=step.lr, gradient_scale=step.factor)
+
         self._work.step(
-            lambda: self._optimizer.step(group, weights, gradients, lr=lr, gradient_scale=factor),
+            lambda: self._weights.make_on_host(
+                step.version,
+                None if step.factor is None else update,
+                predict=step.predict,
+                group=group,
+            ),
             self.sizes[group],
         )
 
-    def is_done(self) -> bool:
-        """Return whether all groups that the host updates have arrived."""
-        return all(made.done() for made in self._made.values())
-
     def wait(self, group: int) -> None:
-        """Return once a group has arrived from the host, or is known to be skipped.
+        """Return once a group has arrived from the host.
 
         Raises:
             Exception: The error of the thread that failed.
         """
-        self._made.pop(group).result()
+        self._made.pop(group).wait()
         del self._sent[group]
         if not self._sent and self._later is not None:
             index = self._later

@@ -339,10 +339,9 @@ class HostRoom(RoomKind):
 
     def memory(self) -> list[Tensor]:
         host = self.holder.host
-        made = self.holder.weights.made
         return [
             tensor
-            for buffer in (host and host.staging, made)
+            for buffer in (host and host.staging, self.holder.weights.made)
             if buffer
             for tensor in buffer.tensors
         ]

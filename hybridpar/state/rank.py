@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm import Waitable
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.init import initialize
@@ -28,7 +29,7 @@ from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, di
 from hybridpar.state import kinds
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
-from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
+from hybridpar.state.host import HostStep, HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.parameters import StageParameters, move_buffers
 from hybridpar.state.policy import StatePolicy
@@ -121,7 +122,9 @@ class RankState:
             frozen,
             policy,
             memory,
-            HostedParameters(hosted, UpdatedMemory(memory)) if policy.on_host else None,
+            HostedParameters(hosted, memory if memory.is_of_host else UpdatedMemory(memory))
+            if policy.on_host
+            else None,
         )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         rules = AccumulationRules(policy.defers, tied)
@@ -186,6 +189,8 @@ class RankState:
         self.host: HostUpdates | None = None
         if policy.on_host:
             groups = self._groups[: self.num_groups]
+            for optimizer in self.optimizer.groups[: self.num_groups * self.weights.copies]:
+                optimizer.keep_in(None)
             self.host = HostUpdates(self.weights, self.optimizer, groups, self._owned, host_work)
         self._squares = [
             Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
@@ -349,18 +354,35 @@ class RankState:
         return self._squares[self.gradients.buffer_index(batch)].total()
 
     def send(self, batch: int) -> None:
-        """Send a batch's gradients to the host, with a host optimizer. Call it after
-        `square_norm`.
+        """Send a batch's gradients to the host, with a host optimizer and if all are in memory at
+        once. Call it after `square_norm`.
         """
-        if self.host is not None:
+        if self.host is not None and not self.memory.is_limited:
             self.host.send(self.gradients.buffer_index(batch))
 
-    def begin_update(self, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Start the host on the next version of the weights, as `update` would make it."""
+    def is_hosted(self, group: int) -> bool:
+        """Return whether the host updates all weights of a group."""
+        return self.host is not None and self.num_groups + group >= len(self._groups)
+
+    def begin_update(
+        self,
+        batch: int,
+        lr: float,
+        factor: float | None,
+        *,
+        predict: bool = True,
+        group: int | None = None,
+    ) -> list[Waitable]:
+        """Start the host on a group (None: all) of the next version of the weights, as `update`
+        would make it; return what is done once it has arrived.
+        """
         assert self.host is not None
-        self.await_copy()
-        self._settle(made=factor is not None)
-        self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
+        if not group:
+            self.await_copy()
+            self._settle(made=factor is not None)
+        step = HostStep(batch + 1, lr, factor, predict)
+        index = self.gradients.buffer_index(batch)
+        return self.host.begin(index, step, None if group is None else [group])
 
     def update(
         self,

@@ -54,6 +54,11 @@ class HostedParameters:
     names: Collection[str]
     memory: Memory
 
+    @property
+    def are_copied(self) -> bool:
+        """Whether the host has copies of its own, and does not update the versions in place."""
+        return not self.memory.is_of_host
+
 
 class WeightStore:
     """Owns every version of a stage's trained parameters, and its frozen parameters (`frozen`).
@@ -94,6 +99,8 @@ class WeightStore:
         self.partition = partition
         self.memory = memory
         self._uses = uses = partition.uses
+        self.copies = hosted is not None and hosted.are_copied
+        """Whether gradients are copied to a host, and weights from it."""
         self._host = None if hosted is None else hosted.memory
         self.keeps_master = self.predicts or self.dtype != self.master_dtype
         """Whether the master copy differs from every version of the weights."""
@@ -118,7 +125,7 @@ class WeightStore:
         )
         self.master = None
         host_names: Collection[str] = () if hosted is None else hosted.names
-        if self.keeps_master or hosted is not None:
+        if self.keeps_master or self.copies:
             own_chunks = cut(
                 own_layout, lambda name: replace(uses(name), hosted=name in host_names)
             )
@@ -126,7 +133,7 @@ class WeightStore:
                 own_layout, self.master_dtype, self._host or memory, own_chunks, "master"
             )
         self.made: Buffer | None = None
-        if self.keeps_master and hosted is not None:
+        if self.keeps_master and self.copies:
             self.made = self.on_host("weights", self.dtype)
         """New weights on the host, in the versions' dtype, if the master copy has another."""
         # numbers of owned parameters, by group and whether the host updates them
@@ -178,17 +185,31 @@ class WeightStore:
             self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}"
         )
 
-    def update_on_host(self, group: int, *, predict: bool) -> Weights:
-        """Return the tensors that the host's update of a group reads and writes."""
+    @torch.no_grad()
+    def make_on_host(
+        self, version: int, update: Update | None, *, predict: bool, group: int
+    ) -> None:
+        """Make the host's part of a group of a version, as `advance` makes the rest; in the host's
+        copies, if it has some.
+        """
+        if not self.copies:
+            self._make(version, update, predict=predict, group=group, hosted=True)
+            return
         numbers = self._indices[group, True]
         master = [self._lists[0][i] for i in numbers]
         made = [self._made[self._own_layout.names[i]] for i in numbers] if self._made else ()
-        return Weights(master, master, made, self.predicts and predict)
+        if update is not None:
+            update(Weights(master, master, made, self.predicts and predict))
+            return
+        for target, source in zip(made, master, strict=True) if made else ():
+            target.copy_(source)
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of tensors of a group: a shard's place in a version, and its place on the
-        host, where it is computed.
+        host, where it is computed. None if the host updates in place.
         """
+        if not self.copies:
+            return []
         working = self._working[self.slot(version)]
         names = self._own_layout.names
         return [
@@ -279,7 +300,7 @@ class WeightStore:
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
         """Make version newest + 1.
 
-        Parameters that the host updates have arrived already, unless `update` is None.
+        Parameters that the host updates have arrived already.
 
         Args:
             update: Writes the version, from this rank's shards of the newest one; None: the new
@@ -291,25 +312,14 @@ class WeightStore:
         update.
         """
         self.newest += group == 0
-        before = self.slot(self.newest - 1)
         after = self.slot(self.newest)
-        mine = self._indices[group, False]
         self.await_version(self.newest - 1)
-        if update is not None or self.predicts or before != after:
+        if update is not None or self.predicts or self.num_versions > 1:
             self._mark_stale(after)
-        if update is None and not self.keeps_master:
-            self._keep(before, after, group)
-            return
-        if update is None:  # from the master: a version's memory may be gone by now
-            self._write(after, mine + self._indices[group, True])
-        elif self.master is None:
-            update(Weights(self._lists[before], self._lists[after]).only(mine))
-        else:
-            update(
-                Weights(
-                    self._lists[0], self._lists[0], self._working[after], self.predicts and predict
-                ).only(mine)
-            )
+        if self._host is None or self._indices[group, False]:
+            self._make(self.newest, update, predict=predict, group=group, hosted=False)
+        if update is None and not self.keeps_master and self._host is None:
+            return  # all shards are copied
         arriving = self.arriving_parts(self.newest)
         self._arriving[self.newest] = Works(
             (
@@ -319,6 +329,28 @@ class WeightStore:
                 ),
             )
         )
+
+    def _make(
+        self, version: int, update: Update | None, *, predict: bool, group: int, hosted: bool
+    ) -> None:
+        """Write this rank's shards of a group of a version: those that the host updates, or the
+        others.
+        """
+        before = self.slot(version - 1)
+        after = self.slot(version)
+        mine = self._indices[group, hosted]
+        if update is None and self.master is None:
+            self._keep(before, after, group)
+        elif update is None:  # from the master: a version's memory may be gone by now
+            self._write(after, mine)
+        elif self.master is None:
+            update(Weights(self._lists[before], self._lists[after]).only(mine))
+        else:
+            update(
+                Weights(
+                    self._lists[0], self._lists[0], self._working[after], self.predicts and predict
+                ).only(mine)
+            )
 
     def _keep(self, before: int, after: int, group: int) -> None:
         """Copy a group from one buffer to another."""
@@ -399,7 +431,7 @@ class WeightStore:
         self._mark_stale(self.slot(version))
         if self.master is not None and not self.keeps_master:
             for master, own in zip(self._lists[0], self._working[self.slot(version)], strict=True):
-                master.copy_(own)
+                master.copy_(self.memory.read(own))
         self._bound = None
         self.bind(version)
 

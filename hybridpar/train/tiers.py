@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybridpar.comm import Waitable
 from hybridpar.prediction.predict import Rooms
@@ -108,13 +108,25 @@ class RankTiers:
                 self._tiers.create(number)
             self._tiers.await_item(number, changing=mode is not Mode.READ)
 
+    def hold(self, action: Action, until: Sequence[Waitable]) -> None:
+        """Keep the items that an action accesses resident until these are done."""
+        for access in self.accesses(action):
+            for one in until:
+                self._hold(access.item, one)
+
     def hold_gradients(self, batch: int, part: int) -> None:
-        """Keep the gradients of a segment resident while they are reduced."""
-        for i, item in self.accesses.of(
-            f"gradients/{self.accesses.state.gradients.buffer_index(batch)}"
-        ):
-            if item.use.parts[0] == part:
-                self._hold(i, self.accesses.state.reducer.of(item.use))
+        """Keep the gradients of a segment resident while they are reduced. If they are compressed,
+        return once they are: what is left unsent has to be resident, too.
+        """
+        state = self.accesses.state
+        for i, item in self.accesses.of(f"gradients/{state.gradients.buffer_index(batch)}"):
+            if item.use.parts[0] != part:
+                continue
+            reduction = state.reducer.of(item.use)
+            if state.compression is None:
+                self._hold(i, reduction)
+            else:
+                reduction.wait()
 
     def hold_weights(self, version: int, group: int) -> None:
         """Keep the weights of an update group resident while they are gathered from replicas."""

@@ -22,6 +22,7 @@ def test_every_kind_has_a_row_and_is_of_one_sort():
     assert BESIDE > PER_ITEM
     assert {kind for kind, row in ACTION_SPECS.items() if row.cut} == COMPUTE | {
         Kind.NORM,
+        Kind.HOST,
         Kind.UPDATE,
     }
 

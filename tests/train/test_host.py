@@ -388,10 +388,6 @@ def test_what_is_told_before_a_run() -> None:
     ("sections", "message"),
     [
         (
-            {"memory": {"budget": 1 << 20}},
-            r"memory\.budget = 1048576: not supported with memory\.host_optimizer.*try 0",
-        ),
-        (
             {"optim": {"name": "lamb"}},
             r"optim\.name = 'lamb'.*norms of full parameters.*try adamw",
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Outcome, gpt, samples, train
+from engines import PIPELINES, Outcome, gpt, samples, train
 from ranks import run_ranks
 from train.runs import poison_gradients
 
@@ -68,16 +68,6 @@ def moved(engine: Engine) -> int:
     traffic = engine.state.memory.tiers.traffic
     engine.close()
     return traffic.read + traffic.written
-
-
-PIPELINES = (
-    {"schedule": "1f1b"},
-    {"schedule": "gpipe"},
-    {"schedule": "2bw"},
-    {"schedule": "pipedream"},
-    {"schedule": "1f1b", "split_backward": True},
-    {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1},
-)
 
 
 @pytest.mark.thorough(keep=1)

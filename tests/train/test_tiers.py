@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Outcome, gpt, samples, train
+from engines import PIPELINES, Outcome, gpt, samples, train
 from ranks import run_ranks
 from train.runs import must_be_killed
 
@@ -101,17 +101,6 @@ def close(engine: Engine) -> int:
     assert tiers.traffic.peak <= tiers.budget <= engine.state.memory.budget
     engine.state.memory.close()
     return tiers.traffic.read + tiers.traffic.written
-
-
-PIPELINES = (
-    {"schedule": "1f1b"},
-    {"schedule": "gpipe"},
-    {"schedule": "2bw"},
-    {"schedule": "pipedream"},
-    {"schedule": "naive"},
-    {"schedule": "1f1b", "split_backward": True},
-    {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1},
-)
 
 
 @pytest.mark.thorough(keep=2)

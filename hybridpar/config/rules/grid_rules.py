@@ -183,9 +183,17 @@ def _compressed_gradients(config: Config) -> Iterator[str]:
             f"not supported with parallel.sites = {config.parallel.sites}; outer.precision "
             "compresses the traffic between sites"
         )
-    if config.memory.is_limited:
-        limit, most = config.memory.limiting
+    if not config.memory.is_limited:
+        return
+    limit, most = config.memory.limiting
+    if config.parallel.zero > 1 and config.parallel.dp_cp > 1:
         yield (
-            f"not supported with {limit} = {most}: every batch needs all "
-            "of a replica's unsent gradients in memory at once"
+            f"not supported with {limit} = {most} and parallel.zero = {config.parallel.zero}: a "
+            "batch's gradients are also what is left unsent, so all of them are needed until its "
+            "update; use parallel.zero = 1, or no compression"
+        )
+    if config.train.dtype == "fp16":
+        yield (
+            f'not supported with {limit} = {most} and train.dtype = "fp16": a new loss scale '
+            "rescales all unsent gradients at once"
         )

@@ -156,10 +156,6 @@ def _offloaded_activations(config: Config) -> Iterator[str]:
 
 
 def _host_optimizer(config: Config) -> Iterator[Problem]:
-    if config.memory.is_limited:
-        rule = "not supported with memory.host_optimizer, which keeps all of its state in memory"
-        limit, most = config.memory.limiting
-        yield Problem(limit, most, rule, "0")
     if config.optim.name == "lamb":
         rule = (
             "not supported with memory.host_optimizer: LAMB needs the norms of full parameters, "

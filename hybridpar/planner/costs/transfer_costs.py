@@ -104,11 +104,12 @@ class Moves:
             shares = [ghost.hosted for ghost in self.ghosts]
             working = DTYPES[self.config.train.dtype].itemsize
             numbers = [sum(groups) for groups in shares]
-            return replace(
+            copied = [n * ghost.copies for n, ghost in zip(numbers, self.ghosts, strict=True)]
+            costs = replace(
                 costs,
-                to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
+                to_host=[_GRADIENT_BYTES * n / speeds.copied for n in copied],
                 host=[n / speeds.updated for n in numbers],
-                from_host=[working * n / speeds.copied for n in numbers],
+                from_host=[working * n / speeds.copied for n in copied],
                 host_shares=shares,
                 host_works=True,
                 shared=shared,
@@ -129,6 +130,8 @@ class Moves:
             fetch, release = (max(0.0, time - used) for time, used in zip(whole, work, strict=True))
             calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
             return replace(costs, calls=calls, fetch=fetch, release=release, shared=shared)
+        if memory.host_optimizer:
+            return costs
         assert shared is not None
         return shared
 

@@ -18,7 +18,7 @@ weights, gradients and optimizer state of one segment at a time are enough in fa
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -41,6 +41,10 @@ class Division:
         update_parts: Parts of an UPDATE, likewise by rank, counted through the segments of all the
             rank's stages; None: as many as these have together.
         norms: NORM is cut like UPDATE; else it is not cut.
+        hosts: HOST is cut like UPDATE; else it is not cut. Its first part stays where it is, and the
+            others come one ahead of the same parts of the UPDATE.
+        spreads: Parts of HOST are spread evenly over the forwards and backwards up to the UPDATE
+            instead. That gives the host more time, but new weights may leave before they are used.
         part_major: Consecutive forwards (or backwards) of micro-batches on a stage all go through
             one segment before the next. A segment's weights are then needed once for all these
             micro-batches.
@@ -53,6 +57,8 @@ class Division:
     num_parts: NumParts = 1
     update_parts: NumParts | None = None
     norms: bool = False
+    hosts: bool = False
+    spreads: bool = False
     part_major: bool = False
     late: bool = False
 
@@ -76,9 +82,14 @@ class Division:
             updates = _number(self.update_parts, rank)
         return replace(self, update_parts=updates, late=self.late and rank == 0)
 
+    @property
+    def _cuts(self) -> dict[Kind, bool]:
+        """Whether actions are cut, by kind, if that is a choice."""
+        return {Kind.NORM: self.norms, Kind.HOST: self.hosts}
+
     def count(self, action: Action) -> int:
         """Return the number of actions that an action of an undivided plan becomes."""
-        if not ACTION_SPECS[action.kind].cut or (action.kind is Kind.NORM and not self.norms):
+        if not ACTION_SPECS[action.kind].cut or not self._cuts.get(action.kind, True):
             return 1
         if action.kind in PER_BATCH and self.update_parts is not None:
             return _number(self.update_parts, action.stage)
@@ -108,6 +119,8 @@ def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
     order of undivided plans still hold.
     """
     cut = _cut(actions, division)
+    if division.hosts:
+        cut = _place_hosts(cut, spreads=division.spreads)
     return _delay_updates(cut, division) if division.late else cut
 
 
@@ -125,15 +138,56 @@ def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
             yield from (replace(action, part=part) for action in run) if part else run
 
 
+def _place_hosts(actions: Iterator[Action], *, spreads: bool) -> Iterator[Action]:
+    """Place the parts of each HOST between it and its UPDATE; see Division."""
+    for action in actions:
+        if action.kind is not Kind.HOST:
+            yield action
+            continue
+        hosts = deque([action])
+        between: list[Action] = []
+        updates: list[Action] = []
+        while not updates:
+            following = next(actions)
+            if following.kind is Kind.HOST:
+                hosts.append(following)
+            else:
+                (updates if following.kind is Kind.UPDATE else between).append(following)
+        if spreads:
+            yield from _spread(hosts, between)
+        else:
+            yield from (hosts.popleft(), *between)
+        while hosts and updates[-1].part < hosts[-1].part:
+            updates.append(next(actions))
+        for update in updates:
+            while hosts and hosts[0].part <= update.part + 1:
+                yield hosts.popleft()
+            yield update
+
+
+def _spread(hosts: deque[Action], between: Sequence[Action]) -> Iterator[Action]:
+    """Yield actions with the hosts evenly between those that compute; none if nothing does."""
+    computing = [i for i, action in enumerate(between) if action.kind in COMPUTE]
+    number = len(hosts)
+    places = Counter(
+        computing[part * len(computing) // number] for part in range(number) if computing
+    )
+    for i, action in enumerate(between):
+        for _ in range(places[i]):
+            yield hosts.popleft()
+        yield action
+
+
 def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
     """Move each part of an UPDATE to the place before the first forward that needs it, or before
-    the next action that is neither a forward nor a transfer.
+    the next action that is neither a forward nor a transfer, nor the NORM of a later batch. Parts
+    of a HOST between them stay one ahead.
     """
     waiting = deque[Action]()
     # first segment of the rank, by stage: stages run forward in order
     first: dict[int, int] = {}
     for action in actions:
-        if action.kind is Kind.UPDATE:
+        if action.kind is Kind.UPDATE or (action.kind is Kind.HOST and waiting):
             waiting.append(action)
             continue
         if action.kind is Kind.F:
@@ -142,8 +196,9 @@ def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Ac
             )
             needed: float = first.setdefault(action.stage, parts) + action.part
         else:
-            needed = -1 if ACTION_SPECS[action.kind].peer_offset else inf
-        while waiting and waiting[0].part <= needed:
+            passes = ACTION_SPECS[action.kind].peer_offset or action.kind is Kind.NORM
+            needed = -1 if passes else inf
+        while waiting and waiting[0].part - (waiting[0].kind is Kind.HOST) <= needed:
             yield waiting.popleft()
         yield action
     yield from waiting

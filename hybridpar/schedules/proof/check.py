@@ -271,10 +271,12 @@ def _needs(action: Action, shape: PipelineShape, parts: PartCounts) -> Iterator[
     for kind in () if row.per_batch else PER_BATCH.intersection(row.needs):
         stages = shape.stages_of(shape.rank_of(stage))
         yield kind, stages[0], action.version - 1, parts.needed(kind, action, stages)
+    if action.kind is Kind.UPDATE:  # each part waits for its own
+        yield Kind.HOST, stage, k, min(action.part, parts.last(Kind.HOST, stage))
     if action.part != parts.first(action.kind, stage):
         yield action.kind, stage, k, action.part - row.cut
         return
-    for kind in row.needs:
+    for kind in set(row.needs) - {Kind.HOST}:
         if ACTION_SPECS[kind].per_batch == row.per_batch:
             yield kind, stage, k, parts.last(kind, stage)
             if (

@@ -59,6 +59,7 @@ class CopyEngines:
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
         self._gone: dict[int, float] = {}  # when an item was last written back
+        self._held: dict[int, float] = {}  # until when the host works on an item
         self._leaving: deque[tuple[float, int]] = (
             deque()
         )  # when that is over, and bytes, of those written last
@@ -93,17 +94,23 @@ class CopyEngines:
         room = self._has_room([item], self._tier.room) if action.kind is Kind.FETCH else 0.0
         if fault := self._tier.follow(action):
             return fault, now, now
-        num_bytes = self._residency.num_bytes[item] if written or action.kind is Kind.FETCH else 0
-        if written:
-            start = max(now, self._out_free)
-            self._out_free = self._gone[item] = start + num_bytes / MIB * self._release
-            self._leaving.append((self._out_free, num_bytes))
-            return "", start, self._out_free
+        num_bytes = self._residency.num_bytes[item]
         if action.kind is Kind.FETCH:
             start = max(now, self._in_free, room)
             self._in_free = self._arrivals[item] = start + num_bytes / MIB * self._fetch
             return "", start, self._in_free
-        return "", now, now
+        held = self._held.pop(item, 0.0)
+        if not written and held <= now:
+            return "", now, now
+        start = max(now, self._out_free, held)
+        self._out_free = start + written * num_bytes / MIB * self._release
+        self._gone[item] = self._out_free
+        self._leaving.append((self._out_free, num_bytes))
+        return "", start, self._out_free
+
+    def hold(self, action: Action, until: float) -> None:
+        """Keep the items that an action accesses in the fast tier until the host has used them."""
+        self._held |= {item: until for item, _ in self._residency.accesses(action)}
 
     def _has_room(self, items: Sequence[int], room: int) -> float:
         """Return the time from which there is room for items that are not resident, when none of
@@ -140,6 +147,10 @@ class TieredReplicaEngines:
     def ready(self, action: Action) -> float:
         """Return the later of both times."""
         return max(engines.ready(action) for engines in self._both)
+
+    def hold(self, action: Action, until: float) -> None:
+        """Keep the items of the tiers that an action accesses; see CopyEngines."""
+        self._both[0].hold(action, until)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
         """Go past an action; start and end are of the engines that move the item."""
@@ -198,14 +209,18 @@ class HostEngines:
         self._out_free = self._host_free = self._in_free = 0.0
         self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
 
-    def send(self, now: float) -> None:
-        """Send the gradients of a batch."""
-        for group, (takes, _, _) in enumerate(self._times):
+    def send(self, now: float, groups: Sequence[int] | None = None) -> None:
+        """Send the gradients of groups (None: all) of a batch."""
+        for group in range(len(self._times)) if groups is None else groups:
+            takes = self._times[group][0]
             self._out_free = self._left[group] = max(now, self._out_free, self._read[group]) + takes
 
-    def begin(self, now: float) -> float:
-        """Let the host use the gradients; return the time at which all new weights have arrived."""
-        for group, (_, takes, back) in enumerate(self._times):
+    def begin(self, now: float, groups: Sequence[int] | None = None) -> float:
+        """Let the host use the gradients of groups (None: all); return the time at which their new
+        weights have arrived.
+        """
+        for group in range(len(self._times)) if groups is None else groups:
+            _, takes, back = self._times[group]
             self._host_free = self._read[group] = (
                 max(now, self._host_free, self._left[group]) + takes
             )
@@ -244,29 +259,33 @@ class BusyHost:
         self._running = [False for _ in times]
         self._done = [[0] * number for _ in times]  # by row and group: batches
         self._arrived = [0.0] * number
-        self._begun = 0
+        self._begun = [0] * number
 
-    def send(self, now: float) -> None:
-        """Send the gradients of a batch."""
-        self._queues[0] += [(group, now) for group in range(len(self._arrived))]
+    def send(self, now: float, groups: Sequence[int] | None = None) -> None:
+        """Send the gradients of groups (None: all) of a batch."""
+        chosen = range(len(self._arrived)) if groups is None else groups
+        self._queues[0] += [(group, now) for group in chosen]
         self._start(now)
 
-    def begin(self, now: float) -> float:
-        """Let the host use the gradients; return a time before which nothing has arrived."""
-        self._begun += 1
-        for queue in self._queues[1:]:
-            queue += [(group, now) for group in range(len(self._arrived))]
+    def begin(self, now: float, groups: Sequence[int] | None = None) -> float:
+        """Let the host use the gradients of groups (None: all); return a time before which nothing
+        has arrived.
+        """
+        for group in range(len(self._arrived)) if groups is None else groups:
+            self._begun[group] += 1
+            for queue in self._queues[1:]:
+                queue.append((group, now))
         self._start(now)
         return now
 
     def ready(self, group: int) -> float | None:
         """Return the time at which a group of the weights has arrived; None if it has not."""
-        return self._arrived[group] if self._done[-1][group] == self._begun else None
+        return self._arrived[group] if self._done[-1][group] == self._begun[group] else None
 
     @property
     def is_done(self) -> bool:
         """Whether all groups that were started have arrived."""
-        return all(done == self._begun for done in self._done[-1])
+        return self._done[-1] == self._begun
 
     def _start(self, now: float) -> None:
         for row, queue in enumerate(self._queues):

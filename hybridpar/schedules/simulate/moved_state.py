@@ -53,6 +53,7 @@ class Hosts:
         wake: Wake,
     ):
         self._collectives = collectives
+        self._parts = parts
         self._wake = wake
         self._host_step = [0] * len(ranks)  # the newest HOST
         p = len(ranks)
@@ -87,14 +88,21 @@ class Hosts:
     def send_gradients(self, rank: Rank, action: Action, step: int) -> None:
         """Effect of NORM: reduced gradients leave for the host."""
         host = self._hosts.get(rank.index)
-        if action.part == 0 and host is not None:
+        if action.part == 0 and host is not None and not self._comes_in_parts(rank):
             reduced = self._collectives.reduction_end(rank, action.microbatch)
             host.send(max(rank.clock, reduced))
 
     def begin(self, rank: Rank, action: Action, step: int) -> None:
-        """Effect of HOST: the host begins to make the new weights."""
+        """Effect of HOST: the host begins to make the new weights, or one group of them."""
+        host = self._hosts[rank.index]
         self._host_step[rank.index] = step
-        rank.ends[step] = self._hosts[rank.index].begin(rank.clock)
+        groups = [action.part] if self._comes_in_parts(rank) else None
+        if groups:
+            host.send(rank.clock, groups)
+        rank.ends[step] = host.begin(rank.clock, groups)
+
+    def _comes_in_parts(self, rank: Rank) -> bool:
+        return self._parts[rank.index].count(Kind.HOST, rank.index) > 1
 
     def _arrived(self, rank: Rank, now: float) -> None:
         """A group of the weights that a busy host makes has arrived."""
@@ -172,6 +180,8 @@ class MovedItems:
         fault, start, end = engines.follow(action, rank.clock)
         if fault:
             raise StuckError({rank.index: (step, fault)})
+        if action.kind is Kind.HOST and not isinstance(engines, ReplicaEngines):
+            engines.hold(action, rank.ends[step])
         if action.kind in PER_ITEM:
             rank.ends[step] = end
             if start > rank.clock:

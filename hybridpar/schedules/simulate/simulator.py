@@ -279,7 +279,7 @@ class _Machine:
 
     def _accesses_items(self, kind: Kind) -> bool:
         """Return whether actions of a kind, which is no move, access items of the rank's state."""
-        return kind is Kind.NORM or kind not in BESIDE
+        return kind in (Kind.NORM, Kind.HOST) or kind not in BESIDE
 
     def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
         if any(self.parts) and ACTION_SPECS[kind].cut:

@@ -122,6 +122,7 @@ class Compression:
             layout.dtype,
             memory,
             [name for name in learned if name.rpartition(".")[2] in method.scaled],
+            uses=partition.uses,
             in_place=shared,
         )
         self._batch = 0

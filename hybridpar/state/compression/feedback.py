@@ -4,17 +4,19 @@ method has learned. Both are kept for the last update and for the next one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.residency.chunks import Buffer, Memory
+from hybridpar.state.residency.chunks import WHOLE, Buffer, BufferUsage, Memory, cut
 
 Shapes = Mapping[str, Sequence[int]]
 NONE: Mapping[str, Tensor] = MappingProxyType({})
+FEEDBACK = "feedback/"
+"""Prefix of the kinds of both states; their numbers follow."""
 
 
 class Feedback:
@@ -29,6 +31,8 @@ class Feedback:
             was learned yet.
         dtype: Type of the tensors.
         memory: Allocates buffers.
+        uses: Returns a parameter's use by its name; unsent rests are cut into chunks of equal use.
+            Learned tensors always stay in memory.
         scaled: Learned tensors that have the units of the gradient. While a batch is being sent,
             these and the unsent rests are multiplied by the loss scale; afterwards they are divided
             again, because the next batch may have another scale.
@@ -46,6 +50,7 @@ class Feedback:
         memory: Memory,
         scaled: Collection[str] = (),
         *,
+        uses: Callable[[str], BufferUsage] = lambda name: WHOLE,
         in_place: bool = False,
     ):
         self.dtype = dtype
@@ -53,10 +58,11 @@ class Feedback:
         layouts = [
             FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)
         ]
+        cuts = [cut(layouts[0], uses), cut(layouts[1], lambda name: BufferUsage(stays=True))]
         self._states = [
             [
-                Buffer(layout, dtype, memory, (), f"feedback/{i}")
-                for layout in layouts[in_place * i :]
+                Buffer(layout, dtype, memory, chunks, f"{FEEDBACK}{i}")
+                for layout, chunks in list(zip(layouts, cuts, strict=True))[in_place * i :]
             ]
             for i in range(2)
         ]

@@ -12,6 +12,7 @@ from hybridpar.schedules.action import PER_ITEM, Action, Kind
 from hybridpar.schedules.passes.residency import Access, Budget, Mode, Residency, Room
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
+from hybridpar.state.compression.feedback import FEEDBACK
 from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import FROZEN
 from hybridpar.state.residency.tiered import ItemMemory, StateItem
@@ -25,9 +26,11 @@ class AccessMap:
         weights of a segment     read by F B I
         gradients of a segment   changed by B I W, written by the first of a batch; changed by NORM,
                                  if they are reduced there
+        unsent gradients         changed by the last B or W of a batch, which sends them (compression)
         frozen weights           read by F B I; nothing writes them
         an UPDATE                all items of its group: reads gradients, changes moments and master,
                                  writes the new weights
+        a HOST                   likewise, if the host updates; its UPDATE then needs the new weights
 
     If replicas shard state, items are shards, and unsharded chunks have the numbers before the
     items, so that they have equal numbers on all replicas (shared_access.py):
@@ -92,7 +95,7 @@ class AccessMap:
         versions = range(state.weights.num_versions)
         buffers = range(len(state.gradients.buffers))
         one = [
-            self._compute(Kind.B, part, slot, buffer, False)
+            self._compute(Kind.B, part, slot, buffer, False, True)
             for part in range(self._parts.last + 1)
             for slot in versions
             for buffer in buffers
@@ -108,7 +111,8 @@ class AccessMap:
             for kind in (Kind.FETCH, Kind.RELEASE)
         ]
         one += [
-            self._update(group, slot, state.weights.slot(slot + 1), buffer)
+            self._update(kind, group, slot, state.weights.slot(slot + 1), buffer)
+            for kind in (Kind.HOST, Kind.UPDATE)
             for group in range(state.num_groups)
             for slot in versions
             for buffer in buffers
@@ -167,12 +171,13 @@ class AccessMap:
                 weights.slot(action.version),
                 gradients.buffer_index(batch),
                 index == 0,
+                index == self._m - 1,
             )
         if kind is Kind.NORM:
             return self._norm_accesses(gradients.buffer_index(number), action.part)
-        if kind is Kind.UPDATE:
+        if kind in (Kind.HOST, Kind.UPDATE):
             versions = weights.slot(number), weights.slot(number + 1)
-            return self._update(action.part, *versions, gradients.buffer_index(number))
+            return self._update(kind, action.part, *versions, gradients.buffer_index(number))
         return self._shared(kind, number) if kind in PER_ITEM else ()
 
     def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
@@ -180,7 +185,7 @@ class AccessMap:
         return ((i, item) for i, item in self.moving.items() if item.kind == kind)
 
     def _compute_accesses(
-        self, kind: Kind, part: int, slot: int, buffer: int, begins: bool
+        self, kind: Kind, part: int, slot: int, buffer: int, begins: bool, ends: bool
     ) -> _Accesses:
         accesses = [
             Access(i, Mode.READ)
@@ -193,6 +198,12 @@ class AccessMap:
                 first = begins and kind is not Kind.W and part == item.use.parts[-1]
                 if first or not self.state.shares:
                     accesses.append(Access(i, Mode.WRITE if first else Mode.UPDATE))
+        if ends and kind in (Kind.B, Kind.W):
+            accesses += [
+                Access(i, Mode.UPDATE)
+                for i, item in self.moving.items()
+                if item.kind.startswith(FEEDBACK) and item.use.parts[0] == part
+            ]
         return tuple(accesses)
 
     def _shared(self, kind: Kind, number: int) -> _Accesses:
@@ -214,7 +225,13 @@ class AccessMap:
             and (own == part or not self._norms)
         )
 
-    def _update_accesses(self, group: int, old: int, new: int, buffer: int) -> _Accesses:
+    def _update_accesses(
+        self, kind: Kind, group: int, old: int, new: int, buffer: int
+    ) -> _Accesses:
+        if kind is Kind.UPDATE and self.state.is_hosted(group):
+            mode = Mode.UPDATE if self.state.partition.is_sharded else Mode.READ
+            made = (i for i, item in self.of(f"weights/{new}") if item.use.group == group)
+            return tuple(Access(i, mode) for i in made)
         modes = {f"gradients/{buffer}": Mode.READ, "master": Mode.UPDATE}
         if self.state.weights.master is None:
             modes[f"weights/{old}"] = Mode.READ

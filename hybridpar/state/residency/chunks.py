@@ -63,9 +63,11 @@ class Memory:
 
     Attributes:
         is_limited: It cannot hold all state at once.
+        is_of_host: A host optimizer updates the state in this memory, without copies.
     """
 
     is_limited = False
+    is_of_host = False
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)

@@ -137,8 +137,8 @@ class DeviceTieredMemory(TieredMemory):
         """Return a context in which views of a chunk can be made. Before `seal` its content is lost
         afterwards.
         """
-        if self._is_whole(chunk):
+        if (number := self.number_of(chunk)) is None:
             return super().viewing(chunk)
-        region = self._regions[self.number_of(chunk)]
+        region = self._regions[number]
         assert isinstance(region, TensorRegion)
         return taken([region])

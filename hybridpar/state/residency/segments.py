@@ -91,6 +91,8 @@ class Segments:
             {stage: len(parts) for stage, parts in self.of_stage.items()},
             lambda rank: state.num_groups,
             norms=norms,
+            hosts=self.late and state.host is not None,
+            spreads=state.weights.copies,
             part_major=self.part_major,
             late=self.late,
         )

@@ -60,6 +60,7 @@ class ItemMemory(Memory):
         self.whole = whole
         self.items: list[StateItem] = []
         self._uses: Callable[[str], BufferUsage]
+        self.is_of_host = self.device.type == "cpu"
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if self.whole is not None and self.whole.has(kind, chunk.use):
@@ -164,24 +165,20 @@ class TieredMemory(ItemMemory):
     def close(self) -> None:
         self.tiers.close()
 
-    def number_of(self, view: Tensor) -> int:
-        """Return the item that a tensor is a view of."""
-        return self._numbers[view.untyped_storage()._cdata]
+    def number_of(self, view: Tensor) -> int | None:
+        """Return the item that a tensor is a view of, if any."""
+        return self._numbers.get(view.untyped_storage()._cdata)
 
     @contextmanager
     def writing(self, *views: Tensor) -> Iterator[None]:
         self._copy = None
-        own = dict.fromkeys(self.number_of(view) for view in views if not self._is_whole(view))
-        with self.tiers.using(list(own), changing=True), super().writing(*views):
+        own = {number for number in map(self.number_of, views) if number is not None}
+        with self.tiers.using(sorted(own), changing=True), super().writing(*views):
             yield
-
-    def _is_whole(self, view: Tensor) -> bool:
-        """Return whether a tensor is a view of an unsharded chunk."""
-        return self.whole is not None and self.whole.of(view) is not None
 
     def read(self, view: Tensor) -> Tensor:
         number = self.number_of(view)
-        if self.tiers.is_here(number):
+        if number is None or self.tiers.is_here(number):
             return view
         if self._copy is None or self._copy[0] != number:
             self._copy = None  # frees the old copy first, so that only one exists at a time

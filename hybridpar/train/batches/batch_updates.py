@@ -72,17 +72,20 @@ class WeightUpdates:
         policy.updated(batch, result)
         self.batches_done = batch + 1
 
-    def start_on_host(self, batch: int, result: StepResult) -> None:
-        """Start the host optimizer's update to W(batch + 1)."""
-        host = self.state.host
-        assert host is not None
+    def start_on_host(self, action: Action, result: StepResult) -> None:
+        """Start the host optimizer's update to W(batch + 1): one group with tiers, else all."""
+        batch = action.microbatch
         policy = self.policy
-        self.state.begin_update(
+        begun = self.state.begin_update(
+            batch,
             policy.learning_rate(batch),
             policy.factor(batch, result),
             predict=policy.predicts(batch),
+            group=None if self._tiers is None else action.part,
         )
-        self._executor.watch(host.is_done)
+        if self._tiers is not None:
+            self._tiers.hold(action, begun)
+        self._executor.watch(lambda: all(one.is_done() for one in begun))
 
     def show_gradients(self, results: BatchResults, batch: int) -> None:
         """Call `on_gradients` of the current `Engine.train` with a batch's gradients, if set."""
@@ -113,7 +116,10 @@ class UpdateAfterNorm:
 
     def host(self, action: Action) -> None:
         """Start the host optimizer."""
-        self._updates.start_on_host(action.microbatch, self._begin(action.microbatch))
+        if action.part == 0:
+            self._begin(action.microbatch)
+        assert self._result is not None
+        self._updates.start_on_host(action, self._result)
 
     def update(self, action: Action) -> None:
         """Make a part of the next weights; report the batch after its last part."""

@@ -48,6 +48,11 @@ class GhostRank:
         host = self.ghost.state.host
         return [] if host is None else list(map(float, host.sizes))
 
+    @property
+    def copies(self) -> bool:
+        """Whether gradients are copied to its host, and weights from it."""
+        return self.ghost.state.weights.copies
+
     def accesses(self, shape: PipelineShape) -> AccessMap:
         """Return the map from its actions to state items; requires memory.limit or memory.budget."""
         accesses = self.ghost.accesses(shape)

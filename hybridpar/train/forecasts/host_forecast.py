@@ -12,7 +12,7 @@ left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,14 +100,18 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     speeds = speeds or measure_speeds(config)
     shape = job.shape
     parallel = config.parallel
-    groups, parts = _groups(job)
+    ranks = GhostRank.pipeline(job)
+    groups = [rank.hosted for rank in ranks]
+    parts = _division(ranks)
     schedule = job.schedule
     weight_bytes = 2 if DTYPES[config.train.dtype] in LOW_PRECISION else 4
     totals = [sum(of_rank) for of_rank in groups]
-    update, there, back = (
-        [total * each for total in totals]
-        for each in (1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes)
-    )
+    copied = [
+        total * rank.copies / speeds.num_bytes for total, rank in zip(totals, ranks, strict=True)
+    ]
+    update = [total / speeds.parameters for total in totals]
+    there = [4 * each for each in copied]
+    back = [weight_bytes * each for each in copied]
     m = shape.num_microbatches
     tokens = config.batch_tokens // parallel.dp_cp
     tokens_per_second = (
@@ -137,15 +141,14 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     )
 
 
-def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
-    """Return the parameters that each host of a pipeline updates, by group, and the segments."""
-    ranks = GhostRank.pipeline(job)
+def _division(ranks: Sequence[GhostRank]) -> Division:
+    """Return the segments of a pipeline's ranks."""
     parts = {
         stage: len(of_stage)
         for rank in ranks
         for stage, of_stage in rank.ghost.segments.of_stage.items()
     }
-    return [rank.hosted for rank in ranks], Division(parts)
+    return Division(parts)
 
 
 def measure_speeds(config: Config) -> Speeds:
