@@ -150,13 +150,14 @@ def gelu_backward_kernel(
 def swiglu_kernel(
     x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    row, col = _first_tile(blocks, ROWS, COLS)
-    gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
-    up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
-    gate = gate.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
-    up = up.to(tl.float32) + _bias(bias_ptr, cols, col, cols)
-    y = gate * _sigmoid(gate) * up
-    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+    _gated(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS, COLS, False)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def geglu_kernel(
+    x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    _gated(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS, COLS, True)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
@@ -173,49 +174,20 @@ def swiglu_backward_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    group = tl.program_id(0) // blocks
-    first = group * rows_each + tl.arange(0, ROWS)[:, None]
-    end = tl.minimum((group + 1) * rows_each, rows)
-    col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
-    gate_bias = _bias(bias_ptr, 0, col, cols)
-    up_bias = _bias(bias_ptr, cols, col, cols)
-    gate_sums = tl.zeros([ROWS, COLS], tl.float32)
-    up_sums = tl.zeros([ROWS, COLS], tl.float32)
-    gate_next, _ = _tile(x_ptr, first, col, end, cols, 2 * cols)
-    up_next, _ = _tile(x_ptr + cols, first, col, end, cols, 2 * cols)
-    dy_next, inside_next = _tile(dy_ptr, first, col, end, cols, cols)
-    for at in range(0, end - group * rows_each, ROWS):
-        row = first + at
-        gate, up = gate_next.to(tl.float32) + gate_bias, up_next.to(tl.float32) + up_bias
-        dy, inside = dy_next.to(tl.float32), inside_next
-        gate_next, _ = _tile(x_ptr, row + ROWS, col, end, cols, 2 * cols)
-        up_next, _ = _tile(x_ptr + cols, row + ROWS, col, end, cols, 2 * cols)
-        dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
-        s = _sigmoid(gate)
-        dgate = dy * up * (s + gate * s * (1.0 - s))
-        dup = dy * (gate * s)
-        place = row.to(tl.int64) * 2 * cols + col
-        tl.store(dx_ptr + place, dgate.to(dx_ptr.dtype.element_ty), mask=inside)
-        tl.store(dx_ptr + cols + place, dup.to(dx_ptr.dtype.element_ty), mask=inside)
-        gate_sums += dgate
-        up_sums += dup
-    if partial_ptr is not None:
-        partial_ptr += group.to(tl.int64) * 2 * cols + col
-        tl.store(partial_ptr, tl.sum(gate_sums, 0, keep_dims=True), mask=col < cols)
-        tl.store(partial_ptr + cols, tl.sum(up_sums, 0, keep_dims=True), mask=col < cols)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def geglu_kernel(
-    x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    row, col = _first_tile(blocks, ROWS, COLS)
-    gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
-    up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
-    gate = gate.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
-    up = up.to(tl.float32) + _bias(bias_ptr, cols, col, cols)
-    y = gate * _gate(gate) * up
-    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+    _gated_backward(
+        dy_ptr,
+        x_ptr,
+        bias_ptr,
+        dx_ptr,
+        partial_ptr,
+        rows,
+        cols,
+        blocks,
+        rows_each,
+        ROWS,
+        COLS,
+        False,
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
@@ -232,6 +204,60 @@ def geglu_backward_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    _gated_backward(
+        dy_ptr,
+        x_ptr,
+        bias_ptr,
+        dx_ptr,
+        partial_ptr,
+        rows,
+        cols,
+        blocks,
+        rows_each,
+        ROWS,
+        COLS,
+        True,
+    )
+
+
+@triton.jit
+def _gated(
+    x_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    cols,
+    blocks,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    """y = gelu(gate) * up, or silu(gate) * up."""
+    row, col = _first_tile(blocks, ROWS, COLS)
+    gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
+    up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
+    gate = gate.to(tl.float32) + _bias(bias_ptr, 0, col, cols)
+    up = up.to(tl.float32) + _bias(bias_ptr, cols, col, cols)
+    y = gate * (_gate(gate) if GELU else _sigmoid(gate)) * up
+    tl.store(y_ptr + row.to(tl.int64) * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    blocks,
+    rows_each,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    """The gradients of gate and up side by side, and their sums over a group of rows."""
     group = tl.program_id(0) // blocks
     first = group * rows_each + tl.arange(0, ROWS)[:, None]
     end = tl.minimum((group + 1) * rows_each, rows)
@@ -250,8 +276,12 @@ def geglu_backward_kernel(
         gate_next, _ = _tile(x_ptr, row + ROWS, col, end, cols, 2 * cols)
         up_next, _ = _tile(x_ptr + cols, row + ROWS, col, end, cols, 2 * cols)
         dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
-        s = _gate(gate)
-        dgate = dy * up * (s + gate * s * (1.0 - s) * (3 * _CUBIC * gate * gate + _SLOPE))
+        if GELU:
+            s = _gate(gate)
+            dgate = dy * up * (s + gate * s * (1.0 - s) * (3 * _CUBIC * gate * gate + _SLOPE))
+        else:
+            s = _sigmoid(gate)
+            dgate = dy * up * (s + gate * s * (1.0 - s))
         dup = dy * (gate * s)
         place = row.to(tl.int64) * 2 * cols + col
         tl.store(dx_ptr + place, dgate.to(dx_ptr.dtype.element_ty), mask=inside)

@@ -44,9 +44,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> T
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
     Source: arXiv 2002.05202.
     """
-    if x.dim() < 1 or x.shape[-1] % 2:
-        raise ValueError(f"the last size of x {tuple(x.shape)} must be even: gate, then up")
-    check_vectors(x, bias=bias)
+    _check_gate_and_up(x, bias)
     return resolve("swiglu", backend, x)(x, bias)
 
 
@@ -57,10 +55,15 @@ def geglu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Te
     Raises: ValueError for other shapes; ConfigError if the backend cannot run.
     Source: arXiv 2002.05202.
     """
+    _check_gate_and_up(x, bias)
+    return resolve("geglu", backend, x)(x, bias)
+
+
+def _check_gate_and_up(x: Tensor, bias: Tensor | None) -> None:
+    """Require that x has two halves, and a bias of its size. Raises: ValueError."""
     if x.dim() < 1 or x.shape[-1] % 2:
         raise ValueError(f"the last size of x {tuple(x.shape)} must be even: gate, then up")
     check_vectors(x, bias=bias)
-    return resolve("geglu", backend, x)(x, bias)
 
 
 def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,13 +71,18 @@ def gelu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def swiglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
-    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    gate, up = _gate_and_up(x, bias)
     return F.silu(gate) * up
 
 
 def geglu_torch(x: Tensor, bias: Tensor | None) -> Tensor:
-    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    gate, up = _gate_and_up(x, bias)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def _gate_and_up(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the two halves of x + bias. Shapes: [.., 2 f], [2 f] -> twice [.., f]."""
+    return (x if bias is None else x + bias).chunk(2, dim=-1)
 
 
 def gelu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,7 +94,7 @@ def swiglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def geglu_fused(library: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    return _Activation.apply(x, bias, library.bias_geglu, library.bias_geglu_backward)
+    return apply(_Activation, x, bias, library.bias_geglu, library.bias_geglu_backward)
 
 
 class _Activation(Function):
