@@ -22,6 +22,7 @@ ROW_NAMES = frozenset(
         "memory_mib",
         "sent_gb_a_day",
         "received_gb_a_day",
+        "traffic",
         "loss_scale",
         "skipped",
         "unlabelled_steps",

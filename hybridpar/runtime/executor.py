@@ -34,6 +34,7 @@ from hybridpar.models.metrics import metrics_of
 from hybridpar.random import RandomKey
 from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.runtime.graphs import MicroBatchGraphs
+from hybridpar.runtime.message_traffic import MessageTraffic
 from hybridpar.runtime.recording import Recording
 from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
@@ -152,6 +153,8 @@ class Executor:
         self.losses: dict[int, Losses] = {}
         """Sums of each batch's partial losses and metrics so far (last stage only). The reader of
         an entry removes it."""
+        self.traffic = MessageTraffic()
+        """Counts what this rank sends to other stages."""
         self.recording: Recording | None = None
         """Records what is executed; set by `record`."""
         self.current: Action | None = None
@@ -301,6 +304,7 @@ class Executor:
         else:
             transport, codec = self._link(Kind.SEND_F, stage, k)
             self._outputs[Kind.SEND_F, stage, k] = sent = transport.cut(out.detach(), codec)
+            self.traffic.add(stage + 1, 1, codec, out, sent)
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if kept:
             self._flight[stage, part, k] = InFlight(
@@ -347,7 +351,8 @@ class Executor:
                 self._handed[Kind.B, stage - 1, len(self.stages[stage - 1]) - 1, k] = made
             else:
                 transport, codec = self._link(Kind.SEND_B, stage, k)
-                self._outputs[Kind.SEND_B, stage, k] = transport.cut(made, codec)
+                self._outputs[Kind.SEND_B, stage, k] = sent = transport.cut(made, codec)
+                self.traffic.add(stage, -1, codec, made, sent)
         if part == 0:
             for kind in (Kind.RECV_B, Kind.SEND_B):
                 self._places.pop((kind, stage, k), None)

@@ -34,6 +34,9 @@ PICTURES = ("executed.svg", "plan.svg")
 _EVENTS = 50
 """Number of newest failures, notes and changes that are kept, of each."""
 _MOST_RANKS = 256
+_MOST_STREAMS = 4 * _MOST_RANKS
+_SENT = ("elements", "bytes", "whole_elements", "whole_bytes")
+"""Counts of a stream of metrics.jsonl."""
 _MOST_NAMES = 1 << 14
 """Most names in a folder that are read."""
 _MOST_EVENT_BYTES = 64 << 20
@@ -91,11 +94,13 @@ class Board:
         self._unpredicted = ""
         self._curves: dict[str, Curve] = {}
         self._latest: dict[str, Any] = {}
+        self._traffic: list[dict[str, Any]] = []
         self._forget()
 
     def _forget(self) -> None:
         self._curves = {name: Curve() for name in CURVES}
         self._latest = {}
+        self._traffic = []
 
     def look(self, most_bytes: int = 256 << 20) -> dict[str, Any]:
         """Return all that the page shows, as JSON values.
@@ -122,6 +127,7 @@ class Board:
                 "ranks": ranks,
                 "time_goes": time_goes,
                 "memory": memory,
+                "traffic": self._traffic,
                 "failures": self._newest(FAILURES),
                 "notes": self._newest(NOTES),
                 "changes": self._newest(CHANGES),
@@ -192,6 +198,8 @@ class Board:
             if type(step) is not int or not 0 <= step < 1 << 62:
                 continue
             self._latest["step"] = step
+            if "traffic" in row:
+                self._traffic = _streams_of(row["traffic"])
             numbers = {name: row[name] for name in CURVES if isinstance(row.get(name), int | float)}
             numbers |= {
                 valid_name(name, valid_set): value
@@ -300,6 +308,33 @@ def _summary(config: Config) -> str:
         f"pp={parallel.pp} dp={parallel.dp}, {config.global_batch_size if parallel.dp else '?'} "
         "samples a batch"
     )
+
+
+def _streams_of(traffic: object) -> list[dict[str, Any]]:
+    """Return what a batch sends on each link, from a row of metrics; invalid entries are left
+    out."""
+    if not isinstance(traffic, dict):
+        return []
+    batches: Any = traffic.get("batches")
+    streams = traffic.get("streams")
+    if not _is_count(batches) or batches == 0 or not isinstance(streams, list):
+        return []
+    found = []
+    for stream in streams[:_MOST_STREAMS]:
+        if not isinstance(stream, dict):
+            continue
+        texts: dict[str, Any] = {name: stream.get(name) for name in ("link", "what", "codec")}
+        counts: dict[str, Any] = {name: stream.get(name) for name in _SENT}
+        has_texts = all(isinstance(text, str) for text in texts.values())
+        if has_texts and all(map(_is_count, counts.values())):
+            shown_texts = {name: printable(text)[:_LONGEST] for name, text in texts.items()}
+            a_batch = {name: count / batches for name, count in counts.items()}
+            found.append(shown_texts | a_batch)
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _line(row: dict[str, Any]) -> str:

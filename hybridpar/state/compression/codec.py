@@ -31,6 +31,10 @@ class Codec(ABC):
     def row_bytes(self, cols: int) -> int:
         """Return the bytes of a row of `cols` numbers."""
 
+    def row_elements(self, cols: int) -> int:
+        """Return how many numbers of a row of `cols` are sent."""
+        return cols
+
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
         """Return the encoded bytes of `x`. They do not keep `x` alive. Shapes: [rows, cols] ->
@@ -107,6 +111,9 @@ class KeptShare(Codec):
     def kept(self, cols: int) -> int:
         """Return how many numbers of a row of `cols` are sent."""
         return max(1, round(self.share * cols))
+
+    def row_elements(self, cols: int) -> int:
+        return self.kept(cols)
 
     def values(self, cols: int) -> int:
         """Return the bytes of the numbers that are sent of a row of `cols`."""

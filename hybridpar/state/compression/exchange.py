@@ -24,6 +24,7 @@ from torch import Tensor
 from hybridpar.comm import Work, Works
 from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
 from hybridpar.cpu import zeros
+from hybridpar.grid import Axis
 from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.compression.feedback import NONE, Feedback
@@ -223,6 +224,19 @@ class Compression:
         for method in self._methods.values():
             total.add_all(method.sent)
         return total
+
+    def sent_over(self, axis: Axis) -> Sent:
+        """Return the share of `sent` over one axis."""
+        total = Sent()
+        for method in self._methods.values():
+            if method.axis.name == axis.name:
+                total.add_all(method.sent)
+        return total
+
+    def uncoded_bytes_over(self, axis: Axis) -> int:
+        """Return the bytes of `sent_over` from before `gradients_start`."""
+        methods = self._methods.values()
+        return sum(method.uncoded_bytes for method in methods if method.axis.name == axis.name)
 
     @property
     def rooms(self) -> list[Tensor]:

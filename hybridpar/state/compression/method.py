@@ -75,18 +75,6 @@ class Sent:
         self.whole_elements += other.whole_elements
         self.whole_bytes += other.whole_bytes
 
-    def __str__(self) -> str:
-        return (
-            f"of gradients this rank sent {self.elements:,} of {self.whole_elements:,} elements "
-            f"({_ratio(self.whole_elements, self.elements)}), {self.num_bytes:,} of "
-            f"{self.whole_bytes:,} bytes "
-            f"({_ratio(self.whole_bytes, self.num_bytes)})"
-        )
-
-
-def _ratio(whole: int, part: int) -> str:
-    return f"1 / {whole / part:.3g}" if part else "none"
-
 
 class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
@@ -127,6 +115,8 @@ class Method(ABC):
         self.wire = Wire(self._dense_numel * self.dtype.itemsize + main, axis, self.device)
         self.other = Wire(other, axis, self.device)
         self.sent = Sent()
+        self.uncoded_bytes = 0
+        """Bytes in `sent` that were sent before `gradients_start`."""
         self.parts: dict[str, list[GradientPart]] = {}
         self.sums: Shares | None = None
         """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the
@@ -198,6 +188,7 @@ class Method(ABC):
         if batch < self.settings.gradients_start:
             self.sent.elements += self._numel
             self.sent.num_bytes += self._numel * self.dtype.itemsize
+            self.uncoded_bytes += self._numel * self.dtype.itemsize
             yield from self._whole(buffer, bucket, gradients)
             return
         for entry, gradient in zip(

@@ -8,10 +8,11 @@ from statistics import median
 from typing import Any
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config
+from hybridpar.config import UNCOMPRESSED, Config
 from hybridpar.config.row_names import valid_name
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.schedules.draw.svg import draw_svg
+from hybridpar.state.compression.method import Sent
 from hybridpar.state.residency.tiered import slow_folder
 from hybridpar.train import folder as run_folder
 from hybridpar.train.engine import Engine, StepResult
@@ -33,6 +34,7 @@ from hybridpar.train.reporting.peak import Peak
 from hybridpar.train.reporting.plot import can_plot, draw_loss
 from hybridpar.train.reporting.progress import Reporter
 from hybridpar.train.reporting.run_metrics import peak_memory_mib, read_curves
+from hybridpar.train.reporting.sent_traffic import Stream, as_row, describe_sent, gather_sent
 
 _DRAWN_MICROBATCHES = 12
 _DRAWN_BATCHES = 3
@@ -78,6 +80,8 @@ class RunReport:
         self.loss: float | None = None
         self.val_loss: float | None = None
         self._step_seconds: list[float] = []
+        self._num_batches = 0
+        self._sent: dict[Stream, Sent] = {}
         self._recorder: trace.Recorder | None = None
         self._traced = False
         self._exchange = EarlyAdvice(engine.job, engine.grid)
@@ -116,7 +120,12 @@ class RunReport:
             )
 
     def end_stretch(self) -> None:
-        """Gather and write what was recorded, once the pipeline has drained."""
+        """Gather and write what was recorded and sent, once the pipeline has drained."""
+        if self.engine.grid.world.size > 1:
+            self._sent = gather_sent(self.engine)
+            if self.writes and self._sent:
+                row = {"step": self.engine.batches_done}
+                self.log.write(row, {"traffic": as_row(self._sent, self._num_batches)})
         if self._recorder is not None:
             self._recorder.close()
             self._write_trace(self._recorder)
@@ -125,6 +134,7 @@ class RunReport:
 
     def after_update(self, step: int) -> None:
         """Advance the recording; call it after every update, even of a step that is rolled back."""
+        self._num_batches += 1
         if self._recorder is not None:
             self._recorder.after_step(step)
             if not self._advised:
@@ -233,8 +243,10 @@ class RunReport:
         if self._step_seconds:
             say(self._summary())
         self._compare_with_plan()
-        if (compression := self.engine.state.compression) is not None:
-            say(str(compression.sent))
+        if self._sent and self._num_batches:
+            tell = detail if config.compression == UNCOMPRESSED else say
+            for line in describe_sent(self._sent, self._num_batches):
+                tell(line)
         if self._costs is not None:
             folder = None
             if config.memory.is_limited and self.engine.device.type == "cpu":

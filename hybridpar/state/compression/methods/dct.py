@@ -192,6 +192,9 @@ class FixedIndices(Codec):
     def row_bytes(self, cols: int) -> int:
         return self.of.values(cols)
 
+    def row_elements(self, cols: int) -> int:
+        return self.of.kept(cols)
+
     def encode(self, x: Tensor) -> Tensor:
         passes = largest(x, self.of.backend)
         k = self.of.kept(x.shape[1])
