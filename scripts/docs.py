@@ -6,7 +6,8 @@
                       they link to in turn
 
 `python scripts/docs.py` writes docs/settings.md, every section of the configuration, from its
-source. It is committed, so that its links work in a checkout; a test says when it is out of date.
+source, and the two pictures of README.md. They are committed, so that links work in a checkout; a
+test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -109,8 +110,35 @@ def picture(name: str) -> str:
             "pipeline": PICTURES[name] | sizes,
         }
     )
-    timeline = preview(JobPlan(config), 2).timeline
-    return draw_svg(timeline, title=name.replace("_", " "), unit=FORWARDS)
+    shown = preview(JobPlan(config), 2)
+    title = name.replace("_", " ")
+    return draw_svg(shown.drawn(), title=title, unit=FORWARDS, steady_idle=shown.bubble)
+
+
+def pictures_of_readme() -> dict[str, str]:
+    """1F1B and 2BW in the time of three synchronous batches of four micro-batches on four ranks, as
+    SVG pictures by the names of their files in docs/."""
+    from hybridpar.config import from_mapping
+    from hybridpar.job import JobPlan
+    from hybridpar.schedules.draw.svg import draw_svg
+    from hybridpar.schedules.simulate.costs import Costs
+    from hybridpar.train.forecasts.preview import preview
+
+    found = {}
+    until = 0.0
+    for schedule, title, batches in (("1f1b", "1F1B", 3), ("2bw", "2BW", 6)):
+        config = from_mapping(
+            {
+                "model": {"num_layers": 4, "vocab_size": 64},
+                "parallel": {"pp": 4, "dp": 1},
+                "pipeline": {"schedule": schedule, "num_microbatches": 4, "split": [2, 1, 1, 2]},
+            }
+        )
+        shown = preview(JobPlan(config), batches, Costs(1.0, 2.0))
+        until = until or shown.timeline.makespan
+        drawn = shown.drawn().cut_at(until)
+        found[f"{schedule}.svg"] = draw_svg(drawn, title=title, steady_idle=shown.bubble)
+    return found
 
 
 def example(folder: Path) -> list[str]:
@@ -223,3 +251,5 @@ def api() -> str:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     SETTINGS.write_text(settings(), encoding="utf-8")
+    for name, content in pictures_of_readme().items():
+        (ROOT / "docs" / name).write_text(content, encoding="utf-8")

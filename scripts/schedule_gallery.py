@@ -52,7 +52,8 @@ _HEAD = """# All schedules
 Written by `scripts/schedule_gallery.py`. A forward of a rank takes 1, a backward 2 (I, for the input, and W, for the
 weights, 1 each), a transfer nothing.
 
-- idle: the time of a batch beyond a rank's work in it, as a share of that work; without a drain, in the steady state.
+- idle: the share of a batch's time in which a rank does not work; without a drain, in the steady state. `simulate`,
+  the pictures and the end of a run mean the same.
 - activations: the most that a rank holds, in micro-batches of all its layers.
 - versions: the most versions of the weights that a rank holds.
 - messages: activations and gradients that go from rank to rank for each micro-batch.
@@ -99,7 +100,7 @@ def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, 
         for a in actions
     )
     return (
-        time / work - 1,
+        1 - work / time,
         max(live.activations for live in report.peaks) / sizes.virtual_stages,
         max(live.versions for live in report.peaks),
         sends / m,

@@ -265,6 +265,14 @@ def test_the_page_of_all_schedules_is_up_to_date() -> None:
     assert {name for _, name, _ in made["SCHEDULES"]} == SCHEDULES.keys()
 
 
+def test_the_pictures_of_2bw_are_up_to_date_and_show_no_idle_time() -> None:
+    made = docs_hook().pictures_of_readme()
+    for name, content in made.items():
+        assert (ROOT / "docs" / name).read_text() == content, "run python scripts/docs.py"
+    shares = {name: set(re.findall(r">(\d+\.\d %)<", content)) for name, content in made.items()}
+    assert shares == {"1f1b.svg": {"42.9 %"}, "2bw.svg": {"0.0 %"}}
+
+
 def test_the_page_of_settings_is_up_to_date() -> None:
     made = docs_hook()
     assert made.SETTINGS.read_text() == made.settings(), "run python scripts/docs.py"

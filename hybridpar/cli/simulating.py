@@ -151,7 +151,12 @@ class Simulate:
             write_output(
                 "svg",
                 self.svg,
-                draw_svg(shown.timeline.scaled(in_ms), title=f"{title} (simulated)", unit=unit),
+                draw_svg(
+                    shown.drawn().scaled(in_ms),
+                    title=f"{title} (simulated)",
+                    unit=unit,
+                    steady_idle=shown.bubble,
+                ),
             )
         if self.perfetto:
             each = config.parallel.num_ranks // ranks

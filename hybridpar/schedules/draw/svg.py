@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -104,6 +104,7 @@ def draw_svg(
     unit: str = FORWARDS,
     width: int = 1200,
     widens: bool = True,
+    steady_idle: Sequence[float] = (),
 ) -> str:
     """Draw a plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide
     as its micro-batches need.
@@ -114,13 +115,21 @@ def draw_svg(
     The thin lines below it are the transfers that the stage sends, then moves of items or
     activations to and from its fast tier, or the time in which the host makes its weights, if they
     take visible time. Red marks where a stage waits for these. Every part has a tooltip.
+
+    Beside each row is the share of time in which the rank is idle: `steady_idle`, which is the share
+    in the steady state, or without it the share of the drawn time.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
     scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
     what = timeline.rank_name
-    rows = [part for rank in ranks for part in _svg_row(timeline, rank, what, scale)]
+    idle = steady_idle or [timeline.idle_share(rank) for rank in ranks]
+    rows = [
+        part
+        for rank, share in zip(ranks, idle, strict=True)
+        for part in _svg_row(timeline, rank, what, share, scale)
+    ]
     axis = _TOP + len(ranks) * scale.pitch
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
@@ -128,7 +137,8 @@ def draw_svg(
     body = "\n".join(
         [
             f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
-            f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
+            f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">'
+            f"{'idle, steady' if steady_idle else 'idle'}</text>",
             *rows,
             *_svg_axis(scale, span, axis),
             f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>',
@@ -142,11 +152,13 @@ def _colours(version: int) -> tuple[str, str]:
     return _COLOURS[max(version, 0) % len(_COLOURS)]
 
 
-def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterator[str]:
+def _svg_row(
+    timeline: Timeline, rank: int, what: str, idle_share: float, scale: _Scale
+) -> Iterator[str]:
     y = scale.y(rank)
     yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
     yield rect(Area(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT), IDLE)
-    idle = f"{100 * timeline.idle_share(rank):.1f} %"
+    idle = f"{100 * abs(idle_share):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
     for action, start, stall in timeline.item_waits(rank):
         yield rect(

@@ -95,6 +95,33 @@ class Timeline:
         }
         return Timeline(self.plan, starts, ends, by * self.makespan, returns, stalls)
 
+    def cut_at(self, until: float) -> Timeline:
+        """Return the timeline up to a time, at which actions under way are cut off."""
+        kept = {
+            rank: [step for step, start in enumerate(starts) if start < until]
+            for rank, starts in self.starts.items()
+        }
+
+        def cut(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+            return {
+                rank: [min(times[step], until) for step in kept[rank]]
+                for rank, times in table.items()
+            }
+
+        plan = {
+            rank: tuple(self.plan[rank][step] for step in steps) for rank, steps in kept.items()
+        }
+        stalls = {
+            rank: {
+                place: self.stalls[rank][step]
+                for place, step in enumerate(steps)
+                if step in self.stalls.get(rank, {})
+            }
+            for rank, steps in kept.items()
+        }
+        makespan = min(self.makespan, until)
+        return Timeline(plan, cut(self.starts), cut(self.ends), makespan, cut(self.returns), stalls)
+
     def busy(self, rank: int, since: float = 0.0, until: float = inf) -> float:
         """Return the time in [since, until] that the rank itself spends on actions."""
         return sum(

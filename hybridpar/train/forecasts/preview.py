@@ -7,8 +7,10 @@ the effect of each kind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 
 from hybridpar.config import Config, read_run_config, to_mapping
@@ -66,18 +68,29 @@ class Preview:
     Times are in units of one micro-batch's forward on the costliest rank, or in seconds.
 
     Attributes:
-        timeline: The simulated actions.
+        timeline: The simulated actions of the batches to draw.
+        simulate_more: Simulates the same batches and further ones; None if the pipeline drains.
         step_time: Time from one batch to the next in the steady state.
         bubble: Idle share of that time, by rank.
         peak_activations: Most micro-batches in flight, by rank.
-        peak_versions: Most weight versions, by rank.
+        peak_versions: Weight versions that each rank keeps. Between drains the plan of 2bw's last
+            stage uses one; its first batch after a drain uses the older one of two.
     """
 
     timeline: Timeline
+    simulate_more: Callable[[], Timeline] | None
     step_time: float
     bubble: tuple[float, ...]
     peak_activations: tuple[int, ...]
     peak_versions: tuple[int, ...]
+
+    def drawn(self) -> Timeline:
+        """Return the timeline for pictures. If the pipeline never drains, later batches are under
+        way when the last batch ends, and are cut off there.
+        """
+        if self.simulate_more is None:
+            return self.timeline
+        return self.simulate_more().cut_at(self.timeline.makespan)
 
 
 def stage_costs(job: JobPlan) -> Costs:
@@ -120,17 +133,23 @@ def preview(job: JobPlan, num_batches: int, costs: Costs | None = None) -> Previ
         )
     steady = predict_timeline(schedule_options, shape, costs)
     m = shape.num_microbatches
-    drains = make_schedule(schedule_options).flush
+    schedule = make_schedule(schedule_options)
+    drains = schedule.flush
     live = [
         peak_live(_first_batch(actions) if drains else actions, m)
         for _, actions in sorted(steady.plan.items())
     ]
-    is_drawn = len(steady.batch_starts(m)) == num_batches
+    timeline = steady
+    if len(steady.batch_starts(m)) != num_batches:
+        timeline = predict_timeline(schedule_options, shape, costs, num_batches)
+    behind = 1 + ceil(2 * shape.num_stages / m)  # batches that keep all ranks busy until the end
+    simulate_more = partial(predict_timeline, schedule_options, shape, costs, num_batches + behind)
     return Preview(
-        steady if is_drawn else predict_timeline(schedule_options, shape, costs, num_batches),
+        timeline,
+        None if drains else simulate_more,
         *steady.steady_step(m),
         tuple(one.activations for one in live),
-        tuple(one.versions for one in live),
+        tuple(schedule.max_live_versions(shape, rank) for rank in sorted(steady.plan)),
     )
 
 

@@ -321,10 +321,12 @@ class RunReport:
         num_batches = ceil(_DRAWN_MICROBATCHES / m)
         if _DRAWN_BATCHES * m * len(self.engine.job.split) <= _MOST_BOXES:
             num_batches = max(num_batches, _DRAWN_BATCHES)
-        self.log.draw(
-            "plan.svg",
-            lambda: draw_svg(preview(self.engine.job, num_batches).timeline, title=title),
-        )
+
+        def picture() -> str:
+            shown = preview(self.engine.job, num_batches)
+            return draw_svg(shown.drawn(), title=title, steady_idle=shown.bubble)
+
+        self.log.draw("plan.svg", picture)
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.engine.grid)

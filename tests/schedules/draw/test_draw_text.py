@@ -1,15 +1,21 @@
+import re
 import xml.etree.ElementTree as ElementTree
 from inspect import cleandoc
 from itertools import pairwise
 
 import pytest
 
-from hybridpar.schedules.action import COMPUTE
+from hybridpar.config import from_mapping
+from hybridpar.job import JobPlan
+from hybridpar.schedules.action import COMPUTE, Action, Kind
 from hybridpar.schedules.draw.draw_text import draw
 from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.schedules.passes.lowering import forward_actions, make_plan
+from hybridpar.schedules.proof.liveness import live_counts, peak_live
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape
 from hybridpar.schedules.simulate.simulator import Costs, simulate
+from hybridpar.schedules.simulate.timeline import Timeline
+from hybridpar.train.forecasts.preview import preview
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -100,3 +106,70 @@ def test_svg_of_many_or_short_micro_batches_fits_a_page_where_it_must():
 def test_svg_of_an_evaluation():
     plan = {stage: tuple(forward_actions(PipelineShape(2, 1), stage, 3)) for stage in range(2)}
     assert "evaluation" in draw_svg(plan)
+
+
+def idle_texts(svg: str) -> list[str]:
+    return re.findall(r">(\d+\.\d %)<", svg)
+
+
+def job(schedule: str, m: int) -> JobPlan:
+    return JobPlan(
+        from_mapping(
+            {
+                "model": {"num_layers": 3, "vocab_size": 64},
+                "parallel": {"pp": 5, "dp": 1},
+                "pipeline": {"schedule": schedule, "num_microbatches": m, "split": [1] * 5},
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("m", [5, 7])
+def test_a_picture_says_how_long_ranks_idle_in_the_steady_state(m):
+    """2bw never drains, so its picture ends among busy ranks; 1f1b idles (p-1)/(m+p-1)."""
+    costs = Costs(1.0, 2.0)
+    shown = preview(job("2bw", m), 2, costs)
+    assert max(shown.timeline.idle_share(rank) for rank in range(5)) > 0.2, "the run's ends"
+    drawn = shown.drawn()
+    assert drawn.makespan == shown.timeline.makespan
+    for rank in range(5):
+        filled = 12.0 + 3.0  # forwards there and a backward back, at most
+        assert drawn.idle_share(rank, since=filled) == pytest.approx(0)
+        starts, ends = drawn.starts[rank], drawn.ends[rank]
+        assert len(drawn.plan[rank]) == len(starts) == len(ends)
+        assert max(ends) <= drawn.makespan
+        for i, action in enumerate(drawn.plan[rank]):
+            if action.kind is Kind.F and action.microbatch < 2 * m:
+                at = shown.timeline.plan[rank].index(action)
+                assert starts[i] == shown.timeline.starts[rank][at], "the same actions as before"
+    assert idle_texts(draw_svg(drawn, steady_idle=shown.bubble)) == ["0.0 %"] * 5
+    drains = preview(job("1f1b", m), 2, costs)
+    assert drains.drawn() is drains.timeline
+    svg = draw_svg(drains.drawn(), steady_idle=drains.bubble)
+    assert idle_texts(svg) == [f"{100 * 4 / (m + 4):.1f} %"] * 5
+
+
+def test_a_cut_timeline_keeps_what_began_and_how_long_it_waited_for_the_slow_tier():
+    plan = {0: tuple(Action(Kind.F, 0, k, version=0) for k in range(3))}
+    timeline = Timeline(plan, {0: [0, 2, 5]}, {0: [1, 4, 6]}, 6, {0: [1, 4, 6]}, {0: {1: 0.5}})
+    cut = timeline.cut_at(3)
+    assert cut.plan == {0: plan[0][:2]}
+    assert (cut.starts, cut.ends, cut.returns, cut.makespan) == (
+        {0: [0, 2]},
+        {0: [1, 3]},
+        {0: [1, 3]},
+        3,
+    )
+    assert cut.stalls == {0: {1: 0.5}}
+    assert timeline.cut_at(9).ends == timeline.ends
+
+
+def test_the_last_stage_of_2bw_uses_two_versions_only_after_a_drain():
+    """So it keeps two, which is what a preview says of every rank."""
+    shape = PipelineShape(4, 6)
+    first, later = (make_plan("2bw", shape, start, 5) for start in (0, 5))
+    assert [peak_live(plan[3], 6).versions for plan in (first, later)] == [1, 2]
+    at_once = [counts.versions for counts in live_counts(later[3], 6)]
+    assert set(at_once[len(at_once) // 2 :]) == {1}
+    assert preview(job("2bw", 6), 2, Costs(1.0, 2.0)).peak_versions == (2,) * 5
+    assert preview(job("1f1b", 6), 2, Costs(1.0, 2.0)).peak_versions == (1,) * 5
