@@ -19,7 +19,7 @@ Source: arXiv 2006.16423, sections 3 and 5.3 (training), appendix B.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,6 +156,25 @@ def class_graph(
     )
 
 
+def backward_costs(graph: ClassGraph) -> tuple[Floats, Floats, Floats]:
+    """Return the part of the costs that backward nodes and their outputs have: times on an
+    accelerator and on a CPU, and costs of nets.
+
+    Shapes: [n], [n], [number of nets].
+    """
+    w = graph.workload
+    accelerator, cpu = (
+        np.bincount(graph.class_of, time * w.backward, graph.num_classes).astype(np.float64)
+        for time in (w.accelerator_time, w.cpu_time)
+    )
+    number = {net: e for e, net in enumerate(graph.nets)}
+    cost = np.zeros(len(graph.nets))
+    for u, net in _net_of_outputs(w, graph.class_of):
+        if w.backward[u]:
+            cost[number[net]] += float(w.transfer_time[u])
+    return accelerator, cpu, cost
+
+
 def _labels(w: Workload, merge: Iterable[Iterable[int]]) -> Ints:
     """Return a class for each node, numbered from 0: its colour, together with the nodes to be
     merged."""
@@ -197,15 +216,21 @@ def _fuse_cycles(w: Workload, label: Ints) -> Ints:
 
 def _nets(w: Workload, class_of: Ints) -> tuple[tuple[tuple[int, ...], ...], Floats]:
     """Return nets and their costs; outputs that touch the same classes share one net."""
+    cost: dict[tuple[int, ...], float] = {}
+    for u, net in _net_of_outputs(w, class_of):
+        cost[net] = cost.get(net, 0.0) + float(w.transfer_time[u])
+    return tuple(cost), np.array(list(cost.values()), np.float64)
+
+
+def _net_of_outputs(w: Workload, class_of: Ints) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each node whose output may have to be transferred, and the classes that touch it."""
     touched: list[set[int]] = [set() for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():
         touched[u].add(int(class_of[v]))
-    cost: dict[tuple[int, ...], float] = {}
     for u in np.flatnonzero(w.transfer_time > 0).tolist():
         net = tuple(sorted(touched[u] | {int(class_of[u])}))
         if len(net) > 1:
-            cost[net] = cost.get(net, 0.0) + float(w.transfer_time[u])
-    return tuple(cost), np.array(list(cost.values()), np.float64)
+            yield u, net
 
 
 # -- leaves

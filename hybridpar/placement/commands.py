@@ -82,6 +82,7 @@ def _place_operators(flags: Place, document: Any) -> int:
         max_ideals=flags.max_ideals or MAX_IDEALS,
         slots=flags.slots,
         split=split,
+        objective=flags.objective,
     )
     placement = place(workload, flags.solver or "dpl", options)
     others = placement_report.compare(placement)
@@ -111,6 +112,10 @@ def _plan_stages(flags: Place, document: Mapping[str, Any]) -> int:
             solver,
             f"{flags.path} is a Piper instance, which only the solvers piper and equi take",
             "piper",
+        )
+    if flags.objective != "serial":
+        raise config_error(
+            "objective", flags.objective, "not supported by Piper, which has its own", "serial"
         )
     if flags.cpus > 0:
         raise config_error(

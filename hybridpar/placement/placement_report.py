@@ -20,6 +20,12 @@ from hybridpar.placement.solve import Options, place
 BESIDE = ("dpl", "greedy", "pipedream", "one-accelerator")
 BESIDE_LATENCY = ("latency-greedy",)
 SECONDS_BESIDE = 5.0
+_WHAT = {
+    "serial": "largest load",
+    "overlapped": "largest load, transfers beside computing,",
+    "gpipe": "largest forward plus largest backward load",
+}
+"""The objective in words."""
 _ENGINE = "`hybridpar train` runs chunks of whole blocks that go round the devices"
 
 
@@ -41,7 +47,13 @@ def compare(placement: Assignment) -> list[Other]:
                 found.append(
                     Other(
                         solver,
-                        place(placement.workload, solver, Options(time_limit=SECONDS_BESIDE)),
+                        place(
+                            placement.workload,
+                            solver,
+                            Options(
+                                time_limit=SECONDS_BESIDE, objective=placement.workload.objective
+                            ),
+                        ),
                     )
                 )
             except ConfigError as error:
@@ -86,7 +98,9 @@ def device_table(placement: Assignment) -> Table:
 def lines(placement: Assignment, others: Sequence[Other]) -> list[str]:
     """Return lines about the objective, its bound, whether the placement is a pipeline, and other
     solvers."""
-    what = "largest load" if placement.slots is None else "time of one sample"
+    what = "time of one sample"
+    if placement.slots is None:
+        what = _WHAT[placement.workload.objective]
     if placement.proven:
         quality = "proven to be the least of its kind"
     else:
@@ -246,6 +260,7 @@ def as_json(placement: Assignment, others: Sequence[Other]) -> Mapping[str, Any]
         "ok": True,
         **placement.document(),
         "objective": placement.objective,
+        "minimized": "latency" if placement.slots is not None else placement.workload.objective,
         "gap": placement.gap,
         "contiguous": placement.contiguous,
         "ordered": placement.ordered,

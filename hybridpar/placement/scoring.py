@@ -6,11 +6,16 @@ load(accelerator) = sum of times + for each output made elsewhere and read here,
                     and read elsewhere, its transfer time, once
 load(CPU)         = sum of times
 
-Source: arXiv 2006.16423, section 3.
+objective         = the largest load. With Workload.objective "overlapped" a load is the larger of
+                    its two sums. With "gpipe" it is the largest load of forward nodes and their
+                    outputs, plus the largest load of backward nodes and their outputs
+
+Source: arXiv 2006.16423, section 3, and its appendix for the last two.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,7 +27,7 @@ from hybridpar.placement.workload import Floats, Ints, Workload, order_of
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """Costs by device, in arrays [k + l]. `objective`: the largest load. `memory`: bytes."""
+    """Costs by device, in arrays [k + l]. `objective`: as above. `memory`: bytes."""
 
     objective: float
     loads: Floats
@@ -38,9 +43,12 @@ def score(workload: Workload, devices: Ints) -> Score:
     loads = [0.0] * total
     transfers = [0.0] * total
     memory = [0.0] * total
+    passes = np.zeros((2, total))  # forward and backward, times and transfers
     at = [int(d) for d in devices]
     for v, d in enumerate(at):
-        loads[d] += float(w.accelerator_time[v] if d < k else w.cpu_time[v])
+        time = float(w.accelerator_time[v] if d < k else w.cpu_time[v])
+        loads[d] += time
+        passes[int(w.backward[v]), d] += time
         memory[d] += float(w.size[v])
     moves: set[tuple[int, int]] = set()  # (output, device that sends or receives it)
     for u, v in w.edges.tolist():
@@ -49,8 +57,11 @@ def score(workload: Workload, devices: Ints) -> Score:
     for u, d in moves:
         if d < k:
             transfers[d] += float(w.transfer_time[u])
-    loads = [load + moved for load, moved in zip(loads, transfers, strict=True)]
-    return Score(max(loads), np.array(loads), np.array(transfers), np.array(memory))
+            passes[int(w.backward[u]), d] += float(w.transfer_time[u])
+    combine = max if w.objective == "overlapped" else operator.add
+    loads = [combine(load, moved) for load, moved in zip(loads, transfers, strict=True)]
+    objective = float(passes.max(1).sum()) if w.objective == "gpipe" else max(loads)
+    return Score(objective, np.array(loads), np.array(transfers), np.array(memory))
 
 
 def problems(workload: Workload, devices: Ints) -> list[Problem]:

@@ -22,7 +22,7 @@ from hybridpar.placement.solvers.latency_milp import minimise_latency
 from hybridpar.placement.solvers.linear import MAX_TABLE, solve_linear, solve_orders
 from hybridpar.placement.solvers.local_search import MAX_NUMBERS, LocalSearch, local_search
 from hybridpar.placement.solvers.milp import solve_max_load
-from hybridpar.placement.workload import Floats, Ints, Workload
+from hybridpar.placement.workload import OBJECTIVES, Floats, Ints, Workload
 
 SOON = 5_000
 """Number of ideals up to which the dynamic program is tried before integer programming."""
@@ -48,6 +48,8 @@ class Options:
     """latency-milp: how many times each accelerator may be called."""
     split: Ints | None = None
     """expert: a device for each node, from `read_split`."""
+    objective: str = "serial"
+    """What is minimized: one of OBJECTIVES (workload.py)."""
 
     def check(self) -> None:
         """Raise a ConfigError if an option is not valid."""
@@ -57,6 +59,10 @@ class Options:
                 raise config_error(
                     name, value, f"must be an integer of {least} or more", str(least)
                 )
+        if self.objective not in OBJECTIVES:
+            raise config_error(
+                "objective", self.objective, f"must be one of {', '.join(OBJECTIVES)}", "serial"
+            )
         if not 0 < self.time_limit < 1e9:  # also false for NaN
             raise config_error(
                 "time_limit", self.time_limit, "must be above 0 seconds, and finite", "60"
@@ -65,7 +71,7 @@ class Options:
 
 def place(workload: Workload, solver: str = "dpl", options: Options | None = None) -> Assignment:
     """Place the operators so that the largest load, the time per sample of a full pipeline, is
-    small.
+    small; or another of `OBJECTIVES`.
 
     dp               the best pipeline: exact, over all ideals
     dpl              the best split of one linear order of the operators; nearly always as good, and
@@ -85,6 +91,15 @@ def place(workload: Workload, solver: str = "dpl", options: Options | None = Non
     options.check()
     if solver not in SOLVERS:
         raise config_error("solver", solver, f"must be one of {', '.join(SOLVERS)}", "dpl")
+    if options.objective != "serial":
+        workload = replace(workload, objective=options.objective)
+    if workload.objective not in _MINIMISES.get(solver, OBJECTIVES):
+        raise config_error(
+            "objective",
+            workload.objective,
+            f"the solver {solver} minimizes {' and '.join(_MINIMISES[solver])} loads only",
+            f"{_MINIMISES[solver][0]}, or --solver milp",
+        )
     if solver == "expert":
         return SOLVERS[solver](workload, options)
     return _renumbered(SOLVERS[solver](_with_devices_in_use(workload), options), workload)
@@ -184,14 +199,26 @@ def _pipedream(w: Workload, options: Options) -> Assignment:
     return _linear(w, class_graph(w, merge=pipedream_groups(w)), "pipedream", clock)
 
 
-def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals, Floats]:
-    """Return all ideals, and the exact program's table over them. Raises: _Unfinished if it cannot
-    finish."""
+def _table(
+    graph: ClassGraph, max_ideals: int, deadline: float, last: float
+) -> tuple[Ideals, Floats]:
+    """Return all ideals, and the exact program's table over them.
+
+    Args:
+        graph: The classes.
+        max_ideals: Largest number of ideals.
+        deadline: Time limit (monotonic).
+        last: Time limit of the split of the first order: without it only a greedy placement would
+            be known.
+
+    Raises:
+        _Unfinished: It cannot finish.
+    """
     w = graph.workload
     split = None
     try:
         # the load of a known placement bounds the search
-        known, found = solve_linear(graph, deadline)
+        known, found = solve_linear(graph, last)
         split = found if np.isfinite(known) else None
         ideals = enumerate_ideals(graph.predecessors, max_ideals, deadline)
         if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) <= MAX_TABLE:
@@ -211,7 +238,8 @@ def _dp(w: Workload, options: Options) -> Assignment:
     graph = class_graph(w)
     check_possible(graph)
     try:
-        ideals, best = _table(graph, options.max_ideals, clock.start + LONG * options.time_limit)
+        deadline = clock.start + LONG * options.time_limit
+        ideals, best = _table(graph, options.max_ideals, deadline, clock.deadline + ONE_MORE)
     except _Unfinished as reason:
         return _of_orders(w, graph, clock, reason)
     if not np.isfinite(best[-1, -1, -1]):
@@ -226,16 +254,19 @@ def _dp(w: Workload, options: Options) -> Assignment:
 
 
 def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinished) -> Assignment:
-    """Return dp's fallback for when it cannot finish, with the reason."""
-    try:
+    """Return dp's fallback for when it cannot finish, with the reason: the best of all placements
+    that are known by then.
+    """
+    tried = 0 if reason.split is None else 1
+    split = reason.split
+    with suppress(OutOfTime):
         value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
-    except OutOfTime:
-        if reason.split is None:
-            return _packed(w, graph, "dp", clock, str(reason))
-        value = 0.0
-        device = reason.split
-        tried = 1
-    if not np.isfinite(value):
+        if np.isfinite(value):
+            split = _best_of(graph, split, device)
+    if not tried:
+        return _packed(w, graph, "dp", clock, str(reason))
+    device = _best_of(graph, split, packed_evenly(graph))
+    if device is None:
         raise config_error(
             "solver",
             "dp",
@@ -260,16 +291,23 @@ def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
     graph = class_graph(w)
     device: Ints | None = None
     try:
-        ideals, best = _table(graph, SOON, deadline)
+        ideals, best = _table(graph, SOON, deadline, last)
         device = trace(graph, ideals, best) if np.isfinite(best[-1, -1, -1]) else None
     except _Unfinished as reason:
         device = reason.split
         with suppress(OutOfTime, ConfigError):
             value, split, _ = solve_orders(graph, deadline, last)
-            device = split if np.isfinite(value) else device
-    if device is None:
-        device = packed_evenly(graph)
+            device = _best_of(graph, device, split) if np.isfinite(value) else device
+    device = _best_of(graph, device, packed_evenly(graph))
     return None if device is None else graph.devices(device)
+
+
+def _best_of(graph: ClassGraph, *known: Ints | None) -> Ints | None:
+    """Return the placement of classes with the lowest objective, the first of several; None if
+    there is none."""
+    devices = [device for device in known if device is not None]
+    w = graph.workload
+    return min(devices, key=lambda x: score(w, graph.devices(x)).objective, default=None)
 
 
 def _start(
@@ -280,7 +318,8 @@ def _start(
     deadline = clock.start + options.time_limit / 4
     found = _pipeline(w, deadline, clock.deadline)
     starts = [] if found is None else [found]
-    if not contiguous and LocalSearch.size(graph) <= MAX_NUMBERS:
+    searches = w.objective in _MINIMISES["local-search"]
+    if not contiguous and searches and LocalSearch.size(graph) <= MAX_NUMBERS:
         of_class = tuple(graph.of_classes(x) for x in starts)
         value, moved = local_search(
             graph, restarts=options.restarts, seed=options.seed, starts=of_class, deadline=deadline
@@ -380,3 +419,12 @@ SOLVERS: dict[str, Callable[[Workload, Options], Assignment]] = {
     "latency-milp": lambda w, options: minimise_latency(w, options.slots, options.time_limit),
     "latency-greedy": lambda w, options: minimise_latency(w, 1, options.time_limit, search=False),
 }
+
+_MINIMISES: dict[str, tuple[str, ...]] = {
+    "dp": ("serial", "overlapped"),
+    "local-search": ("serial",),
+    "latency-milp": ("serial",),
+    "latency-greedy": ("serial",),
+}
+"""The objectives of solvers that do not take all. dpl and pipedream split for the largest load if
+the objective is "gpipe", and baselines do not look at it."""

@@ -28,6 +28,11 @@ from hybridpar.reading import nearest_path, read_limited
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_DEVICES = 10_000
+OBJECTIVES = ("serial", "overlapped", "gpipe")
+"""serial       the largest load; a device computes and transfers by turns
+overlapped   the largest load, where transfers run beside computing
+gpipe        the largest forward load plus the largest backward load: forward and backward of a batch
+             come one after the other, as in GPipe"""
 COST_TOLERANCE = (
     1e-6  # by which the costs of one node's edges may differ, as in the authors' reader
 )
@@ -68,6 +73,8 @@ class Workload:
     """Further fields of each node in the file (colorClass if present, name, layerId, ...), kept for
     writing."""
     edge_extra: tuple[Mapping[str, Any], ...] = field(repr=False)
+    objective: str = "serial"
+    """One of OBJECTIVES; files do not have it."""
 
     @property
     def num_nodes(self) -> int:

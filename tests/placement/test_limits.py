@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridpar.placement import Options, Workload, make_workload, place, problems
+from hybridpar.placement import Options, Workload, make_workload, place, problems, score
 from hybridpar.placement import solve as solve_module
 from hybridpar.placement.classes import class_graph
 from hybridpar.placement.ideals import OutOfTime
@@ -157,3 +157,46 @@ def test_the_split_of_one_order_is_kept_where_no_time_is_left_for_another(
     start = solve_module._pipeline(w, np.inf, np.inf)
     assert start is not None
     assert np.array_equal(start, placement.devices)
+
+
+@pytest.mark.parametrize("more", [-0.5, 3.0])
+def test_dp_is_never_worse_than_dpl_in_the_same_time(
+    more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split of one order takes about all of the time: nine tenths of it are not enough."""
+    w = layered_training(46, 4, 5, k=8)
+    with monkeypatch.context() as patch:
+        clock = SlowClock(patch)
+        place(w, "dpl", Options(time_limit=1e6))
+    limit = clock.now + more
+    answers = {}
+    for solver in ("dpl", "dp"):
+        with monkeypatch.context() as patch:
+            SlowClock(patch)
+            answers[solver] = place(w, solver, Options(time_limit=limit))
+    assert "greedily" not in answers["dpl"].note
+    assert answers["dp"].objective <= answers["dpl"].objective
+    assert answers["dp"].objective < place(w, "greedy").objective
+    assert solve_module.LONG * limit < clock.now
+
+
+def test_the_best_of_all_known_placements_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A greedy placement that is better than the splits of all orders takes their place."""
+    w = layered_training(10, 3, 3, k=4)
+    best = place(w, "dp").devices
+    graph = class_graph(w)
+    monkeypatch.setattr(solve_module, "packed_evenly", lambda graph: graph.of_classes(best))
+
+    def late(*_: object) -> None:
+        raise OutOfTime
+
+    def poor(graph: Any, *_: object) -> Any:
+        device = np.zeros(graph.num_classes, np.int64)
+        return score(w, graph.devices(device)).objective, device
+
+    monkeypatch.setattr(solve_module, "best_loads", late)
+    monkeypatch.setattr(solve_module, "solve_linear", poor)
+    monkeypatch.setattr(solve_module, "solve_orders", lambda *_: (*poor(graph), 3))
+    placement = place(w, "dp")
+    assert np.array_equal(placement.devices, best)
+    assert "3 orders" in placement.note

@@ -52,6 +52,7 @@ class PairLoads:
         self._net_size = np.array([len(net) for net in graph.nets], np.int32)
         self._pins = graph.incidence.T.astype(np.int32).tocsr()
         self._table = self._count(np.arange(len(ideals))) if all_pairs else None
+        self._combine = np.maximum if graph.workload.objective == "overlapped" else np.add
 
     def _count(self, ideals: Ints) -> NDArray[np.int32]:
         """Return how many of a net's classes are in each ideal [ideals, nets]."""
@@ -72,7 +73,7 @@ class PairLoads:
         cpu = cpu[keep]
         fits = fits[keep]
         load = np.full(len(subsets), np.inf)
-        load[fits] = accelerator[fits] + self._transfers(ideal, subsets[fits])
+        load[fits] = self._combine(accelerator[fits], self._transfers(ideal, subsets[fits]))
         return subsets, load, cpu
 
     def _transfers(self, ideal: int, subsets: Ints) -> Floats:
@@ -97,7 +98,9 @@ def best_loads(graph: ClassGraph, ideals: Ideals, limit: float, deadline: float)
     Raises:
         OutOfTime: `time.monotonic()` is past `deadline`.
     """
-    way = _best_loads_numpy if native.missing() else _best_loads_native
+    # the extension adds times and transfers
+    by_numpy = native.missing() or graph.workload.objective != "serial"
+    way = _best_loads_numpy if by_numpy else _best_loads_native
     return way(graph, ideals, _above(graph, limit), deadline)
 
 

@@ -63,7 +63,8 @@ class Segments:
             (self._size, g.size),
         ):
             total[first : j + 1] += values[j]
-        load = self._accelerator[first : j + 1] + self._transfer[first : j + 1]
+        combine = np.maximum if g.workload.objective == "overlapped" else np.add
+        load = combine(self._accelerator[first : j + 1], self._transfer[first : j + 1])
         load[self._size[first : j + 1] > g.workload.room] = np.inf
         return load, self._cpu[first : j + 1]
 

@@ -5,6 +5,9 @@ high, low[e, d]    the largest and least x[c, d] over the classes c of net e, so
                    accelerator d transfers it if they differ
 L >= load[d] = sum of times * x + sum of cost(e) (high[e, d] - low[e, d])
 
+Other objectives (Workload.objective): "overlapped" has a row for each of the two sums; "gpipe" has
+L >= LF + LB, and rows of the forward part below LF and of the backward part below LB.
+
 Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u]
 and z[v] <= x[v] - x[u] + 1: after an edge that leaves a device, no node is on it.
 
@@ -23,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hybridpar.placement.classes import ClassGraph
+from hybridpar.placement.classes import ClassGraph, backward_costs
 from hybridpar.placement.ideals import OutOfTime
 from hybridpar.placement.scoring import score
 from hybridpar.placement.solvers.bound import work_bound
@@ -69,11 +72,12 @@ def solve_max_load(
     except (TooLargeError, OutOfTime) as error:
         return Solution(start, least, False, str(error))
     now = time.monotonic()
-    if len(start):
+    objective = graph.workload.objective
+    if len(start) and objective == "serial":
         start = improve_pairs(graph, whole, start, highs, now + PAIRS_SHARE * (deadline - now))
         known = _largest(graph, start)
         now = time.monotonic()
-    if not contiguous:
+    if not contiguous and objective != "overlapped":  # a covering's loads are sums
         least = cover_bound(graph, known, now + COVER_SHARE * (deadline - now), highs)
     if least >= known * (1 - GAP):
         return Solution(start, least, True)
@@ -157,14 +161,37 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = 
     load = model.variables((1,))
     model.objective = int(load[0])
     rows = []
-    for d in range(num_devices):
-        terms: list[tuple[ArrayLike, Ints]] = [
-            (accelerator if d < k else cpu, x[None, :, d]),
-            (-1.0, load[None]),
-        ]
-        if d < k and len(net):
-            terms += [(net_cost, high[None, :, d]), (-net_cost, low[None, :, d])]
-        rows.append(model.at_most(terms, 0.0))
+
+    def add_load(d: int, work: Floats | None, moved: Floats | None, most: Ints) -> None:
+        """Limit the sum of a device's times and transfers by a variable."""
+        terms: list[tuple[ArrayLike, Ints]] = [] if work is None else [(work, x[None, :, d])]
+        terms.append((-1.0, most[None]))
+        if moved is not None and d < k and len(net):
+            terms += [(moved, high[None, :, d]), (-moved, low[None, :, d])]
+        if len(terms) > 1:
+            rows.append(model.at_most(terms, 0.0))
+
+    if w.objective == "gpipe":
+        backward = tuple(map(scaled, backward_costs(graph)))
+        forward = tuple(
+            np.maximum(whole - back, 0.0)
+            for whole, back in zip((accelerator, cpu, net_cost), backward, strict=True)
+        )
+        passes = model.variables((2,))
+        model.at_most([(1.0, passes[None]), (-1.0, load[None])], 0.0)
+        for (on_accelerator, on_cpu, moved), most in zip(
+            (forward, backward), passes[:, None], strict=True
+        ):
+            for d in range(num_devices):
+                add_load(d, on_accelerator if d < k else on_cpu, moved, most)
+    else:
+        for d in range(num_devices):
+            work = accelerator if d < k else cpu
+            if w.objective == "overlapped":
+                add_load(d, work, None, load)
+                add_load(d, None, net_cost, load)
+            else:
+                add_load(d, work, net_cost, load)
     if contiguous:
         _contiguous(model, graph, x)
     return Whole(model, x, np.concatenate(rows), unit)
