@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from hybridpar.cli.checking import Check
-from hybridpar.cli.exchange import Export, Import
+from hybridpar.cli.exchange import Export, Import, Upcycle
 from hybridpar.cli.memory import Memory
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.placing import Graph, Place
@@ -298,6 +298,7 @@ COMMANDS: dict[str, type[Any]] = {
         Generate,
         Export,
         Import,
+        Upcycle,
         Watch,
         Doctor,
     )

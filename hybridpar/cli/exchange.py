@@ -18,8 +18,8 @@ from hybridpar.reading import to_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a Hugging Face transformers folder: GPT-2, LLaMA, GPT-NeoX
-    or BERT."""
+    """Write a checkpoint of any grid as a Hugging Face transformers folder: GPT-2, LLaMA, Mixtral,
+    GPT-NeoX, BERT and others."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder, whose newest checkpoint is used, or one checkpoint."""
@@ -92,7 +92,7 @@ class Export:
 @dataclass(frozen=True)
 class Import:
     """Create a checkpoint that trains on any grid, from a local Hugging Face folder (GPT-2, LLaMA,
-    Mistral, GPT-NeoX or BERT) or a Megatron-LM GPT."""
+    Mistral, Mixtral, GPT-NeoX, BERT and others) or a Megatron-LM GPT."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
     """A folder with config.json, tokenizer.json and model.safetensors or pytorch_model.bin (or an
@@ -127,6 +127,43 @@ class Import:
         text = f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} trains it"
         return _exchanged(
             asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json
+        )
+
+
+@dataclass(frozen=True)
+class Upcycle:
+    """Create a checkpoint of a model with experts from a dense one, whose MLPs it copies."""
+
+    checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
+    """A run folder, whose newest checkpoint is used, or one checkpoint; of a model without biases."""
+    output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
+    """Folder to create, with config.toml and a checkpoint."""
+    num_experts: int = 8
+    """Experts of a layer, copies of its MLP (model.num_experts)."""
+    router_topk: int = 2
+    """Experts that a token visits (model.router_topk)."""
+    moe_layers: str = "1"
+    """Layers that get experts: a digit per layer, repeated (model.moe_layers)."""
+    json: bool = False
+    """Print the result as one JSON object on stdout."""
+
+    def run(self, launch: Launch) -> int:
+        from hybridpar.checkpoint.upcycle import upcycle
+
+        made = upcycle(
+            self.checkpoint,
+            self.output,
+            num_experts=self.num_experts,
+            topk=self.router_topk,
+            layers=self.moe_layers,
+            say=partial(print, file=sys.stderr),
+        )
+        text = (
+            f"{made.folder}: {made.num_parameters:,} parameters, of which a token visits "
+            f"{made.num_active:,}; hybridpar train {made.folder / 'config.toml'} goes on from it"
+        )
+        return _exchanged(
+            asdict(made), text, made.checkpoint, made.folder, verify=False, as_json=self.json
         )
 
 

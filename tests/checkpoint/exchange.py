@@ -105,6 +105,9 @@ def make_theirs(folder: Path, kind: str, **settings: Any) -> Path:
         "smollm3": "SmolLM3",
         "gemma2": "Gemma2",
         "gemma3": "Gemma3",
+        "mixtral": "Mixtral",
+        "qwen3_moe": "Qwen3Moe",
+        "olmoe": "Olmoe",
     }[kind]
     head = {"gpt2": "LMHeadModel", "bert": "ForPreTraining"}.get(kind, "ForCausalLM")
     model = getattr(transformers, name + settings.pop("head", head))(

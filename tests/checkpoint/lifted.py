@@ -23,7 +23,9 @@ def exact_logits(
 
     wrap: adds to the model that is loaded.
     """
-    model = wrap(load_theirs(folder, "AutoModelForCausalLM")).double().eval()
+    has_experts = "num_experts_per_tok" in (folder / "config.json").read_text()
+    options = {"experts_implementation": "eager"} if has_experts else {}
+    model = wrap(load_theirs(folder, "AutoModelForCausalLM", **options)).double().eval()
     with lifted():
         for module in model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):

@@ -32,6 +32,9 @@ CLASSES = {
     "smollm3": "SmolLM3Config",
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "olmoe": "OlmoeConfig",
 }
 
 
@@ -401,6 +404,90 @@ def test_an_export_names_every_key(tmp_path: Path, kind: str) -> None:
         assert getattr(loaded, key, works[0]) == works[0]
 
 
-def test_experts_are_not_exported() -> None:
-    with pytest.raises(ConfigError, match="models with experts are neither imported nor exported"):
-        choose_family(ModelConfig(num_experts=4))
+ROUTED = ModelConfig(
+    num_layers=4,
+    hidden_size=48,
+    num_heads=4,
+    position="rotary",
+    norm="rms_norm",
+    activation="swiglu",
+    bias=False,
+    num_experts=5,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "mixtral"),
+        ({"moe_layers": "0110"}, "qwen3_moe"),
+        ({"router_normalize": False, "qk_norm": "head"}, "qwen3_moe"),
+        ({"router_normalize": False, "qk_norm": "full"}, "olmoe"),
+        ({"num_experts": 0}, "llama"),
+    ],
+)
+def test_the_family_of_a_model_with_experts(changes: dict[str, Any], kind: str) -> None:
+    model = replace(ROUTED, **changes)
+    if kind == "qwen3_moe":
+        model = replace(model, qk_norm="head")
+    assert choose_family(model).model_type == kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"router_score": "sigmoid"}, "router_score"),
+        ({"router_bias_rate": 0.001}, "router_bias_rate"),
+        ({"shared_expert_ffn_hidden_size": 8}, "shared_expert_ffn_hidden_size"),
+        ({"moe_layers": "01"}, "moe_layers"),
+    ],
+)
+def test_experts_that_no_family_has_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{field} = .* its nearest model is mixtral"):
+        choose_family(replace(ROUTED, **changes))
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({}, "1"),
+        ({"decoder_sparse_step": 2}, "01"),
+        ({"mlp_only_layers": [0]}, "011111"),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2, 17]}, "000001"),
+    ],
+)
+def test_layers_with_experts(given: dict[str, Any], pattern: str) -> None:
+    family = FAMILIES["qwen3_moe"]
+    plain = {"model_type": "qwen3_moe", "num_hidden_layers": 6, **given}
+    model, unknown = model_of(plain, family)
+    assert model.moe_layers == pattern
+    assert not unknown
+    config = their_config("qwen3_moe", num_hidden_layers=6, **given)
+    theirs = [
+        n not in config.mlp_only_layers and (n + 1) % config.decoder_sparse_step == 0
+        for n in range(6)
+    ]
+    assert [model.layer_has_experts(n) for n in range(6)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0: must be an integer above 0"),
+        ({"decoder_sparse_step": 9}, "decoder_sparse_step = 9: must leave one of the 6 layers"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers = '0': must be a list of numbers of layers"),
+        ({"mlp_only_layers": [*range(6)]}, "mlp_only_layers = .*: must leave one of the 6 layers"),
+        ({"num_experts": 0}, "num_local_experts = 0: must be above 0"),
+        ({"num_experts": 4, "num_local_experts": 5}, "num_experts = 4: contradicts num_local_exp"),
+        ({"norm_topk_prob": 3}, "norm_topk_prob = 3"),
+    ],
+)
+def test_wrong_keys_of_experts_are_named(given: dict[str, Any], says: str) -> None:
+    plain = {"model_type": "qwen3_moe", "num_hidden_layers": 6, **given}
+    with pytest.raises(ConfigError, match=says):
+        model_of(plain, FAMILIES["qwen3_moe"])
+
+
+def test_clipped_queries_of_an_olmoe_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_qkv = 8\.0: hybridpar has no such feature"):
+        model_of({"model_type": "olmoe", "clip_qkv": 8.0}, FAMILIES["olmoe"])

@@ -119,6 +119,30 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 3, "sliding_window": 7, "head_dim": 10}),
+    "qwen3moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 10,
+        },
+    ),
+    "qwen3moe-step": (
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 22,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 3}),
     "gemma3-capped": (
         "gemma3",
         {
@@ -151,7 +175,9 @@ def made(folder: Path, name: str, form: str = "new") -> Path:
 def in_old_form(plain: dict[str, Any]) -> dict[str, Any]:
     """The changes that make transformers 4's config.json of transformers 5's."""
     rope = plain["rope_parameters"]
-    changes: dict[str, Any] = {
+    experts = {"num_local_experts": "REMOVE", "num_experts": plain.get("num_local_experts")}
+    changes: dict[str, Any] = experts if plain["model_type"] == "qwen3_moe" else {}
+    changes |= {
         "rope_parameters": "REMOVE",
         "dtype": "REMOVE",
         "torch_dtype": plain["dtype"],

@@ -18,9 +18,12 @@ from hybridpar.checkpoint.huggingface.families import (
 )
 from hybridpar.checkpoint.huggingface.layers import (
     INTERVAL,
+    MLP_LAYERS,
     NO_ROPE,
+    SPARSE_STEP,
     WINDOW_KEYS,
     period_of,
+    read_expert_layers,
     read_rotary_layers,
     read_windows,
     write_layers,
@@ -101,6 +104,8 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         problems += read_rotary(plain, values, family)
     if family.has_rotary_layers:
         problems += read_rotary_layers(plain, values, family)
+    if family.has_dense_layers:
+        problems += read_expert_layers(plain, values, family)
     if family.windows is not None:
         problems += read_windows(plain, values, family)
     if "max_positions" in values:
@@ -120,6 +125,8 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         known |= {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction}
     if family.has_rotary_layers:
         known |= {NO_ROPE, INTERVAL}
+    if family.has_dense_layers:
+        known |= {SPARSE_STEP, MLP_LAYERS}
     if family.windows is not None:
         known |= WINDOW_KEYS
     return replace(ModelConfig(), **_as_defaults(values)), sorted(set(plain) - known)
@@ -173,7 +180,10 @@ def _contradiction(
 
 
 def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
+    named = {key.theirs for key in family.keys}
     for key, works in {**EVERYWHERE, **family.only}.items():
+        if key in named:
+            continue
         value = plain.get(key, works[0])
         if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
             yield _problem(
@@ -224,15 +234,17 @@ def choose_family(model: ModelConfig) -> Family:
     Raises:
         ConfigError: There is none; names what the nearest one lacks.
     """
-    if model.num_experts:
-        rule = "not supported: models with experts are neither imported nor exported"
-        raise config_error("model.num_experts", model.num_experts, rule, "0")
     mismatches = {
         name: _mismatches(model, family)
         for name, family in FAMILIES.items()
         if family.model["kind"] == model.kind
     }
-    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
+
+    def distance(name: str) -> tuple[bool, int]:
+        fields = [problem.field for problem in mismatches[name]]
+        return "model.num_experts" in fields, len(fields)
+
+    nearest = min(mismatches, key=distance)
     if mismatches[nearest]:
         raise ConfigError(*mismatches[nearest])
     return FAMILIES[nearest]
@@ -258,6 +270,8 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
         allowed["head_dim"] = (model.hidden_size // model.num_heads,)
     if not family.has_rotary_layers:
         allowed["rotary_pattern"] = ("1",)
+    if "num_experts" in named and not model.num_experts:
+        allowed["num_experts"] = ("above 0",)
     scale = model.hidden_size**0.5 if family.scales_embeddings else 1.0
     allowed["embedding_scale"] = (scale,)
     allowed["rotary_scaling"] = ("none", *(family.rotary.scalings if family.rotary else ()))
@@ -313,10 +327,13 @@ def canonical(model: ModelConfig) -> dict[str, Any]:
     if model.position != "rotary":
         rotates = "1"
     windowed = "".join(str(int(model.layer_window(n) > 0)) for n in range(model.num_layers))
+    experts = "".join(str(int(model.layer_has_experts(n))) for n in range(model.num_layers))
     return {
         **vars(model),
         "num_kv_heads": model.kv_heads,
         "ffn_hidden_size": model.ffn_size,
+        "expert_ffn_hidden_size": model.expert_ffn_size,
+        "moe_layers": period_of(experts) if model.num_experts else "1",
         "head_dim": model.head_size,
         "qkv_bias": ON_OFF[model.has_qkv_bias],
         "out_bias": ON_OFF[model.has_out_bias],
@@ -344,7 +361,9 @@ def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
         "model_type": family.model_type,
         "architectures": [family.architectures[model.sentence_head if bert else ""]],
     }
-    plain |= {key.theirs: _write(ours, model, key) for key in family.keys}
+    plain |= {
+        family.exported.get(key.theirs, key.theirs): _write(ours, model, key) for key in family.keys
+    }
     plain |= {key: works[0] for key, works in family.only.items()}
     if family.rotary:
         plain |= write_rotary(model, family)

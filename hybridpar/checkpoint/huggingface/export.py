@@ -88,6 +88,8 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
         notes.append(
             f"model.dropout = {model.dropout}: {family.model_type} has no such dropout there"
         )
+    if model.num_experts and model.router_z_loss:
+        notes.append(f"model.router_z_loss = {model.router_z_loss}: {family.model_type} has none")
     plain |= {**ids, "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     files[CONFIG] = json.dumps(plain, indent=1)
     if model.kind == "gpt":

@@ -19,7 +19,7 @@ REQUIRED = object()
 class Tensors:
     """Tensors that make up a module: names without .weight or .bias, and their layout (layouts.py).
 
-    `{layer}` stands for the number of a layer, from 0.
+    `{layer}` and `{expert}` stand for the number of a layer and of an expert of it, from 0.
     """
 
     names: tuple[str, ...]
@@ -99,7 +99,10 @@ class Family:
     in `tensors`. `rotary`: where rotary settings are, if the family has them. `aliases`: other
     names of keys, which transformers reads too (the class's attribute_map). `windows`: its sliding
     windows, if it has them. `has_rotary_layers`: some layers have no rotary positions
-    (no_rope_layers). `scales_embeddings`: embeddings are multiplied by sqrt(hidden_size).
+    (no_rope_layers). `has_dense_layers`: some layers have an MLP in place of experts
+    (decoder_sparse_step, mlp_only_layers). `scales_embeddings`: embeddings are multiplied by
+    sqrt(hidden_size).
+    `exported`: the alias of a key that export writes, for readers that do not know the key.
     `settings`: the file of its keys, for messages.
     """
 
@@ -119,7 +122,9 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     windows: Windows | None = None
     has_rotary_layers: bool = False
+    has_dense_layers: bool = False
     scales_embeddings: bool = False
+    exported: Mapping[str, str] = field(default_factory=dict)
     settings: str = "config.json"
 
 
@@ -146,7 +151,7 @@ EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
         (None, 1.0, 1),
     ),
 }
-"""Keys of any family whose other values are not supported."""
+"""Keys whose other values are not supported, unless a key of the family has them."""
 
 SAYS_NOTHING = frozenset(
     {
@@ -184,6 +189,7 @@ PLAIN: Mapping[str, Any] = {
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,
     "logit_scale": 1.0,
+    "num_experts": 0,
 }
 """Keys of [model] without the features that only some families have."""
 
@@ -523,6 +529,111 @@ GEMMA3 = _like_llama(
     scales_embeddings=True,
 )
 
+_ROUTED = {
+    "router_score": "softmax",
+    "router_scale": 1.0,
+    "router_bias_rate": 0.0,
+    "shared_expert_ffn_hidden_size": 0,
+}
+_EXPERTS = {
+    "layer.mlp.router": _one("model.layers.{layer}.mlp.gate"),
+    "layer.mlp.experts.{expert}.up": Tensors(
+        (
+            "model.layers.{layer}.mlp.experts.{expert}.gate_proj",
+            "model.layers.{layer}.mlp.experts.{expert}.up_proj",
+        ),
+        "gate_up",
+    ),
+    "layer.mlp.experts.{expert}.down": _one("model.layers.{layer}.mlp.experts.{expert}.down_proj"),
+}
+_OF_MIXTRAL = "model.layers.{layer}.block_sparse_moe"
+
+MIXTRAL = _like_llama(
+    "mixtral",
+    "Mixtral",
+    {**_NO_BIAS, **_ROUTED, "router_normalize": True, "moe_layers": "1"},
+    {
+        "intermediate_size": 14336,
+        "max_position_embeddings": 4096 * 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+    },
+    keys=(
+        Key("intermediate_size", "expert_ffn_hidden_size", 14336),
+        Key("num_local_experts", "num_experts", 8),
+        Key("num_experts_per_tok", "router_topk", 2),
+        Key("router_aux_loss_coef", "router_balance_loss", 0.001),
+    ),
+    without=(*_BIASES, "num_experts", "ffn_hidden_size"),
+    tensors={
+        **LLAMA.tensors,
+        "layer.mlp.router": _one(f"{_OF_MIXTRAL}.gate"),
+        "layer.mlp.experts.{expert}.up": Tensors(
+            (f"{_OF_MIXTRAL}.experts.{{expert}}.w1", f"{_OF_MIXTRAL}.experts.{{expert}}.w3"),
+            "gate_up",
+        ),
+        "layer.mlp.experts.{expert}.down": _one(f"{_OF_MIXTRAL}.experts.{{expert}}.w2"),
+    },
+    ignored=LLAMA.ignored | {"output_router_logits", "router_jitter_noise"},
+    rotary=Rotary(default_base=1e6),
+    windows=Windows(None),
+    aliases={"num_experts": "num_local_experts"},
+)
+
+QWEN3_MOE = _like_llama(
+    "qwen3_moe",
+    "Qwen3Moe",
+    {**_ROUTED, "bias": False, "qk_norm": "head"},
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+    },
+    keys=(
+        Key("moe_intermediate_size", "expert_ffn_hidden_size", 768),
+        Key("num_local_experts", "num_experts", 128),
+        Key("num_experts_per_tok", "router_topk", 8),
+        Key("norm_topk_prob", "router_normalize", False),
+        Key("router_aux_loss_coef", "router_balance_loss", 0.001),
+    ),
+    without=("bias", "num_experts"),
+    tensors={**LLAMA.tensors, **_QK_NORMS, **_EXPERTS},
+    ignored=LLAMA.ignored | {"output_router_logits"},
+    windows=Windows(4096, has_switch=True),
+    has_dense_layers=True,
+    aliases={"num_experts": "num_local_experts"},
+    exported={"num_local_experts": "num_experts"},
+)
+
+OLMOE = _like_llama(
+    "olmoe",
+    "Olmoe",
+    {**_ROUTED, "bias": False, "qk_norm": "full", "moe_layers": "1"},
+    {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 50304,
+    },
+    keys=(
+        Key("intermediate_size", "expert_ffn_hidden_size", 2048),
+        Key("num_experts", "num_experts", 64),
+        Key("num_experts_per_tok", "router_topk", 8),
+        Key("norm_topk_prob", "router_normalize", False),
+        Key("router_aux_loss_coef", "router_balance_loss", 0.01),
+    ),
+    without=("bias", "head_dim", "num_experts", "ffn_hidden_size"),
+    tensors={**LLAMA.tensors, **_QK_NORMS, **_EXPERTS},
+    only={"clip_qkv": (None,)},
+    ignored=LLAMA.ignored | {"output_router_logits"},
+    aliases={"num_local_experts": "num_experts"},
+)
+
 _NEOX_LAYER = "gpt_neox.layers.{layer}"
 
 GPT_NEOX = Family(
@@ -647,6 +758,9 @@ FAMILIES = {
         SMOLLM3,
         GEMMA2,
         GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
         GPT_NEOX,
         BERT,
     )

@@ -25,7 +25,7 @@ from hybridpar.models.build import DTYPES as OUR_DTYPES
 from hybridpar.nn.init import initialize
 from hybridpar.reading import nearest_path
 
-_BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+_BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
 
 
@@ -155,7 +155,18 @@ def check_shape(model: ModelConfig, files: Weights, settings: str) -> None:
             model.num_layers,
             f"out of range: the files have only {len(files.shapes)} tensors in all",
         )
-    sizes = {f"what is model.{name} here": getattr(model, name) for name in _BY_TENSOR}
+    if model.num_experts > len(files.shapes):
+        raise config_error(
+            f"{settings}: the number of experts",
+            model.num_experts,
+            f"out of range: the files have only {len(files.shapes)} tensors in all",
+        )
+    names = list(_BY_TENSOR)
+    if model.num_experts:
+        names.append("expert_ffn_hidden_size")
+    if not model.num_experts or model.has_mixed_layers:
+        names.append("ffn_hidden_size")
+    sizes = {f"what is model.{name} here": getattr(model, name) for name in names}
     if model.position == "learned":
         sizes["the number of positions"] = model.num_positions
     for what, value in sizes.items():

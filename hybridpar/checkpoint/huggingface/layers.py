@@ -1,4 +1,4 @@
-"""Layers that differ in config.json, and the patterns of [model]: windows, and rotary positions.
+"""Layers that differ in config.json, and the patterns of [model]: windows, rotary positions, experts.
 
 Transformers names each layer's kind (layer_types), or derives it from other keys. A pattern of
 [model] is a digit per layer, of the shortest period.
@@ -17,6 +17,8 @@ from hybridpar.errors import Problem
 Plain = Mapping[str, Any]
 NO_ROPE = "no_rope_layers"
 INTERVAL = "no_rope_layer_interval"
+SPARSE_STEP = "decoder_sparse_step"
+MLP_LAYERS = "mlp_only_layers"
 WINDOW_KEYS = frozenset(
     {
         "sliding_window",
@@ -57,6 +59,30 @@ def read_rotary_layers(plain: Plain, values: dict[str, Any], family: Family) -> 
             return
         digits = "".join(str(int(one)) for one in given[:layers])
     values["rotary_pattern"] = period_of(digits)
+
+
+def read_expert_layers(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
+    """Set moe_layers, for a family some of whose layers have one MLP in place of experts: all but
+    every decoder_sparse_step'th, and those that mlp_only_layers names."""
+    layers = values.get("num_layers")
+    if not layers:
+        return
+    step = plain.get(SPARSE_STEP, 1)
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        yield _problem(family, SPARSE_STEP, step, "must be an integer above 0", "1")
+        return
+    dense = plain.get(MLP_LAYERS)
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(type(one) is not int for one in dense):
+        yield _problem(family, MLP_LAYERS, dense, "must be a list of numbers of layers", "[]")
+        return
+    has_experts = [n not in dense and (n + 1) % step == 0 for n in range(layers)]
+    if not any(has_experts):
+        rule = f"must leave one of the {layers} layers its experts"
+        key = SPARSE_STEP if step > layers else MLP_LAYERS
+        yield _problem(family, key, step if step > layers else dense, rule)
+        return
+    values["moe_layers"] = period_of("".join(str(int(one)) for one in has_experts))
 
 
 def read_windows(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
@@ -130,6 +156,9 @@ def write_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     layers = range(model.num_layers)
     if family.has_rotary_layers:
         plain[NO_ROPE] = [int(model.layer_rotates(layer)) for layer in layers]
+    if family.has_dense_layers:
+        plain[SPARSE_STEP] = 1
+        plain[MLP_LAYERS] = [layer for layer in layers if not model.layer_has_experts(layer)]
     windows = family.windows
     if windows is None:
         return plain

@@ -22,6 +22,7 @@ from hybridpar.runtime.stage import Stage
 
 Shape = tuple[int, ...]
 _SHOWN = 8
+_EXPERT = re.compile(r"\.experts\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,15 @@ def _place(ours: str, model: ModelConfig) -> tuple[int, str, str]:
 
 def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], str]:
     number, module, leaf = _place(ours, model)
+    expert = _EXPERT.search(module)
+    if expert is not None:
+        module = _EXPERT.sub(".experts.{expert}", module)
     if exact := family.tensors.get(f"{module}.{leaf}"):
         return list(exact.names), exact.layout
     rule = family.tensors.get(module)
     assert rule is not None, f"{family.model_type} has no rule for {ours}"
-    return [f"{name.format(layer=number - 1)}.{leaf}" for name in rule.names], rule.layout
+    numbers = {"layer": number - 1, "expert": expert[1] if expert else ""}
+    return [f"{name.format(**numbers)}.{leaf}" for name in rule.names], rule.layout
 
 
 @dataclass(frozen=True)

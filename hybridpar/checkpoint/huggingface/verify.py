@@ -242,7 +242,9 @@ def their_features(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) ->
 def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return their model's logits. Shapes: as for our_logits. Raises: as `compare`."""
     bert = "AutoModelForMaskedLM" if ours.sentence_head == "none" else "AutoModelForPreTraining"
-    model = load_theirs(folder, bert if ours.kind == "bert" else "AutoModelForCausalLM")
+    # their fastest products of experts do not take float64
+    options = {"experts_implementation": "eager"} if ours.num_experts else {}
+    model = load_theirs(folder, bert if ours.kind == "bert" else "AutoModelForCausalLM", **options)
     if ours.kind == "gpt":
         return {"words": model(input_ids=batch["tokens"], use_cache=False).logits}
     out = model(
