@@ -10,7 +10,7 @@ group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
@@ -38,13 +38,22 @@ _USUAL = ("pp", "dp", "tp")
 """Axes that every grid has, the outermost first."""
 _ORDER = ("pp", "dp", "cp", "tp")
 """The order of the axes whose sizes are given by keyword."""
-BATCH = ("dp", "cp")
-"""Axes that divide a batch, dp by samples and cp by the tokens of each sample: ranks along them
-hold the same parameters, and each computes a part of the gradient."""
+EXPERTS = "experts"
+"""Axis whose ranks hold different experts (parallel.ep), inside of dp."""
+BATCH = ("dp", EXPERTS, "cp")
+"""Axes that divide a batch, dp and ep by samples and cp by the tokens of each sample: ranks along
+them hold the same parameters, except that ranks along ep hold different experts, and each computes
+a part of the gradient."""
 APART = ("site",)
 """Axes whose ranks train apart: each has different weights, which only the outer step
 (state/reduction/outer.py) averages."""
-_WORDS = {"site": "site", "dp": "replica", "cp": "context part", "tp": "tensor part"}
+_WORDS = {
+    "site": "site",
+    "dp": "replica",
+    EXPERTS: "expert part",
+    "cp": "context part",
+    "tp": "tensor part",
+}
 
 
 @dataclass(slots=True)
@@ -141,7 +150,10 @@ class Axis:
 
 
 _JOIN = " x "
-DP_CP = _JOIN.join(BATCH)
+REPLICAS = _JOIN.join(BATCH[:2])
+"""Line of all replicas, if the grid has an axis of experts."""
+EXPERT_DP = "expert_dp"
+"""Line of the ranks that hold the same experts, if the grid has an axis of them."""
 
 
 class ProcessGrid:
@@ -149,12 +161,14 @@ class ProcessGrid:
     "tp": 2})`.
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
-    axes together. By attribute: `tp`, `cp`, `dp`, `pp`; `dp_cp` (dp and cp together, over which
-    gradients are summed; dp itself if the grid has no axis cp); `pp_reverse` (pp with a separate communicator,
-    for gradients that flow against the activations); `embedding_group` (the first and last pipeline
-    stage with all their replicas, which share tied embeddings; size 1 in between, and if pp is 1);
-    `site` (the ranks that hold the same parameters at other sites); `site_group` (all ranks of this
-    rank's site); `world` (all ranks).
+    axes together. By attribute: `tp`, `cp`, `dp`, `pp`; `experts` (the replicas that share the
+    experts of a layer; `dp` is then its line of dp and experts together, along which samples
+    differ); `dp_cp` (dp and cp together, over which gradients are summed; dp itself if the grid has
+    no axis cp); `expert_dp` (the ranks of dp_cp that hold the same experts); `pp_reverse` (pp with a
+    separate communicator, for gradients that flow against the activations); `embedding_group` (the
+    first and last pipeline stage with all their replicas, which share tied embeddings; size 1 in
+    between, and if pp is 1); `site` (the ranks that hold the same parameters at other sites);
+    `site_group` (all ranks of this rank's site); `world` (all ranks).
 
     NCCL runs the operations that a rank issues on one communicator in that order, on one stream. If
     init_process_group was given a `device_id`, as the launcher does, this holds for transfers with
@@ -185,7 +199,9 @@ class ProcessGrid:
     tp: Axis
     cp: Axis
     dp: Axis
+    experts: Axis
     dp_cp: Axis
+    expert_dp: Axis
     pp: Axis
     pp_reverse: Axis
     embedding_group: Axis
@@ -281,8 +297,11 @@ class ProcessGrid:
         self.tp, self.dp, self.pp, self.pp_reverse, self.embedding_group, self.world = map(
             self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "embedding_group", "world")
         )
+        self.dp = self._axes.get(REPLICAS, self.dp)
         self.cp = self._axes.get("cp", Axis("cp", 0, (rank,), flight=self.flight))
-        self.dp_cp = self._axes.get(DP_CP, self.dp)
+        self.experts = self._axes.get(EXPERTS, Axis(EXPERTS, 0, (rank,), flight=self.flight))
+        self.dp_cp = self._axes[_joined_batch(self.sizes)]
+        self.expert_dp = self._axes.get(EXPERT_DP, self.dp_cp)
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.site_group = self._axes.get("site_group", self.world)
 
@@ -368,11 +387,15 @@ def where_of(stages: Sequence[int], place: Place) -> str:
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
     """Return the axes of the grid that a configuration asks for; the axis of sites only if there
-    are several, and cp only if it is used.
+    are several, and cp and experts only if they are used.
+
+    The replicas are along dp and experts together: parallel.dp is the product of both.
     """
     sites = {"site": parallel.sites} if parallel.sites > 1 else {}
+    replicas = {"dp": parallel.dp // parallel.ep}
+    experts = {EXPERTS: parallel.ep} if parallel.ep > 1 else {}
     context = {"cp": parallel.cp} if parallel.cp > 1 else {}
-    return sites | {"pp": parallel.pp, "dp": parallel.dp} | context | {"tp": parallel.tp}
+    return sites | {"pp": parallel.pp} | replicas | experts | context | {"tp": parallel.tp}
 
 
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
@@ -409,11 +432,20 @@ def lines_of(
     ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
     batch = [name for name in BATCH if name in names]
     lines["embedding_group"] = along("pp", *batch, of=ends) if last else []
-    if "cp" in names:
-        lines[DP_CP] = along(*batch)
+    if EXPERTS in names:
+        lines[REPLICAS] = along("dp", EXPERTS)
+        lines[EXPERT_DP] = along(*(name for name in batch if name != EXPERTS))
+    if len(batch) > 1:
+        lines[_joined_batch(names)] = along(*batch)
     if any(name in APART for name in names):
         lines["site_group"] = along(*(name for name in names if name not in APART))
     return lines | {_JOIN.join(group): along(*group) for group in joined} | {"world": along(*names)}
+
+
+def _joined_batch(names: Iterable[str]) -> str:
+    """Return the name of the line of the ranks that share a batch, of a grid with these axes."""
+    present = set(names)
+    return _JOIN.join(name for name in BATCH if name in present)
 
 
 def _ordered(by_keyword: Mapping[str, int]) -> AxisSizes:

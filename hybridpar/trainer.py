@@ -253,11 +253,9 @@ class Trainer:
         from hybridpar.verify.run import on_grid, verify
 
         parallel = self.config.parallel
-        sizes = (
-            {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
-            if grid is None
-            else grid
-        )
+        own = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
+        own["dp"] = max(parallel.dp, parallel.ep)
+        sizes = own if grid is None else grid
         with self._prepared():
             on = on_grid(self.config, sizes)
             resolve(on, on.parallel.num_ranks)

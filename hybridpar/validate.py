@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from functools import partial
-from math import isfinite
+from math import gcd, isfinite
 from pathlib import Path
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
@@ -134,6 +134,11 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
             "exchanges the part of the model that it updates"
         )
         yield Problem("parallel.zero", 0, rule, "1")
+    ep = config.parallel.ep
+    replicas = world_size // least
+    if not dp and world_size % least == 0 and replicas % ep:
+        rule = f"must divide the {replicas} replicas that {world_size} processes are"
+        yield Problem("parallel.ep", ep, rule, str(gcd(ep, replicas)))
     context = f" cp={cp}" if cp > 1 else ""
     given = f" sites={sites}" if sites > 1 else ""
     product = f"tp{' * cp' if cp > 1 else ''} * pp * dp{' * sites' if sites > 1 else ''}"

@@ -4,7 +4,7 @@ would show it here.
 The oracle is one process in float64 (hybridpar.verify), so a loss, gradient, norm or weight that is
 off by a factor, a replica or a shard fails. Issue numbers are those of NVIDIA/Megatron-LM unless
 said otherwise. Not applicable here: context and sequence parallelism (#673, #906, #1256, #1446),
-expert parallelism, multi-token prediction, LLaVA.
+multi-token prediction, LLaVA.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     # 5916: experts that are left out of the clipping norm
     "grad norm counts experts": (
         {"tp": 2, "dp": 2},
+        {"model": EXPERTS, "optim": {"clip_grad": 0.01}},
+    ),
+    # pytorch #160285, DeepSpeed #5259: gradients of experts that are ep times too large, or too small
+    "gradients of experts with ep": (
+        {"dp": 4, "ep": 2},
         {"model": EXPERTS, "optim": {"clip_grad": 0.01}},
     ),
     # 5047: a balance loss that grows with tp; torchtitan #4154: biases that differ between tp

@@ -85,14 +85,24 @@ class Saved:
         self._files = sorted(self.manifest.shards, key=lambda shard: tuple(shard.place.values()))
         self._at: dict[tuple[tuple[str, int], ...], list[ShardFile]] = {}
         self._open: dict[str, SavedShard] = {}
+        self._placements: dict[int, dict[str, Placement]] = {}
         self.stages = {
             file.place["pp"]: {n for blocks in file.spans for n in blocks}
             for file in self.manifest.shards
         }
 
     def placements(self, stage: int) -> dict[str, Placement]:
-        """Return the placements of a stage's parameters, by name."""
-        return next(self._files_of(stage)).placements
+        """Return the placements of a stage's parameters, by name; ranks along ep have different
+        ones."""
+        if self.manifest.config.parallel.ep == 1:
+            return next(self._files_of(stage)).placements
+        if stage not in self._placements:
+            self._placements[stage] = {
+                name: place
+                for file in self._files_of(stage)
+                for name, place in file.placements.items()
+            }
+        return self._placements[stage]
 
     def holders(self, name: str, tied: str = "") -> list[Holder]:
         """Return the stages that have saved a parameter: under this name first, then under a

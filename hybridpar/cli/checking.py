@@ -78,6 +78,7 @@ class Check:
         )
         grid = config.parallel
         several = {"cp": grid.cp} if grid.cp > 1 else {}
+        several |= {"ep": grid.ep} if grid.ep > 1 else {}
         several |= {"sites": grid.sites} if grid.sites > 1 else {}
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -129,7 +130,8 @@ class Check:
         rates = f"  {describe_points(config.optim.lr_points)}\n" if config.optim.lr_points else ""
         if groups:
             rates += f"\nparameters by group, with the highest learning rate of each\n{group_table(groups)}\n"
-        at_sites = f" cp={grid.cp}" * (grid.cp > 1) + f" at {grid.sites} sites" * (grid.sites > 1)
+        at_sites = f" ep={grid.ep}" * (grid.ep > 1) + f" cp={grid.cp}" * (grid.cp > 1)
+        at_sites += f" at {grid.sites} sites" * (grid.sites > 1)
         print(
             f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, "
             f"{grid.num_ranks} processes\n"

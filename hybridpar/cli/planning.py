@@ -268,6 +268,7 @@ class Plan:
         kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}
         given = parse_grid(self.grid) if self.grid else {}
         _require_whole_samples(given.pop("cp", 1))
+        _require_all_experts(given.pop("ep", 1))
         return kept | given
 
     def _draw(self, best: Candidate) -> None:
@@ -296,12 +297,13 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 def _require_known_costs(config: Config) -> None:
     """Raise a ConfigError for what the planner's costs do not know: several sites, which train
-    separately, so each one is planned separately, and context parallelism."""
+    separately, so each one is planned separately, context parallelism and expert parallelism."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
         )
     _require_whole_samples(config.parallel.cp)
+    _require_all_experts(config.parallel.ep)
 
 
 def _require_whole_samples(cp: int) -> None:
@@ -309,6 +311,15 @@ def _require_whole_samples(cp: int) -> None:
     if cp > 1:
         rule = "not supported by plan and by predicted step times, whose costs are of full samples"
         raise config_error("parallel.cp", cp, rule, "1")
+
+
+def _require_all_experts(ep: int) -> None:
+    """Raise a ConfigError for expert parallelism."""
+    if ep > 1:
+        rule = (
+            "not supported by plan and by predicted step times: costs are of ranks with all experts"
+        )
+        raise config_error("parallel.ep", ep, rule, "1")
 
 
 def resolved(config: Config, ranks: int = 0) -> Config:

@@ -43,7 +43,8 @@ class Verify:
         from hybridpar.verify.run import Disturbance, on_grid, verify
 
         parallel = self.config.parallel
-        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1), "cp": parallel.cp}
+        own = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
+        own["dp"] = max(parallel.dp, parallel.ep)
         sizes = parse_grid(self.grid) if self.grid else own
         resolved(on_grid(self.config, sizes))
         for name, number in (

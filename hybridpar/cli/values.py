@@ -61,13 +61,13 @@ def parse_grid(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         if (
-            axis not in ("tp", "cp", "pp", "dp")
+            axis not in ("tp", "cp", "pp", "dp", "ep")
             or not size.isdecimal()
             or not 0 < int(size) <= 2**16
             or axis in sizes
         ):
             raise config_error(
-                "grid", text, "must give the sizes of tp, cp, pp and dp", "tp=2,pp=2,dp=2"
+                "grid", text, "must give the sizes of tp, cp, pp, dp and ep", "tp=2,pp=2,dp=2"
             )
         sizes[axis] = int(size)
     return sizes

@@ -119,7 +119,7 @@ def attention_of(
 def mlp_of(
     model: ModelConfig, build: Build, layer: int, out_init_std: float
 ) -> ParallelMLP | MixtureOfExperts:
-    """Build the MLP of a layer, counted from 0, or its experts."""
+    """Build the MLP of a layer, counted from 0, or the experts of it that this rank holds."""
     if not model.layer_has_experts(layer):
         return ParallelMLP(
             model.hidden_size,
@@ -153,7 +153,12 @@ def mlp_of(
         build.kernels,
     )
     return MixtureOfExperts(
-        model.hidden_size, build.axis, experts, sequence=build.sequence, **build.factory
+        model.hidden_size,
+        build.axis,
+        experts,
+        ep=build.ep,
+        sequence=build.sequence,
+        **build.factory,
     )
 
 

@@ -24,7 +24,7 @@ from hybridpar.config import (
 )
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
-from hybridpar.grid import Axis
+from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.blocks import Embedding, TransformerLayer
 from hybridpar.models.custom_blocks import Build, adopt, construct, context_of
 from hybridpar.models.groups import (
@@ -60,16 +60,20 @@ class BlockOptions:
             (parallel.sequence).
         groups: `optim.groups`, which are written into the placements of parameters.
         cp: The cp axis, whose ranks share the tokens of each sample.
+        ep: The ep axis, whose ranks share the experts of each layer; None: a rank has all.
     """
 
     kernels: KernelsConfig = AUTO
     sequence: bool = False
     groups: tuple[ParameterGroup, ...] = ()
     cp: Axis = ALONE.axis
+    ep: Axis | None = None
 
     @classmethod
-    def of(cls, config: Config, cp: Axis = ALONE.axis) -> BlockOptions:
-        return cls(config.kernels, config.parallel.sequence, config.optim.groups, cp)
+    def of(cls, config: Config, grid: ProcessGrid) -> BlockOptions:
+        return cls(
+            config.kernels, config.parallel.sequence, config.optim.groups, grid.cp, grid.experts
+        )
 
 
 def build_blocks(
@@ -102,7 +106,14 @@ def build_blocks(
     context = context_of(model, options.cp)
     for number in numbers:
         build = Build(
-            axis, f"blocks.{number}", options.kernels, options.sequence, device, dtype, context
+            axis,
+            f"blocks.{number}",
+            options.kernels,
+            options.sequence,
+            device,
+            dtype,
+            context,
+            options.ep,
         )
         if isinstance(model, ModelConfig):
             blocks[number] = _transformer_block(model, number, build)

@@ -53,6 +53,7 @@ class Build:
         dtype: Type of its parameters.
         context: The ranks that share the tokens of each sample (parallel.cp); for the layers that
             see several tokens, such as `ParallelAttention(.., context=build.context)`.
+        ep: The ranks that share the experts of each layer (parallel.ep); None: a rank has all.
     """
 
     axis: Axis
@@ -62,6 +63,7 @@ class Build:
     device: str | torch.device
     dtype: torch.dtype
     context: Context = ALONE
+    ep: Axis | None = None
 
     @property
     def factory(self) -> dict[str, Any]:

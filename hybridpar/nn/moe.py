@@ -9,6 +9,7 @@
 
 No expert has a capacity, so no token is dropped, and an expert without tokens multiplies no rows.
 
+Over ep (nn/expert_exchange.py) each rank holds some experts, and rows travel to them and back.
 Over tp every expert is split like an MLP. All tp ranks route all tokens alike, because they compute
 with equal bits: a decision of one rank is the decision of all. With sequence parallelism a rank
 computes the logits of its own rows, and the logits of all rows are gathered.
@@ -34,7 +35,7 @@ DeepSeek-V3, arXiv 2412.19437, section 2.1.2; loss-free balancing: arXiv 2408.15
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,8 +46,9 @@ from hybridpar.autograd import apply, once_differentiable
 from hybridpar.comm import copy_to, gather_from, gather_sequence, reduce_from_, scatter_sequence
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
-from hybridpar.grid import Axis
+from hybridpar.grid import EXPERTS, Axis
 from hybridpar.nn.binding import ParameterBinding
+from hybridpar.nn.expert_exchange import RowExchange, own_experts
 from hybridpar.nn.linear import Device
 from hybridpar.nn.matmul import nothing
 from hybridpar.nn.mlp import Activation, ParallelMLP
@@ -185,12 +187,15 @@ class MixtureOfExperts(ParallelModule):
         hidden: Features of a token.
         axis: The tp axis, over which every expert is split.
         experts: Number and sizes of the experts, and the rules by which they are chosen.
+        ep: The ep axis, whose ranks share the experts and have tokens of their own. None: this rank
+            has all experts.
         sequence: Whether calls have `sizes`.
 
     Shapes: [b, s, h] -> the same, replicated over tp; with `sizes` this rank's rows of either.
     Collectives: forward one all-reduce of the output, backward one of the gradient of the input and
     one of the gates'. With `sizes` all-gathers and reduce-scatters replace the all-reduces of input
-    and output, and the logits are gathered.
+    and output, and the logits are gathered. Over ep an all-to-all of loads, and two of rows forward
+    and backward.
     """
 
     bias: Tensor | None
@@ -201,6 +206,7 @@ class MixtureOfExperts(ParallelModule):
         axis: Axis,
         experts: ExpertOptions,
         *,
+        ep: Axis | None = None,
         sequence: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -208,6 +214,7 @@ class MixtureOfExperts(ParallelModule):
         super().__init__(axis)  # every rank counts the loads of all rows, also with `sizes`
         self.num_experts = experts.num_experts
         self.options = experts.router
+        self.ep = Axis(EXPERTS) if ep is None else ep
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(hidden, axis, experts, sequence=sequence, **factory)
 
@@ -224,7 +231,12 @@ class MixtureOfExperts(ParallelModule):
                 **factory,
             )
 
-        self.experts = nn.ModuleList(expert(experts.ffn) for _ in range(experts.num_experts))
+        self.experts = nn.ModuleList()
+        for number in own_experts(experts.num_experts, self.ep):
+            one = expert(experts.ffn)
+            if self.ep.size > 1:
+                _set_apart(one, self.ep)
+            self.experts.add_module(str(number), one)  # names are global
         self.shared = expert(experts.shared_ffn) if experts.shared_ffn else None
         self.register_parameter("bias", None)
         if experts.router.bias_rate:
@@ -243,9 +255,11 @@ class MixtureOfExperts(ParallelModule):
             expert.recompute()
 
     def parts(self, tokens: int) -> list[tuple[ParallelMLP, int]]:
-        """Return all experts, with the number of tokens that each gets at balanced load."""
+        """Return the experts of this rank, with the number of tokens that each gets at balanced
+        load, if all ranks of ep have as many tokens."""
         rows = split_sizes(tokens * self.options.topk, self.num_experts)
-        found: list[Any] = list(zip(self.experts, rows, strict=True))
+        own = [self.ep.size * rows[expert] for expert in own_experts(self.num_experts, self.ep)]
+        found: list[Any] = list(zip(self.experts, own, strict=True))
         return found if self.shared is None else [*found, (self.shared, tokens)]
 
     def forward(
@@ -294,13 +308,36 @@ class MixtureOfExperts(ParallelModule):
         order = torch.argsort(routing.experts.flatten(), stable=True)
         place = torch.argsort(order)  # place of each (token, k) among the sorted rows
         rows = apply(_Dispatch, tokens, order, place, k)
-        parts = rows.split(loads(routing.experts, self.num_experts))
-        outputs = [
-            expert.partial_sum(part)  # type: ignore[operator]  # ModuleList has no types
-            for expert, part in zip(self.experts, parts, strict=True)
-        ]
-        y: Tensor = apply(_Combine, torch.cat(outputs), routing.gates, order, place)
+        counts = loads(routing.experts, self.num_experts)
+        if self.ep.size == 1:
+            outputs = self._run_experts(rows, counts)
+        else:
+            exchange = RowExchange.of(counts, self.ep, rows)
+            outputs = self._run_experts(exchange.to_experts(rows), exchange.loads)
+            outputs = exchange.from_experts(outputs)
+        y: Tensor = apply(_Combine, outputs, routing.gates, order, place)
         return y
+
+    def _run_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the outputs of this rank's experts for rows that are sorted by expert, of which
+        each gets as many as `counts` says."""
+        parts = rows.split(list(counts))
+        return torch.cat(
+            [
+                expert.partial_sum(part)  # type: ignore[operator]  # ModuleList has no types
+                for expert, part in zip(self.experts, parts, strict=True)
+            ]
+        )
+
+
+def _set_apart(module: nn.Module, axis: Axis) -> None:
+    """Place all parameters of a module on this rank of an axis alone."""
+    for part in module.modules():
+        if isinstance(part, ParallelModule):
+            part.placements = {
+                name: replace(placement, apart=(axis.name,))
+                for name, placement in part.placements.items()
+            }
 
 
 def score(logits: Tensor, kind: Score) -> Tensor:

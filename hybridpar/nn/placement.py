@@ -6,6 +6,7 @@ with full gradients (a copy), or held by all with gradients that are partial sum
     along   split                          partial                              copy
     pp      on one stage                   `tied`: on the first and the last
     dp                                     each replica has its micro-batches
+    experts `apart`                        each replica has its micro-batches
     tp      `shard`                        `partial`: each has its own tokens   all else
     others  `shard`                        `partial`                            all else
 
@@ -156,6 +157,7 @@ class Placement:
         factored: Its layer gives each part of its gradient as two factors (nn.matmul.Product).
         sign_step: If above 0, every update moves each element by this much against the sign of its
             gradient, in place of the optimizer's rule; its gradient is no part of the global norm.
+        apart: Axes along which one rank alone holds the parameter, as it does along pp.
     """
 
     shape: tuple[int, ...]
@@ -169,12 +171,13 @@ class Placement:
     factored: bool = False
     lr: float = 1.0
     sign_step: float = 0.0
+    apart: tuple[str, ...] = ()
 
     def along(self, axis: str) -> Held:
         """Return how the ranks along an axis hold it."""
         if axis == "pp":
             return Held.PARTIAL if self.tied else Held.SHARDED
-        if self.shard is not None and self.shard.axis == axis:
+        if axis in self.apart or (self.shard is not None and self.shard.axis == axis):
             return Held.SHARDED
         return Held.PARTIAL if axis in BATCH or axis in self.partial else Held.REPLICATED
 

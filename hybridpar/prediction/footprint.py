@@ -206,7 +206,7 @@ class TracedStage:
                 model,
                 grid.tp,
                 blocks,
-                options=BlockOptions.of(config, grid.cp),
+                options=BlockOptions.of(config, grid),
                 dtype=policy.dtype,
             ),
             recompute,

@@ -47,7 +47,7 @@ class GhostState:
                 config.model,
                 grid.tp,
                 [number for blocks in held.values() for number in blocks],
-                options=BlockOptions.of(config, grid.cp),
+                options=BlockOptions.of(config, grid),
                 dtype=policy.dtype,
             )
         )

@@ -237,7 +237,8 @@ def _bears(config: Config) -> tuple[object, ...]:
         for f in fields(config)
         if f.name not in ("parallel", "pipeline", "data", "run", "train")
     )
-    replicas = parallel.dp if config.compression.replicas_differ or config.feeds_back else 1
+    has_dp = config.compression.replicas_differ or config.feeds_back
+    replicas = parallel.dp if has_dp else parallel.ep
     return (
         *others,
         replace(parallel, zero=0, pp=min(parallel.pp, 2), dp=replicas),
@@ -278,7 +279,9 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
     return replace(
         config,
         model=config.model.with_layers(max(1, len(shape.again)) + (not shape.head)),
-        parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else 1),
+        parallel=replace(
+            parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else parallel.ep
+        ),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward),
         data=DataConfig(),
         run=RunConfig(),

@@ -110,7 +110,17 @@ def assumed_load(config: Config) -> list[str]:
     model = config.model.cost_model
     if model is None or model.routed_experts is None:
         return []
-    tokens = config.train.micro_batch_size * model.tokens_per_sample
+    ep = config.parallel.ep
+    tokens = config.train.micro_batch_size * model.tokens_per_sample * ep
+    if ep > 1:
+        own = -(-model.num_experts // ep)
+        balanced = tokens * model.router_topk * own // model.num_experts
+        most = tokens * min(model.router_topk, own)
+        return [
+            f"experts: at balanced load, {balanced:,} rows a layer on the rank with the most "
+            f"experts; at most {most:,}, if all tokens of the {ep} ranks of a micro-batch visit "
+            "its experts, and a rank keeps the rows that it gets"
+        ]
     return [
         f"experts: at balanced load, {tokens * model.router_topk // model.num_experts:,} rows "
         f"each; at most {tokens:,}, if all tokens of a micro-batch visit one expert, which adds "

@@ -373,7 +373,7 @@ def build_held_blocks(
 ) -> dict[int, nn.Module]:
     """Build the blocks of this rank's stages on the meta device, keyed by block number."""
     numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
-    options = BlockOptions.of(config, grid.cp)
+    options = BlockOptions.of(config, grid)
     return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)
 
 

@@ -391,8 +391,9 @@ def _introduce(
     threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
     sites = f"{parallel.sites} sites of " if parallel.sites > 1 else ""
     context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
+    experts = f" ep={parallel.ep}" if parallel.ep > 1 else ""
     where = (
-        f"{sites}tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}, "
+        f"{sites}tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}{experts}, "
         f"{place.device.type}, {threads}"
     )
     what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"

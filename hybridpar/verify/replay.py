@@ -296,7 +296,7 @@ def alone(config: Config) -> Config:
         early += parallel.pp - 1
     one = replace(
         config,
-        parallel=replace(parallel, tp=1, cp=1, pp=1, dp=1, zero=0),
+        parallel=replace(parallel, tp=1, cp=1, pp=1, dp=1, ep=1, zero=0),
         kernels=KernelsConfig(),
         memory=MemoryConfig(),
         pipeline=replace(

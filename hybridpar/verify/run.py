@@ -190,9 +190,9 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     """Return `config` on a grid; axes that are left out have size 1. Raises: ConfigError."""
     if not isinstance(grid, Mapping):
         raise config_error("grid", grid, "must map names of axes to their sizes", '{"pp": 2}')
-    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "cp", "pp", "dp")}
+    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "cp", "pp", "dp", "ep")}
     wrong = [
-        Problem("grid", axis, "unknown axis", "tp, cp, pp or dp")
+        Problem("grid", axis, "unknown axis", "tp, cp, pp, dp or ep")
         for axis in sorted(set(grid) - set(sizes))
     ]
     wrong += [
@@ -203,7 +203,12 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     if wrong:
         raise ConfigError(*wrong)
     parallel = replace(
-        config.parallel, tp=sizes["tp"], cp=sizes["cp"], pp=sizes["pp"], dp=sizes["dp"]
+        config.parallel,
+        tp=sizes["tp"],
+        cp=sizes["cp"],
+        pp=sizes["pp"],
+        dp=sizes["dp"],
+        ep=sizes["ep"],
     )
     memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
     return replace(config, parallel=parallel, memory=memory)
@@ -365,6 +370,7 @@ def compare(
         num_microbatches=m * parallel.replicas,
     )
     several = {"cp": parallel.cp} if parallel.cp > 1 else {}
+    several |= {"ep": parallel.ep} if parallel.ep > 1 else {}
     several |= {"sites": parallel.sites} if parallel.sites > 1 else {}
     report = Report(
         {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches

@@ -43,6 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
     "train": {"num_steps": STEPS, "micro_batch_size": 1, "dtype": "fp64"},
 }
 BERT = {"kind": "bert", "num_kv_heads": 4}
+FIVE = {"num_experts": 5, "router_bias_rate": 0.01}
 EXPERTS = {"num_experts": 3, "moe_layers": "01", "router_bias_rate": 0.01}
 
 
@@ -94,7 +95,7 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
     whole = run(
         replace(
             expected,
-            parallel=replace(expected.parallel, tp=1, cp=1, pp=1, dp=1, zero=0),
+            parallel=replace(expected.parallel, tp=1, cp=1, pp=1, dp=1, ep=1, zero=0),
             pipeline=replace(expected.pipeline, num_microbatches=BATCH),
         ),
         tmp_path / "whole",
@@ -139,6 +140,14 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
             {"model": EXPERTS, "optim": {"name": "muon"}, "pipeline": {"schedule": "2bw"}},
         ),
         ({"pp": 2}, {"dp": 2, "zero": 3}, {"model": EXPERTS}),
+        ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4, "zero": 1}, {"model": FIVE}),
+        ({"dp": 4, "ep": 4}, {"tp": 2, "pp": 2}, {"model": FIVE, "optim": {"name": "muon"}}),
+        (
+            {"dp": 4, "ep": 2, "zero": 3},
+            {"dp": 2, "ep": 2, "pp": 2},
+            {"model": FIVE, "pipeline": {"schedule": "2bw"}},
+        ),
+        ({"tp": 2}, {"dp": 2, "ep": 2, "zero": 2}, {"model": FIVE}),
         ({"cp": 2, "dp": 2, "zero": 1}, {"cp": 4}, {}),
         ({"cp": 2, "pp": 2}, {"cp": 2, "zero": 3}, {"pipeline": {"schedule": "2bw"}}),
     ],

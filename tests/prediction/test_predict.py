@@ -586,6 +586,14 @@ def test_experts_at_the_load_that_comes(sections: dict[str, Any]) -> None:
     agree(small(**sections))
 
 
+@pytest.mark.thorough
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_of_a_rank(zero: int) -> None:
+    """10 %: a rank keeps the rows that come, and random tokens are not balanced."""
+    agree(small(dp=2, parallel={"ep": 2, "zero": zero}, model=EXPERTS), tolerance=0.1)
+
+
 def test_activations_of_a_v_are_even_over_ranks() -> None:
     """V-Half holds 5 of the 8 micro-batches of 2bw's first rank, on every rank; with the ends of
     the model 0.64."""
@@ -840,3 +848,6 @@ def test_the_assumed_load_of_experts_is_named() -> None:
     assert assumed_load(small()) == []
     (line,) = assumed_load(small(model=EXPERTS))
     assert line.startswith("experts: at balanced load, 64 rows each; at most 256, if all tokens")
+    (line,) = assumed_load(small(model=EXPERTS, dp=6, parallel={"ep": 6}))
+    assert line.startswith("experts: at balanced load, 768 rows a layer on the rank with the most")
+    assert "at most 3,072, if all tokens of the 6 ranks" in line

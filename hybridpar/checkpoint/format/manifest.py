@@ -44,7 +44,7 @@ from hybridpar.config import (
 )
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
-from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
+from hybridpar.grid import ALONE, BATCH, EXPERTS, MODEL, Place, sizes_of, where_of
 from hybridpar.reading import errors_as, parse_json, read_limited
 
 FORMAT = 3
@@ -188,6 +188,7 @@ class Manifest:
         parallel = self.config.parallel
         step = self.step
         others = {"cp": parallel.cp} if parallel.cp > 1 else {}
+        others |= {"ep": parallel.ep} if parallel.ep > 1 else {}
         others |= {"sites": parallel.sites} if parallel.sites > 1 else {}
         document = {
             "format": FORMAT,
@@ -373,12 +374,15 @@ def _check_stages(manifest: Manifest) -> None:
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
+    copies = [name for name in BATCH if name != EXPERTS]
     firsts = [
-        shard for shard in manifest.shards if not any(shard.place.get(name) for name in BATCH)
+        shard for shard in manifest.shards if not any(shard.place.get(name) for name in copies)
     ]
-    if len(firsts) != parallel.pp * parallel.tp * parallel.sites:
+    if len(firsts) != parallel.pp * parallel.ep * parallel.tp * parallel.sites:
+        experts = f", {parallel.ep} expert-parallel" if parallel.ep > 1 else ""
         raise ValueError(
-            f"its files do not match {parallel.pp} stages and {parallel.tp} tensor-parallel ranks"
+            f"its files do not match {parallel.pp} stages{experts} and {parallel.tp} "
+            f"tensor-parallel ranks"
         )
     held = {(shard.place["pp"], shard.blocks) for shard in manifest.shards}
     stages = sorted(

@@ -17,10 +17,12 @@ from hybridpar.checkpoint.format.tensorfile import TensorFile, write_tensors
 from hybridpar.checkpoint.handover import Written
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import Place, ProcessGrid
+from hybridpar.grid import EXPERTS, Place, ProcessGrid
 from hybridpar.job import JobPlan
+from hybridpar.nn.placement import Held
 from hybridpar.state import RankState
 from hybridpar.state.kind import StateKind
+from hybridpar.state.kinds import parse_key
 
 
 class Trainee(Protocol):
@@ -53,11 +55,16 @@ class Part:
     @staticmethod
     def of(engine: Trainee) -> Part:
         """Return the part of this rank. `tensors` are the ones that it trains, without those
-        that the first replica writes."""
+        that another replica writes: the first one that holds them."""
         grid = engine.grid
         state = engine.state
         held = engine.job.held(grid.pp.rank)
-        tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
+        tensors = {
+            key: tensor
+            for kind in writes(engine)
+            for key, tensor in kind.tensors().items()
+            if _is_first(engine, key) or _is_own(engine, kind)
+        }
         return Part(
             saved_place(engine.config, grid.place),
             tuple(edge for blocks in held.values() for edge in (blocks.start, blocks.stop)),
@@ -106,12 +113,22 @@ def is_writer(engine: Trainee) -> bool:
 
 
 def writes(engine: Trainee) -> list[StateKind]:
-    """Return the kinds of state in this rank's file. State that all replicas share is in the
-    first replica's file only."""
-    shares = engine.config.parallel.zero > 0
+    """Return the kinds of state in this rank's file. State that replicas share is in the file of
+    the first of them only."""
     return [
         kind
         for kind in engine.state.kinds
-        if kind.saved
-        and (engine.grid.dp_cp.is_first or kind.differs or (shares and not kind.whole))
+        if kind.saved and (engine.grid.expert_dp.is_first or _is_own(engine, kind))
     ]
+
+
+def _is_own(engine: Trainee, kind: StateKind) -> bool:
+    """Return whether each replica has state of its own of this kind."""
+    return kind.differs or (engine.config.parallel.zero > 0 and not kind.whole)
+
+
+def _is_first(engine: Trainee, key: str) -> bool:
+    """Return whether this rank is the first of those that hold the same tensor."""
+    _, parameter, _ = parse_key(key)
+    is_apart = engine.state.placements[parameter].along(EXPERTS) is Held.SHARDED
+    return (engine.grid.expert_dp if is_apart else engine.grid.dp_cp).is_first

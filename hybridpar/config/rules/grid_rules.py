@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from math import gcd
 
 from hybridpar.config.all_sections import Config
 from hybridpar.config.compression_methods import GRADIENTS
@@ -24,6 +25,37 @@ def parallel(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.sequence", True, rule, "false")
     if section.cp > 1:
         yield from _context(config)
+    if section.ep > 1:
+        yield from _experts(config)
+
+
+def _experts(config: Config) -> Iterator[Problem]:
+    """Yield what keeps replicas from sharing the experts of each layer."""
+    section = config.parallel
+    ep = section.ep
+    experts = config.model.routed_experts
+    if experts is None:
+        rule = "requires experts (model.num_experts), which ranks of ep share"
+        yield Problem("parallel.ep", ep, rule, "1")
+        return
+    if ep > experts.number:
+        rule = f"must be at most model.num_experts = {experts.number}: each rank holds an expert"
+        yield Problem("parallel.ep", ep, rule, str(experts.number))
+    if section.dp % ep:  # 0 is filled in, and checked then
+        rule = f"must divide parallel.dp = {section.dp}: neighbouring replicas share experts"
+        yield Problem("parallel.ep", ep, rule, str(gcd(ep, section.dp)))
+    if section.sites > 1:
+        rule = f"not supported with parallel.sites = {section.sites}"
+        yield Problem("parallel.ep", ep, rule, "1")
+    if config.memory.is_limited:
+        rule = (
+            "not supported with memory.limit and memory.budget: replicas would move different "
+            "experts, and need equal plans"
+        )
+        yield Problem("parallel.ep", ep, rule, "1")
+    if config.compression.gradients != "none":
+        rule = f'not supported with compression.gradients = "{config.compression.gradients}"'
+        yield Problem("parallel.ep", ep, rule, "1")
 
 
 def _context(config: Config) -> Iterator[Problem]:

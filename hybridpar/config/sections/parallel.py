@@ -37,6 +37,11 @@ class ParallelConfig:
     has seq_length / cp tokens of every layer, in two pieces for equal work, and receives the keys
     and values of the others. The ranks are replicas of the parameters: gradients are summed, and
     ZeRO shards, over dp * cp of them. GPT only."""
+    ep: Annotated[int, Within(1, 2**16)] = 1
+    """Expert parallelism: neighbouring replicas that share the experts of each layer
+    (model.num_experts), as evenly as possible. Rows of tokens travel to the ranks of their experts
+    and back. Must divide dp. Gradients of an expert are summed, and ZeRO shards it, over the dp / ep
+    replicas that hold it."""
 
     @property
     def num_ranks(self) -> int:

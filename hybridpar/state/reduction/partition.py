@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Parts, Works, all_gather_async, reduce_scatter_async
-from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.grid import EXPERTS, Axis, ProcessGrid
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
@@ -68,13 +68,18 @@ def make_routes(
         common_rows = has_shared_rows(placement)
         cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
         return Route(
-            grid.embedding_group if tied and grid.pp.size > 1 else grid.dp_cp,
+            grid.embedding_group if tied and grid.pp.size > 1 else _replicas_of(placement, grid),
             (placement.shard is None, common_rows),
             sharded=policy.parallel.zero > 0 and not common_rows,
             whole=0 if cuttable else prod(placement.shape),
         )
 
     return {name: route(name, placement) for name, placement in placements.items()}
+
+
+def _replicas_of(placement: Placement, grid: ProcessGrid) -> Axis:
+    """Return the ranks of a site that hold the same part of a parameter."""
+    return grid.expert_dp if placement.along(EXPERTS) is Held.SHARDED else grid.dp_cp
 
 
 def frozen_routes(
@@ -85,7 +90,7 @@ def frozen_routes(
     """
     return {
         name: Route(
-            grid.dp_cp,
+            _replicas_of(placement, grid),
             (False, common_rows),
             sharded=policy.splits_weights and not common_rows,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from math import gcd
 
 from hybridpar.config import Config
 from hybridpar.validate import problems
@@ -35,7 +36,7 @@ def shrink(config: Config, num_ranks: int) -> Config | None:
             continue
         smaller = replace(
             config,
-            parallel=replace(parallel, dp=dp, sites=sites),
+            parallel=replace(parallel, dp=dp, sites=sites, ep=gcd(parallel.ep, dp)),
             pipeline=replace(pipeline, num_microbatches=microbatches // (dp * sites)),
         )
         if not problems(smaller, num_ranks_used):

@@ -82,7 +82,7 @@ def site_traffic(config: Config) -> SiteTraffic | None:
     """
     if config.parallel.sites == 1:
         return None
-    one = replace(config, parallel=replace(config.parallel, dp=1))
+    one = replace(config, parallel=replace(config.parallel, dp=1, ep=1))
     job = JobPlan(one)
     totals = [0] * config.outer.fragments
     for rank in range(one.parallel.num_ranks // one.parallel.sites):

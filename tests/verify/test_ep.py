@@ -1,0 +1,144 @@
+"""Replicas that share the experts of each layer equal one process: 6 experts over 1 to 4 ranks, in
+any split, with every other kind of parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import start
+from ranks import run_ranks
+from verify.test_experts import BERT, DEEPSEEK, GELU, holds, make, named
+
+from hybridpar.config import Config
+from hybridpar.verify.run import Disturbance, run_grid, verify
+
+pytestmark = pytest.mark.ranks
+
+SIX = {"num_experts": 6}
+
+
+def six(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    return make(SIX | (model or {}), **sections)
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "model", [{}, DEEPSEEK, GELU, BERT], ids=["mixtral", "seek", "gelu", "bert"]
+)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"dp": 4, "ep": 4},
+        {"dp": 3, "ep": 3},
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 2},
+        {"dp": 2, "ep": 2, "tp": 2},
+        {"dp": 2, "ep": 2, "pp": 2},
+        {"dp": 4, "ep": 2, "tp": 2, "pp": 2},
+        {"dp": 4, "ep": 1},
+    ],
+    ids=named,
+)
+def test_grids(grid: dict[str, int], model: dict[str, Any], zero: int) -> None:
+    """Over 4 ranks the experts are 2, 2, 1, 1."""
+    holds(grid, six(model, parallel={"zero": zero}), num_batches=2)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("recompute", ["none", "all", "selective", "stage"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "naive"},
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b", "split_backward": True},
+        {"schedule": "2bw"},
+        {"schedule": "2bw", "split_backward": True},
+        {"schedule": "pipedream"},
+        {"schedule": "interleaved", "split": (1, 1, 2, 1)},
+        {"schedule": "1f1b", "stage_layout": "v", "split_backward": True},
+    ],
+    ids=lambda p: "-".join(map(str, p.values())),
+)
+def test_schedules(pipeline: dict[str, Any], recompute: str) -> None:
+    config = six(DEEPSEEK, pipeline={**pipeline, "recompute": recompute})
+    holds({"pp": 2, "dp": 2, "ep": 2}, config, num_batches=4)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    "optim",
+    [{"name": "muon"}, {"name": "lamb"}, {"name": "sgd", "momentum": 0.9}, {"clip_grad": 0.01}],
+    ids=str,
+)
+def test_optimizers(optim: dict[str, Any], zero: int) -> None:
+    """The norm counts every expert once, whichever rank holds it."""
+    config = six(DEEPSEEK, optim=optim, parallel={"zero": zero})
+    holds({"tp": 2, "dp": 4, "ep": 2}, config)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_packed_documents(packing: str, sequence: bool) -> None:
+    config = six(data={"packing": packing}, parallel={"sequence": sequence})
+    holds({"tp": 2, "dp": 3, "ep": 3}, config, num_batches=2)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("memory", [{"host_optimizer": True}, {"offload_activations": 1}], ids=str)
+def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
+    holds({"dp": 2, "ep": 2}, six(DEEPSEEK, memory=memory), num_batches=2)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_skipped_batches_and_a_restart(schedule: str, zero: int) -> None:
+    """A batch with NaN leaves weights and biases; a checkpoint of all experts is read again."""
+    config = six(DEEPSEEK, pipeline={"schedule": schedule}, parallel={"zero": zero})
+    disturbance = Disturbance(frozenset({1}), resume_at=2)
+    report = verify(config, {"dp": 4, "ep": 2}, 4, disturbance)
+    assert report.ok, report.first_divergence
+
+
+def test_every_rank_holds_its_experts_and_sends_rows_alone() -> None:
+    """Bytes of a micro-batch: loads; rows out and back, forward and backward. Rows that a rank
+    sends itself are counted with the others."""
+    config = six({"num_layers": 2}, train={"dtype": "fp64"}, parallel={"dp": 4, "ep": 4})
+    found = run_ranks(held_and_sent, 4, config)
+    assert [sorted(held) for held, _, _ in found] == [[0, 1], [2, 3], [4], [5]]
+    tokens = 14 * 2
+    rows = 8 * 48 * tokens * 2
+    for _, calls, num_bytes in found:
+        assert calls == 2 * 3 * 5
+        assert sum(one[2] for one in found) == 4 * 2 * 3 * (8 * 6 + 4 * rows)
+        assert num_bytes > 2 * 3 * (8 * 6 + 2 * rows)
+
+
+def held_and_sent(config: Config) -> tuple[set[int], int, int]:
+    engine, loader = start(config)
+    engine.train(loader, 1, lambda step: None)
+    traffic = engine.grid.experts.traffic
+    names = [name.split(".") for name in engine.state.placements if ".experts." in name]
+    held = {int(parts[4]) for parts in names}
+    return held, traffic.calls["all_to_all"], traffic.num_bytes["all_to_all"]
+
+
+@pytest.mark.thorough
+def test_biases_are_equal_on_every_grid() -> None:
+    def biases(**parallel: int) -> list[torch.Tensor]:
+        dp = parallel["dp"]
+        config = six(train={"dtype": "fp64", "micro_batch_size": 12 // dp}, parallel=parallel)
+        weights = run_grid(config, 3).weights[-1]
+        return [tensor for name, tensor in weights.items() if name.endswith("mlp.bias")]
+
+    expected = biases(dp=1)
+    assert len(expected) == 3
+    assert all(bias.any() for bias in expected)
+    for grid in ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}):
+        assert all(map(torch.equal, biases(**grid), expected))
