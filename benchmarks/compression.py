@@ -211,7 +211,7 @@ def arrived() -> dict[str, dict[str, float]]:
     grid = ProcessGrid(dp=dist.get_world_size())
     layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
     placements = {
-        name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),))
+        name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),), factored=True)
         for name, size in SIZES.items()
     }
     found = {}
@@ -331,7 +331,7 @@ def losses(
         "dp_size": grid.num_replicas,
     }
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
-    held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
+    held_out = engine.evaluate(BatchLoader(data.valid[""], **options), 8)
     codec = f"{method} from {start}" if start else method
     return {
         "case": f"{schedule} {codec}, {steps} steps, seed {seed}",

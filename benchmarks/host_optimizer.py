@@ -91,7 +91,7 @@ def by_decay(state: RankState, tensors: Mapping[str, Tensor]) -> dict[float, lis
         d: [
             tensors[slot.name].detach()
             for slot in state.slots
-            if slot.placement.weight_decay is (d == decay)
+            if (slot.placement.weight_decay > 0) is (d == decay)
         ]
         for d in (decay, 0.0)
     }

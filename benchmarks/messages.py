@@ -98,7 +98,7 @@ def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
     )
     train, valid = (
         BatchLoader(of, micro_batch_size=whole, num_microbatches=1)
-        for of in (data.train, data.valid)
+        for of in (data.train, data.valid[""])
     )
     return Engine(JobPlan(one), ProcessGrid(), torch.device("cpu")), train, valid
 
