@@ -265,8 +265,8 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinishe
             split = _best_of(graph, split, device)
     if not tried:
         return _packed(w, graph, "dp", clock, str(reason))
-    device = _best_of(graph, split, packed_evenly(graph))
-    if device is None:
+    best = _best_of(graph, split, packed_evenly(graph))
+    if best is None:
         raise config_error(
             "solver",
             "dp",
@@ -274,7 +274,7 @@ def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinishe
             "milp-contiguous",
         )
     found = SolverResult(
-        graph.devices(device),
+        graph.devices(best),
         work_bound(graph),
         note=f"{reason}: this is the best split of {tried} order{'s' * (tried > 1)}",
         stats={"classes": graph.num_classes},
