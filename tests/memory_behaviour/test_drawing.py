@@ -15,7 +15,7 @@ from memory_behaviour.pipeline_trace import HEADER, KIB, trace
 from hybridpar.memory_behaviour.analysis.account import Account, examine
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
-from hybridpar.memory_behaviour.events import Category, Span
+from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What
 from hybridpar.memory_behaviour.pictures.drawing import (
     COLOURS,
     draw_blocks,
@@ -25,7 +25,7 @@ from hybridpar.memory_behaviour.pictures.drawing import (
     stacked,
 )
 from hybridpar.memory_behaviour.pictures.page import html_page, perfetto
-from hybridpar.memory_behaviour.pictures.sections import Section, as_text
+from hybridpar.memory_behaviour.pictures.sections import Section, _swaps, as_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -147,13 +147,38 @@ def test_shapes_are_bounded_however_many_blocks_there_are(unit: int) -> None:
 
 def test_intervals_above_and_below_the_line_of_a_link_are_all(account: Account) -> None:
     said = "\n".join(texts(draw_intervals(account).svg()))
-    gaps = [gap for gap in account.gaps if gap.seconds > 0]
+    gaps = account.gaps
     for name, link in LINKS.items():
         fit = sum(gap.num_bytes <= swappable(gap.seconds, link) for gap in gaps)
         assert f"{name}: in {fit:,} intervals, below its line" in said
         assert f"in {len(gaps) - fit:,}, above it, not" in said
     untimed = "\n".join(texts(draw_intervals(account_of(trace(2), timed=False)).svg()))
     assert "pcie" not in untimed
+
+
+def test_the_report_and_the_picture_count_the_same_intervals() -> None:
+    """An operator that reads and writes a block accesses it at one time."""
+    spans = [
+        Span(
+            step,
+            f"F{step - 1}@0v0",
+            float(step),
+            step + 0.9,
+            [
+                *([MemoryEvent(What.MALLOC, 0, 4096, "aten::empty", 1.0)] if step == 1 else []),
+                MemoryEvent(What.READ, 0, 4096, "aten::add_", step + 0.2),
+                MemoryEvent(What.WRITE, 0, 4096, "aten::add_", step + 0.2),
+                MemoryEvent(What.READ, 0, 4096, "aten::mul", step + 0.5),
+            ],
+        )
+        for step in (1, 2)
+    ]
+    account = account_of(spans)
+    assert [gap.seconds for gap in account.gaps] == pytest.approx([0.3, 0.7, 0.3])
+    assert account.behaviour.intervals.distribution.count == 3
+    (swaps,) = _swaps(account)
+    assert {row[2] for row in swaps.rows[1:]} == {"3"}
+    assert any("3 intervals" in text for text in texts(draw_intervals(account).svg()))
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:

@@ -19,7 +19,7 @@ from hybridpar.schedules.draw.svg import FORWARDS
 
 
 class Gap(NamedTuple):
-    """Time between two consecutive accesses of a block."""
+    """Time between two consecutive accesses of a block, by two operators (see behaviour.py)."""
 
     seconds: float
     num_bytes: int
@@ -148,6 +148,7 @@ def examine(
         Gap(after.time - before.time, life.num_bytes, categories[life.block])
         for life in blocks
         for before, after in pairwise(life.accesses)
+        if after.time > before.time
     ]
     return Account(
         header,

@@ -4,7 +4,8 @@ length.
 peak          the owners of memory at its maximum
 timeline      bytes alive by category over time
 intervals     access time intervals: time between two consecutive accesses (reads, writes) of
-              the same block
+              the same block. What one operator reads and writes, it accesses at one time: that is
+              no interval
 reuse         bytes of distinct other blocks that are accessed between two consecutive accesses
               of the same block
 lifetimes     free - malloc, of blocks that are freed
@@ -197,8 +198,9 @@ class _Pass:
         distance = self._distances.access(event.block, event.num_bytes)
         if block.last is not None and distance is not None:
             seconds = max(event.time - block.last.time, 0.0)
-            self._intervals.add(seconds)
             self._reuse.add(distance)
+            if seconds > 0:
+                self._intervals.add(seconds)
             product = seconds * event.num_bytes
             if product and (len(self._outliers) < MOST_OUTLIERS or product > self._outliers[0][0]):
                 push = heappush if len(self._outliers) < MOST_OUTLIERS else heappushpop

@@ -192,7 +192,7 @@ def draw_strip(account: Account) -> Picture:
 def draw_intervals(account: Account) -> Picture:
     """Draw access intervals by length and bytes of the block; below a link's line the block could
     be swapped out during the interval."""
-    points = [p for p in account.gaps if p.seconds > 0 and p.num_bytes > 0]
+    points = account.gaps
     unit = "time" if account.timed else f"time in {account.time_unit}"
     shortest, longest = (f((p.seconds for p in points), default=1.0) for f in (min, max))
     least, most = (f((p.num_bytes for p in points), default=1) for f in (min, max))
