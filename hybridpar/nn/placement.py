@@ -147,7 +147,8 @@ class Placement:
         weight_decay: Factor of optim.weight_decay, 0 for biases and norms.
         lr: Factor of the learning rate.
         tied: Parameters with the same non-empty name are one parameter, held by the first and last
-            pipeline stage; their gradients are summed over the `ends` axis and it is counted once.
+            pipeline stage; their gradients are summed over the embedding group, and it is counted
+            once.
         matrices: The hidden matrices that a 2-D parameter consists of, each as ranges of global
             rows, in order; together they are all rows. Empty for embeddings, output heads and
             vectors.

@@ -55,7 +55,7 @@ def make_routes(
     """Return the routes of the gradients of a stage's parameters.
 
     A weight tied across stages is reduced over both of its holders and all their replicas at once
-    (`ends`); a rank that has both ends has added them already. Replicated parameters are in other
+    (the embedding group); a rank that has both ends has added them already. Replicated parameters are in other
     buckets than sharded ones: Gloo adds in an order that depends on the place in the message, and
     replicated parameters must come out equal on all tp ranks, whose sharded parameters differ in
     size. Rows that several tp ranks hold lie at different places there, so all ranks update them.

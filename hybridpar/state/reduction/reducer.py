@@ -1,5 +1,5 @@
-"""Reduces gradients over the dp axis, bucket by bucket, while the last backward of the batch still
-runs.
+"""Reduces gradients over the ranks that hold the same parameters, bucket by bucket, while the last
+backward of the batch still runs.
 """
 
 from __future__ import annotations
