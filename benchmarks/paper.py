@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import as_text
-from benchmarks.paper_points import STATEMENTS, rows
+from benchmarks.paper_points import STATEMENTS, as_read, rows
 from benchmarks.paper_systems import (
     MICRO_BATCH,
     Machine,
@@ -299,6 +299,7 @@ def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path)
         },
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
         "statements": {text: holds() for text, holds in STATEMENTS.items()},
+        "points": list(as_read()),
         "curves": list(rows()),
     }
     path.write_text(as_text(document) + "\n")

@@ -18,7 +18,7 @@ from benchmarks.paper import (
     check,
     simulated_speeds,
 )
-from benchmarks.paper_points import MISSED, STATEMENTS
+from benchmarks.paper_points import MISSED, READ, STATEMENTS, speed
 from benchmarks.paper_systems import (
     MICRO_BATCH,
     UPDATE_TRAFFIC,
@@ -63,6 +63,20 @@ def test_stated_speed_ups(speeds: Speeds, i: int) -> None:
 @pytest.mark.parametrize("text", STATEMENTS)
 def test_what_is_said_of_figures_8_and_12(text: str) -> None:
     assert STATEMENTS[text]() == (text != MISSED)
+
+
+@pytest.mark.parametrize("setting", READ, ids=lambda s: f"{s.name} d={s.depth} b={s.micro_batch}")
+def test_points_of_figures_8_and_12(setting: Setting) -> None:
+    """Read by eye, good for a tenth; the simulator's error may be another tenth."""
+    assert speed(setting) == pytest.approx(READ[setting], rel=0.2)
+
+
+def test_order_of_the_points_of_figures_8_and_12() -> None:
+    curves: dict[tuple[int, bool], list[float]] = {}
+    for setting in READ:
+        curves.setdefault((setting.servers, setting.recompute), []).append(speed(setting))
+    for curve in curves.values():
+        assert curve == sorted(curve)
 
 
 def test_throughputs_of_the_figure(speeds: Speeds) -> None:

@@ -36,7 +36,7 @@ def config(
 ) -> Config:
     return Config(
         model=replace(MODEL, **model),
-        parallel=ParallelConfig(tp, pp, dp, zero),  # type: ignore[arg-type]
+        parallel=ParallelConfig(tp, pp, dp, zero=zero),  # type: ignore[arg-type]
         pipeline=PipelineConfig(
             schedule=schedule, num_microbatches=m, split=split, recompute=recompute
         ),  # type: ignore[arg-type]

@@ -237,10 +237,24 @@ class StageCosts:
         return self.kinds_on[rank][self.kind(number)]
 
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a block, including collectives over tp."""
+        """Return the seconds of forward and backward of a block, including collectives over tp.
+
+        The CPU launches kernels while the device waits for a collective, so of both waits the
+        longer counts.
+        """
         cost = self.block(number, rank)
         forward, backward = self.waits[self.kind(number)]
-        return cost.forward + forward, cost.backward + backward
+        return (
+            cost.forward - cost.forward_idle + max(cost.forward_idle, forward),
+            cost.backward - cost.backward_idle + max(cost.backward_idle, backward),
+        )
+
+    def block_idle(self, number: int, rank: int = 0) -> tuple[float, float]:
+        """Return the seconds of forward and backward of a block in which the device waits for
+        launches alone."""
+        cost = self.block(number, rank)
+        forward, backward = self.waits[self.kind(number)]
+        return max(0.0, cost.forward_idle - forward), max(0.0, cost.backward_idle - backward)
 
     @cached_property
     def stages(self) -> list[StageCost]:
@@ -276,6 +290,7 @@ class StageCosts:
         last = self.config.model.num_blocks - 1
         costs = [self.block(n, rank) for n in blocks]
         times = [self.block_time(n, rank) for n in blocks]
+        idle = [self.block_idle(n, rank) for n in blocks]
         gather_input, gather_gradient = self.gathers(blocks)
         coding, coding_back = self.codecs.times(blocks, recompute.whole)
         embedding = self.block(0, rank)
@@ -304,8 +319,8 @@ class StageCosts:
             sum(c.parameters for c in costs) - twice_parameters,
             tied if other_end else 0,
             sum(
-                c.forward_idle * (1 + (n in again)) + c.backward_idle
-                for n, c in zip(blocks, costs, strict=True)
+                forward * (1 + (n in again)) + backward
+                for n, (forward, backward) in zip(blocks, idle, strict=True)
             ),
         )
 

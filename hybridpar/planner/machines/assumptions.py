@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridpar.ops.backends.libraries import OLDEST_GPU
 from hybridpar.planner.machines.hardware import GIB, Device, Link
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.prediction.limit import RESERVED
@@ -15,7 +16,12 @@ def assumption_lines(machine: Machine) -> list[str]:
     lines = (
         []
         if machine.measured
-        else [*_links(machine), *map(_device, machine.devices), *_overlap(machine)]
+        else [
+            *_links(machine),
+            *map(_device, machine.devices),
+            *_missing_types(machine),
+            *_overlap(machine),
+        ]
     )
     return [*lines, _memory(machine)]
 
@@ -65,8 +71,20 @@ def _device(device: Device) -> str:
         f"{device.name}: large matrix products at {device.matmul_share:.0%} of "
         f"{1e-12 * device.peak_flops:,.4g} "
         f"TFLOP/s (matmul_share), element-wise kernels at {device.memory_share:.0%} of "
-        f"{1e-9 * device.memory_bandwidth:,.4g} GB/s; small products less, by their shapes"
+        f"{1e-9 * device.memory_bandwidth:,.4g} GB/s; small products less, by their shapes; a CPU "
+        f"launches a kernel in {1e6 * device.launch:.3g} us (launch_us)"
     )
+
+
+def _missing_types(machine: Machine) -> Iterator[str]:
+    """Yield a line for each device that cannot multiply in the type that was asked for."""
+    dtype = machine.profile.settings.get("train", {}).get("dtype")
+    for device in machine.devices:
+        if dtype == "bf16" and device.capability < OLDEST_GPU:
+            yield (
+                f"{device.name} has no products in bf16, so the times are those of fp16: train with "
+                'train.dtype = "fp16"'
+            )
 
 
 def _overlap(machine: Machine) -> Iterator[str]:

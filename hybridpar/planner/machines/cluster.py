@@ -24,13 +24,14 @@ from hybridpar.planner.machines.hardware import (
     Device,
     Level,
     Link,
+    device_like,
     find_device,
     find_link,
 )
 from hybridpar.planner.machines.kernel_times import (
-    OURS,
     Kernels,
     block_times,
+    kernels_for,
     remake_time,
     work_time,
 )
@@ -49,6 +50,8 @@ SWEPT = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are estimated; others are interpolated."""
 
 _MOST = 1e9
+_OWN_MATMUL_SHARE = 0.6
+"""`matmul_share` of a device that the table does not have."""
 _MOST_DEVICES = 100_000
 _DEVICE = {
     "name": str,
@@ -56,6 +59,7 @@ _DEVICE = {
     "memory_gib": float,
     "memory_gb_per_s": float,
     "matmul_share": float,
+    "launch_us": float,
 }
 _LINK = {
     "name": str,
@@ -98,6 +102,7 @@ _USUAL = {
     "memory_gib": "80",
     "memory_gb_per_s": "2000",
     "matmul_share": "0.6",
+    "launch_us": "57",
     "gbit_per_s": "25",
     "back_gbit_per_s": "25",
     "latency_us": "10",
@@ -321,12 +326,21 @@ def _device(given: str | Mapping[str, Any], where: str) -> Device:
     if GIB * given["memory_gib"] <= RESERVED:
         rule = f"must be above {RESERVED / GIB}, which a GPU's context and communicators take"
         raise config_error(f"{where}.memory_gib", given["memory_gib"], rule, _USUAL["memory_gib"])
-    return Device(
+    device = Device(
         given.get("name", "own device"),
         1e12 * given["tflops"],
         GIB * given["memory_gib"],
         1e9 * given["memory_gb_per_s"],
-        given.get("matmul_share", 0.6),
+        _OWN_MATMUL_SHARE,
+    )
+    if (known := device_like(device)) is not None:
+        device = replace(
+            known, name=given.get("name", known.name), memory_bytes=device.memory_bytes
+        )
+    return replace(
+        device,
+        matmul_share=given.get("matmul_share", device.matmul_share),
+        launch=1e-6 * given["launch_us"] if "launch_us" in given else device.launch,
     )
 
 
@@ -467,10 +481,19 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
 
 
 def estimate(
-    config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
+    config: Config,
+    cluster: Cluster,
+    sizes: Sequence[int] = SWEPT,
+    kernels: Kernels | None = None,
 ) -> Profile:
     """Return the estimated profile of a model on a cluster's device: GPT and BERT by formulas,
     other models by their operators.
+
+    Args:
+        config: The configuration of the model.
+        cluster: The cluster.
+        sizes: Micro-batch sizes.
+        kernels: Kernels of a framework; None for ours.
 
     Raises:
         ConfigError: The model is not in 16 bits.
@@ -483,6 +506,7 @@ def estimate(
             "bf16",
         )
     device = cluster.device
+    kernels = kernels or kernels_for(device)
     degrees = [
         t for t in (1, 2, 4, 8, 16, 32) if t <= min(config.model.max_tp, cluster.num_devices)
     ]

@@ -52,6 +52,15 @@ class Device:
     attention_back_share: float = 0.3
     """Share of `peak_flops` that the backward of fused attention reaches under the same
     conditions."""
+    launch: float = 57e-6
+    """CPU seconds to launch a kernel of a layer, with its Python, autograd and allocation, on the
+    servers that carry the device. Measured beside the H200: GPT 345M without CUDA graphs takes 75
+    ms a step, in which the device waits for 1,310 launches (benchmarks/results:
+    gpu_single_before.json, launches in gpu_single_1.3B.json). On the V100's servers, whose CPUs are
+    of 2016, read off PipeDream-2BW's figures 8 and 12 (benchmarks/paper_points.py). Else an
+    estimate."""
+    capability: tuple[int, int] = (8, 0)
+    """Compute capability, which decides the kernels that can run."""
 
     def matmul_time(self, flops: float) -> float:
         return flops / (self.peak_flops * self.matmul_share)
@@ -129,8 +138,12 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.68, units=80),
-        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.68, units=80),
+        Device(
+            "v100-16gb", 125e12, 16 * GIB, 900e9, 0.68, launch=70e-6, units=80, capability=(7, 0)
+        ),
+        Device(
+            "v100-32gb", 125e12, 32 * GIB, 900e9, 0.68, launch=70e-6, units=80, capability=(7, 0)
+        ),
         Device(
             "a100-40gb",
             312e12,
@@ -189,6 +202,9 @@ _FAMILIES = {
     "pci": "pcie",
 }
 """Beginnings of link names, and the family that each one means."""
+_SAME_SHEET = 0.1
+"""Largest difference of the numbers of two data sheets of one card, such as its PCIe and SXM
+versions."""
 _LIKE = 0.5
 """Smallest similarity, as difflib computes it, at which a name may have been meant."""
 
@@ -205,6 +221,23 @@ def find_device(name: str, field: str = "device", or_else: str = "") -> Device:
         ConfigError: The table has no such device.
     """
     return _find(field, name, DEVICES, nearest_device(name), or_else)
+
+
+def device_like(device: Device) -> Device | None:
+    """Return the device of the table that another one's data sheet describes, or None: the most
+    similar one whose peak and memory bandwidth differ by less than a tenth."""
+
+    def distance(known: Device) -> float:
+        return max(
+            abs(1 - device.peak_flops / known.peak_flops),
+            abs(1 - device.memory_bandwidth / known.memory_bandwidth),
+        )
+
+    def more_memory(known: Device) -> float:
+        return abs(known.memory_bytes - device.memory_bytes)
+
+    best = min(DEVICES.values(), key=lambda known: (distance(known), more_memory(known)))
+    return best if distance(best) < _SAME_SHEET else None
 
 
 def find_link(name: str, field: str = "link") -> Link:

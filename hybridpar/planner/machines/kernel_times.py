@@ -9,9 +9,9 @@ time      waves * 2 * tile * (k + FILL) / rate of a multiprocessor, or the time 
 waves     ceil(tiles / multiprocessors)
 
 So a partial last wave, a partial edge tile and a short k all cost time. The cheapest of several
-tile sizes is used, and k is split if there are few tiles. Each kernel also costs a launch, and all
-kernels together take no less than the CPU takes to launch them. Kernels run one after the other, so
-their times add up.
+tile sizes is used, and k is split if there are few tiles. Kernels run one after the other, so their
+times add up. All kernels of a block together take no less than the CPU takes to launch them
+(`Device.launch`), which is what bounds small micro-batches.
 
 Legend: b micro-batch, s sequence, h hidden, f ffn, n heads, d head dim, v vocabulary, t tp size.
 Units: seconds, bytes.
@@ -29,6 +29,7 @@ from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
 from hybridpar.models.cost import layer_attention_flops
 from hybridpar.models.heads import LABELLED
+from hybridpar.ops.backends.libraries import OLDEST_GPU
 from hybridpar.planner.machines.hardware import Device
 from hybridpar.prediction.work import Op
 
@@ -43,6 +44,11 @@ _FILL = 64
 """Extra steps along k that a tile costs for its prologue and epilogue."""
 _SETTLED = 256
 """Sequence length at which fused attention reaches half of its rate."""
+
+_DENSE_PRODUCTS = 4
+"""Products in the forward of a layer without experts, which `Kernels` count."""
+_HEAD_LAUNCHES = (9, 12)
+"""Kernels of the head's forward and backward: norm, output projection and cross-entropy."""
 
 _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
@@ -71,20 +77,18 @@ class Kernels:
         forward_launches: Kernels in a layer's forward.
         backward_launches: Kernels in a layer's backward.
         gap: Seconds between two kernels that are already queued.
-        issue: CPU seconds to launch one kernel.
     """
 
     fused: bool = True
     forward_launches: int = 16
     backward_launches: int = 36
     gap: float = 1e-6
-    issue: float = 5e-6
 
-    def time(self, working: float, launches: int) -> tuple[float, float]:
+    def time(self, working: float, launches: int, device: Device) -> tuple[float, float]:
         """Return the seconds of `launches` kernels that compute for `working` seconds, and the part
         in which the device waits for launches."""
         ahead = working + launches * self.gap
-        idle = max(0.0, launches * self.issue - ahead)
+        idle = max(0.0, launches * device.launch - ahead)
         return ahead + idle, idle
 
 
@@ -92,6 +96,15 @@ OURS = Kernels()
 MEGATRON_2020 = Kernels(fused=False, forward_launches=30, backward_launches=50)
 """Kernels of Megatron-LM in 2020 and 2021, which PipeDream-2BW's code uses. Source: arXiv
 1909.08053, section 3."""
+PLAIN_TORCH = Kernels(fused=False, forward_launches=30, backward_launches=50)
+"""Kernels of our layers on cards that Triton and csrc/cuda have no code for: those of our operators
+in plain torch with dropout, which writes the attention scores, and one addition for each gradient.
+As many as Megatron-LM had."""
+
+
+def kernels_for(device: Device) -> Kernels:
+    """Return the kernels that our layers run on a device."""
+    return OURS if device.capability >= OLDEST_GPU else PLAIN_TORCH
 
 
 class Product(NamedTuple):
@@ -161,15 +174,12 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     gates = 2 if model.gated else 1
     heads = model.num_heads * model.head_size
     joined = heads + 2 * model.kv_heads * model.head_size
-    forward, backward = _products(
-        device,
-        (
-            Product(tokens, -(-joined // tp), h),
-            Product(tokens, h, heads // tp),
-            *_mlp_products(model, tokens, tp),
-        ),
-        kernels,
+    products = (
+        Product(tokens, -(-joined // tp), h),
+        Product(tokens, h, heads // tp),
+        *_mlp_products(model, tokens, tp),
     )
+    forward, backward = _products(device, products, kernels)
     attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
     # norm and addition before it: two inputs, two outputs; bias gradients are sums; q, k, v are
     # concatenated again
@@ -189,8 +199,10 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     backward += (
         device.memory_time(HALF * tokens * (whole_back + split_back / tp)) + attention.backward
     )
-    forward, forward_idle = kernels.time(forward, kernels.forward_launches)
-    backward, backward_idle = kernels.time(backward, kernels.backward_launches)
+    # each expert's products are further kernels
+    more = len(products) - _DENSE_PRODUCTS
+    forward, forward_idle = kernels.time(forward, kernels.forward_launches + more, device)
+    backward, backward_idle = kernels.time(backward, kernels.backward_launches + 2 * more, device)
     return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
@@ -288,10 +300,13 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
         (HALF, 2 * HALF) if kernels.fused else ((HALF + FULL) + 8 * FULL, 2 * FULL + FULL + HALF)
     )
     logits = rows * model.vocab_size / tp
-    return BlockTime(
-        forward + device.memory_time(whole[0] * logits),
-        backward + device.memory_time(whole[1] * logits),
+    forward, forward_idle = kernels.time(
+        forward + device.memory_time(whole[0] * logits), _HEAD_LAUNCHES[0], device
     )
+    backward, backward_idle = kernels.time(
+        backward + device.memory_time(whole[1] * logits), _HEAD_LAUNCHES[1], device
+    )
+    return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
 def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
@@ -308,7 +323,7 @@ def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tup
 
     Each operator takes the time of its product or of its memory traffic, whichever is longer.
     """
-    return kernels.time(sum(_op_time(op, device) for op in ops), len(ops))
+    return kernels.time(sum(_op_time(op, device) for op in ops), len(ops), device)
 
 
 def _op_time(op: Op, device: Device) -> float:

@@ -64,3 +64,9 @@ def test_of_a_measured_machine_only_memory_is_assumed() -> None:
     config = made.config()
     (line,) = assumption_lines(measured_machine(made.profile(config)))
     assert line.startswith("memory: ")
+
+
+def test_a_card_without_bf16_is_said(tmp_path: Path) -> None:
+    lines = said(tmp_path, SERVERS.replace("h100-80gb", "v100-16gb"))
+    assert "v100-16gb has no products in bf16, so the times are those of fp16" in lines
+    assert "bf16" not in said(tmp_path, SERVERS)

@@ -24,7 +24,7 @@ from hybridpar.planner.machines.cluster import (
     measured_machine,
     read_cluster,
 )
-from hybridpar.planner.machines.hardware import DEVICES, LINKS
+from hybridpar.planner.machines.hardware import DEVICES, GIB, LINKS
 from hybridpar.planner.machines.kernel_times import block_times
 
 GOOD = """
@@ -263,3 +263,26 @@ def test_experts_are_planned_for_if_all_layers_have_them(tmp_path: Path) -> None
     assert StepCost(few, machine).step_time > 0
     with pytest.raises(ConfigError, match="must give experts to all layers, or to none"):
         StepCost(mixed, machine)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_by_its_numbers_is_the_device_by_its_name(tmp_path: Path, name: str) -> None:
+    known = DEVICES[name]
+    numbers = (
+        f"{{ tflops = {1e-12 * known.peak_flops}, memory_gib = {known.memory_bytes / GIB}, "
+        f"memory_gb_per_s = {1e-9 * known.memory_bandwidth} }}"
+    )
+    named, numbered = (
+        read_cluster(write(tmp_path, GOOD.replace('"a100-80gb"', device))).device
+        for device in (f'"{name}"', numbers)
+    )
+    assert numbered == named
+
+
+def test_numbers_of_no_known_device_are_taken_as_they_are(tmp_path: Path) -> None:
+    table = "{ tflops = 165, memory_gib = 24, memory_gb_per_s = 1008, launch_us = 40 }"
+    device = read_cluster(write(tmp_path, GOOD.replace('"a100-80gb"', table))).device
+    assert (device.matmul_share, device.launch) == (0.6, 40e-6)
+    like = "{ tflops = 312, memory_gib = 80, memory_gb_per_s = 1935, matmul_share = 0.5 }"
+    given = read_cluster(write(tmp_path, GOOD.replace('"a100-80gb"', like))).device
+    assert given == replace(DEVICES["a100-80gb"], matmul_share=0.5)

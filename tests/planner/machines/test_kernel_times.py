@@ -16,9 +16,11 @@ from hybridpar.planner.machines.kernel_times import (
     HALF,
     MEGATRON_2020,
     OURS,
+    PLAIN_TORCH,
     Product,
     activation_bytes,
     block_times,
+    kernels_for,
     product_time,
 )
 
@@ -80,12 +82,13 @@ def test_blocks_take_their_operations_at_least(kernels) -> None:
 
 
 def test_scores_that_are_never_written_take_no_time() -> None:
-    """Twice the sequence and half of the samples: as many tokens, so only attention takes
-    longer."""
+    """Eight times the sequence and an eighth of the samples: as many tokens, so only attention
+    takes longer."""
     longer = replace(MODEL, seq_length=4096)
+    at_once = replace(H200, launch=0.0)
     written, fused = (
-        block_times(longer, 1, H200, 1, kernels)[1].forward
-        - block_times(replace(MODEL, seq_length=512), 8, H200, 1, kernels)[1].forward
+        block_times(longer, 1, at_once, 1, kernels)[1].forward
+        - block_times(replace(MODEL, seq_length=512), 8, at_once, 1, kernels)[1].forward
         for kernels in (MEGATRON_2020, OURS)
     )
     assert fused < 0.3 * written
@@ -134,11 +137,37 @@ def test_kernels_that_add_gradients_cost_most_with_small_micro_batches() -> None
 def test_a_small_layer_waits_for_its_launches() -> None:
     small = replace(MODEL, hidden_size=64, num_heads=4, seq_length=16)
     layer = block_times(small, 1, H200)[1]
-    assert layer[:2] == (pytest.approx(16 * 5e-6), pytest.approx(36 * 5e-6))
+    assert layer[:2] == (pytest.approx(16 * H200.launch), pytest.approx(36 * H200.launch))
     assert 16 * 1e-6 < layer.forward - layer.forward_idle < layer.forward / 2, (
         "the kernels' own time, and their gaps"
     )
-    assert not block_times(MODEL, 16, H200)[1].forward_idle
+    assert not block_times(MODEL, 64, H200)[1].forward_idle
+
+
+def test_each_expert_is_launched() -> None:
+    small = replace(MODEL, hidden_size=64, num_heads=4, seq_length=16, dropout=0.0)
+    experts = replace(small, num_experts=8, expert_ffn_hidden_size=64, router_topk=2)
+    dense, sparse = (block_times(model, 1, H200)[1] for model in (small, experts))
+    more = 1 + 2 * 8 - 2  # the router, and two products of each expert in the place of two
+    assert sparse.forward - dense.forward == pytest.approx(more * H200.launch)
+    assert sparse.backward - dense.backward == pytest.approx(2 * more * H200.launch)
+
+
+def test_launches_of_a_measured_step() -> None:
+    """GPT 345M on an H200 took 76.3 ms without CUDA graphs, and its kernels 41
+    (benchmarks/results: gpu_single_before.json, gpu_single.json)."""
+    model = replace(MODEL, num_layers=24, seq_length=1024, vocab_size=50304)
+    blocks = block_times(model, 8, H200)
+    step = sum(block.forward + block.backward for block in blocks)
+    idle = sum(block.forward_idle + block.backward_idle for block in blocks)
+    update = H200.memory_time(32 * 355e6)
+    assert step + update == pytest.approx(0.0763, rel=0.1)
+    assert step - idle + update == pytest.approx(0.041, rel=0.1)
+
+
+def test_cards_without_our_kernels_run_plain_torch() -> None:
+    assert kernels_for(V100) is PLAIN_TORCH
+    assert kernels_for(H200) is kernels_for(DEVICES["a100-40gb"]) is OURS
 
 
 @given(st.integers(1, 64), st.sampled_from([2, 4, 8]))
