@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -40,8 +41,13 @@ class Check:
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.ranks)
         room = Room.of(config, launch, self.profile, self.cluster, self.memory_gb)
+        from hybridpar.planner.costs.transfer_costs import UnknownCosts
+
         on_machine = self.profile or self.cluster
-        cost = cost_on_machine(config, self.profile, self.cluster, launch) if on_machine else None
+        cost = None
+        if on_machine:
+            with suppress(UnknownCosts):  # fit_report says so
+                cost = cost_on_machine(config, self.profile, self.cluster, launch)
         absent = _absent(config)
         from torch.nn import ModuleList
 
@@ -96,7 +102,7 @@ class Check:
             "absent": absent,
         }
         tiers = forecasts(job)
-        host = forecast_host(job)
+        host = forecast_host(job) if device.type == "cpu" else None
         sites = site_traffic(config)
         name = job.shape.rank_name
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -153,6 +159,8 @@ class Check:
             print("\n" + "\n".join(fit_lines))
         if cost is not None:
             print("", step_line(cost), *link_lines(cost), sep="\n")
+        elif device.type != "cpu" and not on_machine:
+            print("\nno step time is predicted, as no --cluster or --profile says which GPUs")
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0

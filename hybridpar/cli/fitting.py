@@ -160,17 +160,20 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
     """Return lines about the step time that a profile predicts, and its share of waiting for
     offloaded state."""
     from hybridpar.planner.costs.step_cost import StepCost
-    from hybridpar.planner.searching.plan_report import exposed_moves
+    from hybridpar.planner.costs.transfer_costs import UnknownCosts
+    from hybridpar.planner.searching.plan_report import exposed_moves, speed
 
     if room.machine is None:
         return []
-    cost = StepCost(config, room.machine)
+    try:
+        cost = StepCost(config, room.machine)
+    except UnknownCosts as error:
+        plain["step_ms"] = None
+        return [f"no step time is predicted: {error.problems[0]}"]
     step = cost.step_time
     exposed = exposed_moves(cost)
     plain |= {"step_ms": 1e3 * step, "exposed_moves_ms": 1e3 * exposed}
-    lines = [
-        f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} {config.model.counts}/s"
-    ]
+    lines = [f"predicted: {1e3 * step:.4g} ms a step, {speed(cost)}"]
     if cost.moves is not None:
         waits = f"{1e3 * exposed:.3g} ms of it ({exposed / step:.0%}) are waiting for"
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,7 @@ from hybridpar.schedules.simulate.predict import predict_timeline
 if TYPE_CHECKING:
     from hybridpar.planner.costs.step_cost import StepCost
     from hybridpar.planner.machines.machine import Machine
+    from hybridpar.planner.measuring.profile import Hardware
     from hybridpar.planner.searching.candidates import Candidate, Request
     from hybridpar.planner.searching.search import Result
 
@@ -67,8 +69,12 @@ class Profile:
         if launch.rank:
             return 0
         write_output("output", self.output, profile_json(profile))
+        hardware = profile.hardware
+        if not hardware.was_quiet:
+            print(_busy(hardware, "profile"), file=sys.stderr)
+        said = {"ok": True, "profile": self.output, "efficiency": hardware.efficiency}
         print(
-            json.dumps({"ok": True, "profile": self.output})
+            json.dumps(said | {"was_quiet": hardware.was_quiet})
             if self.json
             else "\n".join(profile_lines(profile))
         )
@@ -161,12 +167,7 @@ class Plan:
             self.config, launch, self.profile, self.cluster, self.ranks, self._keep()
         )
         if not (hardware := machine.profile.hardware).was_quiet:
-            print(
-                f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine "
-                "was measured: the "
-                "plan's times are not to be trusted; plan again when they are done",
-                file=sys.stderr,
-            )
+            print(_busy(hardware, "plan"), file=sys.stderr)
         result = search(self.config, machine, request)
         self._show(result, machine)
         if not result.ranked:
@@ -187,7 +188,8 @@ class Plan:
         from hybridpar.planner.searching import plan_report as report
 
         if self.json:
-            print(json.dumps(report.as_json(result) | {"assumptions": assumption_lines(machine)}))
+            said = {"assumptions": assumption_lines(machine), "kept": self._keep()}
+            print(json.dumps(report.as_json(result) | said))
         elif not self.brief:
             from rich.console import Console
 
@@ -195,6 +197,8 @@ class Plan:
             print(
                 f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks"
             )
+            if kept := self._keep():
+                print(self._kept(kept))
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
             print(
@@ -211,10 +215,9 @@ class Plan:
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
-        speed = f"{best.cost.tokens_per_s:,.0f} {best.config.model.counts}/s"
         print(
             f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
-            f"{speed} "
+            f"{report.speed(best.cost)} "
             f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
             file=out,
         )
@@ -271,6 +274,16 @@ class Plan:
         _require_all_experts(given.pop("ep", 1))
         return kept | given
 
+    def _kept(self, kept: Mapping[str, int]) -> str:
+        """Return a line about the axes whose sizes are not the planner's choice."""
+        given = parse_grid(self.grid) if self.grid else {}
+        named = [
+            f"{axis} = {size} ({'--grid' if axis in given else f'parallel.{axis}'})"
+            for axis, size in kept.items()
+        ]
+        free = "" if set(kept) <= set(given) else "; 1 for tp and pp, 0 for dp leave them open"
+        return f"kept as given, so not searched: {', '.join(named)}{free}"
+
     def _draw(self, best: Candidate) -> None:
         from hybridpar.planner.searching.plan_report import describe
         from hybridpar.schedules.draw.svg import draw_svg
@@ -281,6 +294,14 @@ class Plan:
             self.svg,
             draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"),
         )
+
+
+def _busy(hardware: Hardware, command: str) -> str:
+    """Return a line about the other programs that ran while a machine was measured."""
+    return (
+        f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was "
+        f"measured: its times are not to be trusted; {command} again when they are done"
+    )
 
 
 def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:

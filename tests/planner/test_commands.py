@@ -12,7 +12,7 @@ from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml
-from hybridpar.planner.measuring import local_profile
+from hybridpar.planner.measuring import local_profile, measure_machine
 from hybridpar.planner.measuring.profile import settings_of
 from hybridpar.planner.measuring.profile_file import read_profile, write_profile
 
@@ -196,3 +196,62 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "Traceback" not in err
         assert not out
     assert not (tmp_path / "plan.toml").exists()
+
+
+def test_check_prices_the_devices_of_a_cluster_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    flags = ("check", config, "--train.device", "cuda", "--train.dtype", "bf16")
+    hosted = ("--memory.host_optimizer", "true")
+    for extra in ((), hosted):
+        code, out, err = run(capsys, *flags, *extra)
+        assert code == 0, err
+        assert "no step time is predicted, as no --cluster or --profile says which GPUs" in out
+        assert " ms" not in out
+    code, out, err = run(capsys, *flags, *hosted, "--cluster", cluster)
+    assert code == 0, err
+    assert "no step time is predicted: memory.host_optimizer = 'true': has known costs on" in out
+    assert "predicted peak memory" in out
+    code, out, err = run(capsys, *flags, *hosted, "--cluster", cluster, "--json")
+    assert json.loads(out)["step_ms"] is None
+    code, out, err = run(capsys, *flags, "--cluster", cluster)
+    assert "tokens/s, MFU " in out
+
+
+def test_plan_says_which_axes_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    flags = ("plan", config, "--train.dtype", "bf16", "--cluster", cluster, "--batch_size", 8)
+    output = ("--output", tmp_path / "plan.toml")
+    code, out, err = run(capsys, *flags, *output, "--parallel.pp", 2, "--grid", "tp=2")
+    assert code == 0, err
+    assert "kept as given, so not searched: pp = 2 (parallel.pp), tp = 2 (--grid)" in out
+    assert "MFU" in out
+    code, out, err = run(capsys, *flags, *output, "--grid", "tp=1,pp=2,dp=4", "--json")
+    assert json.loads(out)["kept"] == {"tp": 1, "pp": 2, "dp": 4}
+    assert json.loads(out)["ranked"][0]["mfu"] > 0
+
+
+@pytest.mark.parametrize(("efficiency", "is_quiet"), [(0.24, False), (0.95, True)])
+def test_a_profile_of_a_busy_machine_says_so(
+    efficiency: float,
+    is_quiet: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = write_config(tmp_path)
+    measured = made.profile(load_toml(config), cores=2)
+    measured = replace(measured, hardware=replace(measured.hardware, efficiency=efficiency))
+    monkeypatch.setattr(measure_machine, "measure_machine", lambda *_, **__: measured)
+    output = tmp_path / "profile.json"
+    code, out, err = run(capsys, "profile", config, "--output", output, "--json")
+    assert code == 0, err
+    assert json.loads(out)["was_quiet"] is is_quiet
+    assert ("other programs took 76 % of the cores" in err) is not is_quiet
+    assert ("profile again when they are done" in err) is not is_quiet
+    assert read_profile(output).hardware.was_quiet is is_quiet

@@ -25,6 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from hybridpar.config.compression_methods import GRADIENTS
+from hybridpar.models.cost import training_flops_per_token
 from hybridpar.planner.costs.compressed import gradient_share
 from hybridpar.planner.costs.stage_cost import StageCost, StageCosts
 from hybridpar.planner.costs.transfer_costs import with_activations
@@ -357,6 +358,15 @@ class StepCost(StageCosts):
     @property
     def tokens_per_s(self) -> float:
         return self.config.batch_tokens / self.step_time
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' peak that the products of training take; 0 if no data sheet is
+        known."""
+        peak = self.machine.peak_flops
+        return (
+            self.tokens_per_s * training_flops_per_token(self.config.model) / peak if peak else 0.0
+        )
 
     @property
     def price(self) -> float:

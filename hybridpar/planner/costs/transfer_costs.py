@@ -48,6 +48,10 @@ HOSTED = ("adamw", "sgd", "own")
 unknown."""
 
 
+class UnknownCosts(ConfigError):
+    """A setting whose transfers have no known cost on a machine."""
+
+
 class Moves:
     """The state transfers of a job, and their costs on a machine."""
 
@@ -57,7 +61,7 @@ class Moves:
         self.config = config
         self.machine = machine
         if wrong := next(_without_costs(config, machine), None):
-            raise ConfigError(wrong)
+            raise UnknownCosts(wrong)
         self._plans: dict[tuple[ScheduleOptions, PipelineShape], dict[int, tuple[Action, ...]]] = {}
 
     @staticmethod
@@ -65,7 +69,7 @@ class Moves:
         """Return the transfers of a job, or None if no state moves.
 
         Raises:
-            ConfigError: The cost of a transfer is unknown.
+            UnknownCosts: The cost of a transfer is unknown.
         """
         memory = job.config.memory
         if job.config.state_moves or memory.host_optimizer or memory.is_limited:

@@ -13,6 +13,7 @@ from hybridpar.planner.machines.hardware import Device, Joined, Level, Link
 from hybridpar.planner.measuring.links import MeasuredLink
 from hybridpar.planner.measuring.profile import Profile
 from hybridpar.prediction.limit import memory_limit
+from hybridpar.train.reporting.peak import data_sheet
 
 AnyLink = Link | MeasuredLink
 
@@ -75,6 +76,32 @@ class Machine(Joined):
             for (start, kind), end in zip(kinds, ends, strict=True)
             if start <= devices[-1] and devices[0] < end
         ]
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of all devices in 16-bit matrix products, by their data sheets; 0 if one of them
+        is not known."""
+        kinds = [(0, self.profile), *self.others]
+        ends = [*(start for start, _ in self.others), self.num_devices]
+        total = 0.0
+        for (start, kind), end in zip(kinds, ends, strict=True):
+            number = max(0, min(end, self.num_devices) - start)
+            sheet = self._sheet(kind)
+            if number and not sheet:
+                return 0.0
+            total += number * sheet
+        return total
+
+    def _sheet(self, kind: Profile) -> float:
+        """Return the peak FLOP/s of a device, 0 if it is not known."""
+        hardware = kind.hardware
+        if hardware.cores or kind.settings.get("train", {}).get("dtype") not in ("bf16", "fp16"):
+            return 0.0
+        named = {device.name: device.peak_flops for device in self.devices}
+        if hardware.name in named:
+            return named[hardware.name]
+        found = data_sheet(hardware.name)
+        return found[1] if found else 0.0
 
     @property
     def device(self) -> torch.device:

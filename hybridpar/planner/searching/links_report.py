@@ -24,7 +24,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.planner.costs.compressed import gradient_share
 from hybridpar.planner.costs.stage_cost import GRADIENT_BYTES
 from hybridpar.planner.costs.step_cost import StepCost
-from hybridpar.planner.searching.plan_report import parts_of
+from hybridpar.planner.searching.plan_report import parts_of, speed
 from hybridpar.schedules.schedule_table import make_schedule
 
 CODECS = tuple(
@@ -62,6 +62,7 @@ class LinkNeed:
     layers: int = 0
     more_layers: int = 0
     deepest: int = 0
+    pp: int = 1
 
     @property
     def factor(self) -> float:
@@ -109,7 +110,7 @@ class LinkNeed:
             yield f"{self.ratio:.2g} times as many tokens in a batch"
         elif self.more_layers:
             deep = (
-                f"pp = {self.deepest} for this model"
+                f"parallel.pp = {self.deepest} instead of {self.pp} for this model"
                 if self.deepest
                 else "a deeper model: this one has too few for two stages"
             )
@@ -118,9 +119,8 @@ class LinkNeed:
 
 def step_line(cost: StepCost) -> str:
     """Return the predicted step as one line."""
-    speed = f"{cost.tokens_per_s:,.0f} {cost.config.model.counts}/s"
     return (
-        f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed}; "
+        f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed(cost)}; "
         f"{parts_of(cost).bound_by}"
     )
 
@@ -194,7 +194,14 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     num_bytes = wire * chunks
     name = f"{cost.shape.rank_name}s {worst} - {(worst + 1) % cost.pp}"
     return LinkNeed(
-        name, num_bytes / busy, num_bytes / taken, item, layers, more, deepest if deepest > 1 else 0
+        name,
+        num_bytes / busy,
+        num_bytes / taken,
+        item,
+        layers,
+        more,
+        deepest if deepest > 1 else 0,
+        cost.pp,
     )
 
 

@@ -14,7 +14,7 @@ from hybridpar.planner.costs.candidate_memory import TIGHT
 from hybridpar.planner.costs.step_cost import TRANSFERS, StepCost
 from hybridpar.planner.measuring.profile import Profile
 from hybridpar.planner.searching.candidates import Candidate
-from hybridpar.planner.searching.search import ERROR, STALE_GAIN, Result
+from hybridpar.planner.searching.search import ERROR, STALE_GAIN, Result, handicaps
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.kinds import PER_ITEM, Kind
 
@@ -242,6 +242,7 @@ def table(result: Result) -> Table:
         "split",
         "step ms",
         f"{counts}/s",
+        "MFU",
         "GB",
         "bound by",
     ):
@@ -263,6 +264,7 @@ def table(result: Result) -> Table:
             _short("+".join(map(str, pipeline.split))),
             f"{1e3 * cost.step_time:.4g}",
             f"{cost.tokens_per_s:,.0f}",
+            f"{100 * cost.mfu:.1f} %" if cost.mfu else "-",
             memory,
             bound_by(candidate, result.limit),
         )
@@ -285,14 +287,39 @@ def _short(text: str) -> str:
 
 
 def reasons(result: Result) -> list[str]:
-    """Return lines on ranked candidates: why their state moves, and the effect of stragglers on
-    their steps."""
+    """Return lines on ranked candidates: why their state moves, the effect of stragglers on their
+    steps, and why a faster one is behind the first."""
     return [
         f"{place}: {said}"
         for place, one in enumerate(result.ranked, 1)
-        for said in (one.because, one.spread)
+        for said in (one.because, one.spread, why_behind(one, result))
         if said
     ]
+
+
+def why_behind(candidate: Candidate, result: Result) -> str:
+    """Return why a candidate that is faster than the first is behind it; empty if it is slower."""
+    first = result.ranked[0]
+    faster = first.cost.step_time / candidate.cost.step_time - 1
+    if candidate is first or faster <= 0:
+        return ""
+    own = handicaps(candidate, result.limit)
+    firsts = handicaps(first, result.limit)
+    needed = [
+        f"{reason} must make it {share:.1%} faster"
+        for reason, share in own.items()
+        if firsts.get(reason, 0.0) < share
+    ]
+    if not needed:  # among stragglers the median step counts
+        return ""
+    return f"{faster:.1%} faster than 1, but {' and '.join(needed)}"
+
+
+def speed(cost: StepCost) -> str:
+    """Return the predicted rate of tokens or samples, with MFU where the devices' peak is
+    known."""
+    mfu = f", MFU {100 * cost.mfu:.1f} %" if cost.mfu else ""
+    return f"{cost.tokens_per_s:,.0f} {cost.config.model.counts}/s{mfu}"
 
 
 def failures(result: Result) -> list[str]:
@@ -308,7 +335,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "ok": bool(result.ranked),
         "considered": result.considered,
         "memory_limit": result.limit,
-        "ranked": [_plain(one, result.limit) for one in result.ranked],
+        "ranked": [_plain(one, result) for one in result.ranked],
         "failed": [{**_choice(one.config), "reason": one.reason} for one in result.failed],
     }
 
@@ -340,18 +367,20 @@ def _choice(config: Config) -> dict[str, Any]:
     }
 
 
-def _plain(candidate: Candidate, limit: float) -> dict[str, Any]:
+def _plain(candidate: Candidate, result: Result) -> dict[str, Any]:
     cost = candidate.cost
     memory = candidate.memory
     return {
         **_choice(candidate.config),
         "step_ms": 1e3 * cost.step_time,
         "tokens_per_s": cost.tokens_per_s,
+        "mfu": cost.mfu or None,
         "price_per_million_tokens": cost.price or None,
         "memory": None if memory is None else [stage.total for stage in memory],
         "host_memory": None if memory is None else [stage.host for stage in memory],
-        "bound_by": bound_by(candidate, limit),
+        "bound_by": bound_by(candidate, result.limit),
         "because": candidate.because,
+        "why_behind": why_behind(candidate, result),
         "stragglers_ms": candidate.spread
         and [1e3 * candidate.spread.median, 1e3 * candidate.spread.late],
         "parts_ms": {name: 1e3 * seconds for name, seconds in parts_of(cost).seconds.items()},

@@ -8,7 +8,7 @@ combined. Units: bytes, seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.planner.measuring.profile import check_settings
 from hybridpar.prediction import Footprints, predict
-from hybridpar.prediction.knobs import Knob, knobs
+from hybridpar.prediction.knobs import Changes, Knob, knobs
 from hybridpar.validate import problems
 
 _TOGETHER = 4
@@ -155,19 +155,20 @@ class Fitting:
     def _together(self, config: Config) -> tuple[str, Config, int] | None:
         """Return a combination of settings that is enough, built by adding the most effective one
         in each round."""
-        names: list[str] = []
+        rounds: list[Changes] = []
         peak = self.peak(config)
         for _ in range(_TOGETHER):
             tried = [
-                (self.peak(changed), str(knob), changed) for knob, changed in self._changes(config)
+                (self.peak(changed), knob.changes, changed)
+                for knob, changed in self._changes(config)
             ]
             best = min(tried, key=lambda one: one[0], default=None)
             if best is None or best[0] >= peak:
                 return None
-            peak, name, config = best
-            names.append(name)
+            peak, changes, config = best
+            rounds.append(changes)
             if peak <= self.limit:
-                return " with ".join(names), config, peak
+                return " with ".join(map(str, last_values(rounds))), config, peak
         return None
 
     def _remedy(self, settings: object, changed: Config, peak: int, before: float | None) -> Remedy:
@@ -218,3 +219,19 @@ class Fitting:
 
     def _limit_in_file(self) -> int:
         return int(TIGHT * self.limit) >> 20 << 20
+
+
+def last_values(rounds: Sequence[Changes]) -> list[Knob]:
+    """Return the settings of several rounds of changes, each without the keys that a later round
+    changes again."""
+    found: list[Knob] = []
+    later: set[tuple[str, str]] = set()
+    for changes in reversed(rounds):
+        kept = {
+            section: {key: value for key, value in keys.items() if (section, key) not in later}
+            for section, keys in changes.items()
+        }
+        later |= {(section, key) for section, keys in changes.items() for key in keys}
+        if any(kept.values()):
+            found.insert(0, Knob(kept, 0))
+    return found

@@ -366,6 +366,8 @@ class _Search:
         """Return the best ranked candidates with exactly predicted memory (quick: only until one
         fits)."""
         sure: list[Candidate] = []
+        # a candidate with recomputation may be found from several without
+        seen: set[Config] = set()
         while True:
             enough = (
                 math.inf if len(sure) < self.request.top else min(map(self._rank_with_room, sure))
@@ -374,6 +376,9 @@ class _Search:
             if not self.ranked or _rank(self.ranked[0]) >= enough:
                 return sorted(sure, key=self._rank_with_room)
             candidate = self.ranked.pop(0)
+            if candidate.config in seen:
+                continue
+            seen.add(candidate.config)
             if candidate.memory is None and not (
                 self.request.quick and any(map(self._has_room, sure))
             ):
@@ -389,7 +394,7 @@ class _Search:
                 self.failed.append(candidate)
 
     def _has_room(self, candidate: Candidate) -> bool:
-        return candidate.memory is None or candidate.peak <= TIGHT * self.memory.limit
+        return has_room(candidate, self.memory.limit)
 
     def rank_among_stragglers(self, candidate: Candidate) -> float:
         """Return the sort key of a candidate: the median of its step times."""
@@ -409,3 +414,21 @@ def _less_sure(candidate: Candidate) -> float:
     memory = candidate.config.memory
     doubts = candidate.config.parallel.zero + memory.host_optimizer + (memory.num_away != 0)
     return (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
+
+
+def handicaps(candidate: Candidate, limit: float) -> dict[str, float]:
+    """Return the shares by which a candidate must be faster than a simpler one, by reason."""
+    config = candidate.config
+    found = {
+        "old gradients": STALE_GAIN * candidate.is_stale,
+        f"ZeRO-{config.parallel.zero}": _DOUBT * config.parallel.zero,
+        "an optimizer on the host": _DOUBT * config.memory.host_optimizer,
+        "activations in a file": _DOUBT * (config.memory.num_away != 0),
+        f"memory over {TIGHT:.0%} full": ERROR * (not has_room(candidate, limit)),
+    }
+    return {reason: share for reason, share in found.items() if share}
+
+
+def has_room(candidate: Candidate, limit: float) -> bool:
+    """Return whether a candidate's memory is known to stay well below the limit, or unknown."""
+    return candidate.memory is None or candidate.peak <= TIGHT * limit

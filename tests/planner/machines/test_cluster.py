@@ -282,7 +282,7 @@ def test_a_device_by_its_numbers_is_the_device_by_its_name(tmp_path: Path, name:
 def test_numbers_of_no_known_device_are_taken_as_they_are(tmp_path: Path) -> None:
     table = "{ tflops = 165, memory_gib = 24, memory_gb_per_s = 1008, launch_us = 40 }"
     device = read_cluster(write(tmp_path, GOOD.replace('"a100-80gb"', table))).device
-    assert (device.matmul_share, device.launch) == (0.6, 40e-6)
+    assert (device.matmul_share, device.launch) == (0.6, pytest.approx(40e-6))
     like = "{ tflops = 312, memory_gib = 80, memory_gb_per_s = 1935, matmul_share = 0.5 }"
     given = read_cluster(write(tmp_path, GOOD.replace('"a100-80gb"', like))).device
     assert given == replace(DEVICES["a100-80gb"], matmul_share=0.5)

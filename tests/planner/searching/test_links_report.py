@@ -141,7 +141,7 @@ def test_text_for_people() -> None:
         "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times "
         "smaller "
         '(compression.messages = "int4"), '
-        "or 2 more layers a stage (3 now; pp = 4 for this model)"
+        "or 2 more layers a stage (3 now; parallel.pp = 4 instead of 7 for this model)"
     )
     assert str(LinkNeed("replicas of stage 0", 2e9, 1e9, 4)) == (
         "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: gradients 2.1 "

@@ -4,6 +4,7 @@ largest."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from planner.costs.test_transfer_costs import LARGE, machine, peak
 from train.runs import write_config
 
 from hybridpar.cli import main
-from hybridpar.config import Config, load_toml
+from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.measuring.profile import StateSpeeds
 from hybridpar.planner.measuring.profile_file import write_profile
-from hybridpar.planner.searching.remedies import UNCHANGED, Fitting
+from hybridpar.planner.searching.remedies import UNCHANGED, Fitting, last_values
+from hybridpar.prediction.knobs import Knob
 
 CPU = torch.device("cpu")
 
@@ -69,6 +71,36 @@ def test_several_together_where_one_is_not_enough() -> None:
     (found,) = Fitting(0.45 * alone, CPU).remedies(base)
     assert " with " in found.settings
     assert found.peak <= 0.45 * alone
+
+
+def test_a_combination_names_each_setting_once() -> None:
+    twice = [
+        {"parallel": {"pp": 2, "dp": 4}, "pipeline": {"num_microbatches": 16}},
+        {"train": {"micro_batch_size": 2}, "pipeline": {"num_microbatches": 32}},
+        {"parallel": {"pp": 4, "dp": 2}, "pipeline": {"num_microbatches": 64}},
+    ]
+    assert " with ".join(map(str, last_values(twice))) == (
+        "train.micro_batch_size = 2 with parallel.pp = 4, parallel.dp = 2, "
+        "pipeline.num_microbatches = 64"
+    )
+
+
+class Deeper(Fitting):
+    """A search in which nothing but a deeper pipeline saves memory."""
+
+    def peak(self, config: Config) -> int:
+        return 1000 // config.parallel.pp
+
+    def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
+        parallel = {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2}
+        knob = Knob({"parallel": parallel}, 0)
+        yield knob, from_mapping(knob.changes, config)
+
+
+def test_deeper_pipelines_do_not_contradict_each_other() -> None:
+    (remedy,) = Deeper(260.0, CPU).remedies(made.config(dp=8))
+    assert remedy.settings == "parallel.pp = 4, parallel.dp = 2"
+    assert remedy.peak == 250
 
 
 @pytest.mark.thorough

@@ -431,3 +431,42 @@ def test_plans_for_gpus_that_are_not_here() -> None:
     assert "checkpoint.asynchronous = false saves them" in result.failed[0].reason
     waits = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
     assert search(waits, short, request).ranked
+
+
+def test_a_faster_plan_behind_the_first_says_why() -> None:
+    """2bw has no bubble, and must be 5 % faster than 1f1b: with many micro-batches it is less."""
+    config = made.config(pp=2, m=64, b=1)
+    on = made.machine(config, 2)
+    stale = replace(config, pipeline=replace(config.pipeline, schedule="2bw"))
+    first, second = (Candidate(one, StepCost(one, on)) for one in (config, stale))
+    faster = first.cost.step_time / second.cost.step_time - 1
+    assert 0 < faster < STALE_GAIN
+    result = searching.Result([first, second], [], 2, 1e12)
+    assert report.reasons(result) == [
+        f"2: {faster:.1%} faster than 1, but old gradients must make it 5.0% faster"
+    ]
+    full = searching.Result([first, first], [], 2, 1e12)
+    assert report.reasons(full) == []
+
+
+def test_no_plan_is_shown_twice() -> None:
+    """Two candidates without recomputation may lead to the same one with it."""
+    config = made.config(pp=2, m=8, b=1)
+    cost = StepCost(config, made.machine(config, 2, memory=1e12))
+    twice = searching._Search(
+        [Candidate(config, cost), Candidate(config, cost)], 1e12, Request(quick=True)
+    )
+    assert [one.config for one in twice.verified()] == [config]
+
+
+@pytest.mark.thorough
+def test_64_v100s_get_more_than_one_sample_a_micro_batch() -> None:
+    """Launches take longer than the kernels of one sample (PipeDream-2BW, figure 8)."""
+    config = load_toml(CONFIGS / "gpt_1b3_paper.toml")
+    servers = Cluster(
+        find_device("v100-16gb"), 8, 8, find_link("nvlink2"), find_link("ethernet-25")
+    )
+    on = machine_of(servers, estimate(config, servers))
+    request = Request({"tp": 1, "pp": 4, "dp": 16}, 2048, ("2bw",), top=1, quick=True)
+    best = search(config, on, request).ranked[0]
+    assert best.config.train.micro_batch_size >= 4
