@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
+from hybridpar.schedules.draw.excerpt import excerpt
 from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, Area, page, rect
 from hybridpar.schedules.kinds import (
     ACTION_SPECS,
@@ -48,6 +49,8 @@ _LINES = {
 colour."""
 _STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
+_WIDEST = 3000
+"""Pixels of the longest window of time in a picture."""
 FORWARDS = "forwards of one micro-batch on the costliest rank"
 """The unit of time of plans whose costs are relative, not measured."""
 
@@ -57,6 +60,7 @@ class _Scale:
     """Converts time and rank to pixels."""
 
     shape: PipelineShape
+    rows: Mapping[int, int]  # by rank
     per_unit: float
     pitch: int  # from one row to the next
     # CSS class of the numbers in boxes of a kind; kinds without an entry have boxes too narrow
@@ -67,7 +71,10 @@ class _Scale:
 
     def y(self, stage: int) -> float:
         """Return the row of the rank that holds the stage."""
-        return _TOP + self.shape.rank_of(stage) * self.pitch
+        return self.row_y(self.shape.rank_of(stage))
+
+    def row_y(self, rank: int) -> float:
+        return _TOP + self.rows[rank] * self.pitch
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
@@ -94,7 +101,9 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
             labels[kind] = fitting[0]
     more = {*PER_ITEM, *OFFLOAD_KINDS, Kind.HOST}
     moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
-    return _Scale(timeline.shape, per_unit, 58 if moves else 50, labels)
+    shape = timeline.shape
+    rows = {rank: row for row, rank in enumerate(sorted(timeline.plan))}
+    return _Scale(shape, rows, per_unit, 58 if moves else 50, labels)
 
 
 def draw_svg(
@@ -107,7 +116,8 @@ def draw_svg(
     steady_idle: Sequence[float] = (),
 ) -> str:
     """Draw a plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide
-    as its micro-batches need.
+    as its micro-batches need. A picture that would be too wide to look at shows a window of the
+    steady state, and one of many ranks the first and the last ones (excerpt.py).
 
     A box is a micro-batch on a stage: light forward, dark backward (W less dark). Its colour is the
     weight version; a letter b (and so on) marks the rank's second stage. The bar below a row runs
@@ -119,12 +129,16 @@ def draw_svg(
     Beside each row is the share of time in which the rank is idle: `steady_idle`, which is the share
     in the steady state, or without it the share of the drawn time.
     """
-    timeline = as_timeline(drawn)
-    ranks = sorted(timeline.plan)
+    full = as_timeline(drawn)
+    span = full.makespan or 1.0
+    scale = _scale(full, (width - _LEFT - _RIGHT) / span, widens=widens)
+    what = full.rank_name
+    shown = excerpt(full, _WIDEST / scale.per_unit if widens else span)
+    timeline = shown.timeline
+    ranks = list(shown.ranks)
     span = timeline.makespan or 1.0
-    scale = _scale(timeline, (width - _LEFT - _RIGHT) / span, widens=widens)
-    what = timeline.rank_name
-    idle = steady_idle or [timeline.idle_share(rank) for rank in ranks]
+    scale = replace(scale, rows={rank: row for row, rank in enumerate(ranks)})
+    idle = [steady_idle[rank] if steady_idle else timeline.idle_share(rank) for rank in ranks]
     rows = [
         part
         for rank, share in zip(ranks, idle, strict=True)
@@ -133,7 +147,10 @@ def draw_svg(
     axis = _TOP + len(ranks) * scale.pitch
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
-    heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
+    heading = title or f"{len(full.plan)} {what}s, makespan {full.makespan:.6g}"
+    if said := str(shown):
+        heading += f" ({said})"
+    origin = f" from {shown.since:,.6g} on" if shown.since else ""
     body = "\n".join(
         [
             f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
@@ -141,7 +158,7 @@ def draw_svg(
             f"{'idle, steady' if steady_idle else 'idle'}</text>",
             *rows,
             *_svg_axis(scale, span, axis),
-            f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>',
+            f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}{origin}</text>',
             *legend,
         ]
     )
@@ -155,7 +172,7 @@ def _colours(version: int) -> tuple[str, str]:
 def _svg_row(
     timeline: Timeline, rank: int, what: str, idle_share: float, scale: _Scale
 ) -> Iterator[str]:
-    y = scale.y(rank)
+    y = scale.row_y(rank)
     yield f'<text class="end" x="{_LEFT - 12}" y="{y + 20}">{what} {rank}</text>'
     yield rect(Area(scale.x(0), y, timeline.makespan * scale.per_unit, _HEIGHT), IDLE)
     idle = f"{100 * abs(idle_share):.1f} %"
