@@ -50,6 +50,8 @@ _DENSE_PRODUCTS = 4
 _HEAD_LAUNCHES = (9, 12)
 """Kernels of the head's forward and backward: norm, output projection and cross-entropy."""
 
+_CONVOLUTION_BACKWARD = "aten::convolution_backward"
+_CONVOLUTIONS = frozenset({"aten::convolution", _CONVOLUTION_BACKWARD})
 _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
 
@@ -331,11 +333,34 @@ def _op_time(op: Op, device: Device) -> float:
     if op.name in _MATRIX_PRODUCTS:
         (*copies, m, k), (*_, n) = op.shapes[-2:]
         computing = product_time(device, Product(m, n, k, prod(copies)))
+    elif op.name in _CONVOLUTIONS:
+        computing = sum(product_time(device, product) for product in convolution_products(op))
     elif "attention" in op.name:
         s = op.shapes[0][-2]
         share = device.attention_back_share if "backward" in op.name else device.attention_share
         computing = op.flops / (device.peak_flops * share * s / (s + _SETTLED))
     return max(computing, device.memory_time(op.num_bytes))
+
+
+def convolution_products(op: Op) -> tuple[Product, ...]:
+    """Return the products that a convolution is: of the pixels' windows and the weights, by groups;
+    in backward those for the gradients that were asked for, the weights' first.
+
+    Shapes: input [b, c, ..], weight [n, c / groups, ..], result [b, n, ..]; a backward begins with
+    the gradient of the result. Source: Chetlur et al., cuDNN, arXiv 1410.0759.
+    """
+    *result, given, weight = op.shapes[: 2 + (op.name == _CONVOLUTION_BACKWARD)]
+    channels = weight[0]
+    window = prod(weight[1:])
+    groups = max(1, given[1] // weight[1])
+    if not result:
+        pixels = op.flops // (2 * channels * window)
+        return (Product(pixels, channels // groups, window, groups),)
+    pixels = prod(result[0]) // channels
+    product = Product(pixels, channels // groups, window, groups)
+    of_input, of_weights = product.backward
+    number = round(op.flops / (2 * pixels * channels * window))
+    return (of_weights, of_input)[:number]
 
 
 def activation_bytes(model: ModelConfig, micro_batch_size: int) -> int:

@@ -20,9 +20,12 @@ from hybridpar.planner.machines.kernel_times import (
     Product,
     activation_bytes,
     block_times,
+    convolution_products,
     kernels_for,
     product_time,
+    work_time,
 )
+from hybridpar.prediction.work import Op
 
 MODEL = ModelConfig(num_layers=6, hidden_size=1024, num_heads=16, seq_length=512, vocab_size=32000)
 V100 = DEVICES["v100-16gb"]
@@ -182,3 +185,30 @@ def test_messages_and_degrees() -> None:
     assert activation_bytes(MODEL, 8) == 2 * 8 * 512 * 1024
     with pytest.raises(ConfigError, match=r"parallel.tp = 0: must be at least 1"):
         block_times(MODEL, 1, V100, 0)
+
+
+def test_a_convolution_is_a_product_of_windows_and_weights() -> None:
+    """8 images of 32 x 32 pixels, 6 channels to 10 by windows of 3 x 5, in two groups."""
+    pixels, window = 8 * 32 * 32, 3 * 3 * 5
+    flops = 2 * pixels * 10 * window
+    there = Op("aten::convolution", ((8, 6, 32, 32), (10, 3, 3, 5)), 0, flops)
+    back = ((8, 10, 32, 32), (8, 6, 32, 32), (10, 3, 3, 5))
+    forward = Product(pixels, 5, window, 2)
+    of_input, of_weights = forward.backward
+    assert convolution_products(there) == (forward,)
+    both = Op("aten::convolution_backward", back, 0, 2 * flops)
+    assert convolution_products(both) == (of_weights, of_input)
+    first = Op("aten::convolution_backward", back, 0, flops)
+    assert convolution_products(first) == (of_weights,)
+
+
+def test_thin_convolutions_reach_little_of_the_peak() -> None:
+    """As much work: 1024 channels, and 16 on 4096 times the pixels."""
+    device = replace(H200, launch=0.0)
+
+    def time(channels: int, side: int) -> float:
+        flops = 2 * side * side * channels * channels * 9
+        shapes = ((1, channels, side, side), (channels, channels, 3, 3))
+        return work_time([Op("aten::convolution", shapes, 0, flops)], device)[0]
+
+    assert time(16, 64 * 64) > 4 * time(1024, 64)

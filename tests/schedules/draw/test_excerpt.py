@@ -61,7 +61,7 @@ def test_boxes_of_the_window_are_those_of_the_plan() -> None:
         shown = {
             (action, start + part.since)
             for action, start, end in part.timeline.shown(rank)
-            if action.kind in COMPUTE and 0 < start and end < 25.0
+            if action.kind in COMPUTE and start > 0 and end < 25.0
         }
         assert {action for action, _ in inside} == {action for action, _ in shown}
         assert sorted(start for _, start in inside) == pytest.approx(
