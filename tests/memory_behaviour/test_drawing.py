@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from itertools import combinations
 
@@ -15,7 +16,8 @@ from memory_behaviour.pipeline_trace import HEADER, KIB, trace
 from hybridpar.memory_behaviour.analysis.account import Account, examine
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
-from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What
+from hybridpar.memory_behaviour.events import Category, Life, MemoryEvent, Span, What
+from hybridpar.memory_behaviour.pictures import drawing
 from hybridpar.memory_behaviour.pictures.drawing import (
     COLOURS,
     draw_blocks,
@@ -235,3 +237,54 @@ def test_perfetto_shows_actions_and_a_counter_of_all_categories(account: Account
     at_peak = next(e for e in counters if sum(e["args"].values()) == peak.num_bytes)
     inside = next(e for e in slices if e["name"] == peak.action)
     assert inside["ts"] <= at_peak["ts"] <= inside["ts"] + inside["dur"]
+
+
+def _small(category: Category, x: float, y: float, width: float, height: float) -> drawing._Box:
+    life = Life(0, 1024, "mul", 0, category.value, x, "F0@0", 1)
+    assert life.category is category
+    return drawing._Box(life, x, y, width, height)
+
+
+def _areas(shapes: Iterable[str]) -> dict[str, float]:
+    """Pixels of each colour."""
+    found = {}
+    for shape in shapes:
+        colour = re.search(r'fill="(#\w+)"', shape)[1]  # type: ignore[index]
+        runs = re.findall(r"M([\d.]+) [\d.]+H([\d.]+)v2H", shape)
+        found[colour] = sum(2 * (float(stop) - float(first)) for first, stop in runs)
+    return found
+
+
+def test_short_temporaries_do_not_hide_small_activations() -> None:
+    """A large model: 200 rows of activations that live long, each with 400 temporaries of a
+    thousandth of the time."""
+    activations = [_small(Category.ACTIVATIONS, 100, 2 * row, 1000, 1.2) for row in range(200)]
+    temporaries = [
+        _small(Category.TEMPORARIES, 100 + 2.5 * i, 2 * row + 1.2, 1, 0.8)
+        for row in range(200)
+        for i in range(400)
+    ]
+    areas = _areas(drawing._merged([*activations, *temporaries]))
+    assert areas[COLOURS[Category.ACTIVATIONS]] > 0.95 * 1000 * 400
+    assert areas.get(COLOURS[Category.TEMPORARIES], 0.0) < 0.05 * 1000 * 400
+
+
+def test_small_blocks_cover_their_area() -> None:
+    """A band of many thin blocks, and one box that is taller than a row."""
+    band = [_small(Category.MASTER, 200, 100 + 0.25 * i, 300, 0.25) for i in range(80)]
+    tall = [_small(Category.OTHER, 700, 41, 100, 30)]
+    areas = _areas(drawing._merged([*band, *tall]))
+    assert areas[COLOURS[Category.MASTER]] == pytest.approx(300 * 20, rel=0.05)
+    assert areas[COLOURS[Category.OTHER]] == pytest.approx(100 * 30, rel=0.1)
+    assert list(drawing._merged([])) == []
+
+
+def test_shapes_of_small_blocks_are_bounded() -> None:
+    kinds = [Category.ACTIVATIONS, Category.TEMPORARIES, Category.MASTER]
+    many = [
+        _small(kinds[(i + row) % len(kinds)], 100 + 2 * i, 2 * row, 2, 1.4)
+        for row in range(200)
+        for i in range(500)
+    ]
+    path = "".join(drawing._merged(many))
+    assert path.count("z") <= drawing._BOXES

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridpar.memory_behaviour.analysis.account import Account, Gap
 from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
@@ -60,8 +63,15 @@ _CELL = 4
 intervals are drawn as one dot."""
 _SEEN = 0.3
 """Smallest width of a visible action in pixels."""
+_ROW = 2
+"""Height in pixels of a row of blocks that are too small to be drawn separately."""
+_COVERED = 0.1
+"""Share of a cell that such blocks must cover to be drawn."""
 _SMALL = 1.5
 """Height in pixels below which blocks are merged with neighbours of the same category."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,8 @@ def pictures(account: Account) -> list[Picture]:
 def draw_blocks(account: Account) -> Picture:
     """Draw blocks over time at their offsets in the planned arena, with their reads and writes.
 
-    The largest blocks are drawn separately; neighbours of a category that are too small to be seen
-    form one shape.
+    The largest blocks are drawn separately. Where blocks are too small to be seen, the category
+    with the largest area has the place, so that short temporaries do not hide activations.
     """
     bytes_axis = _bytes_axis(
         "offset in the planned arena", account.arena.num_bytes, _TOP + _PLOT, _TOP
@@ -349,32 +359,74 @@ def _block_tip(life: Life, account: Account) -> str:
 
 
 def _merged(boxes: Sequence[_Box]) -> Iterator[str]:
-    """Yield boxes that are too small to be seen, merged by category and row of pixels."""
-    rows: dict[tuple[Category, int], list[tuple[float, float]]] = {}
-    for box in boxes:
-        rows.setdefault((box.life.category, int((box.y + box.height / 2) // 2)), []).append(
-            (box.x, box.x + box.width)
-        )
-    gap = 1.0
-    while sum(len(_joined(spans, gap)) for spans in rows.values()) > _BOXES and gap < _WIDTH:
-        gap *= 2
-    for (category, row), spans in rows.items():
+    """Yield boxes that are too small to be seen, as a raster whose cells have the colour of the
+    category with the largest area in them; neighbours of one colour form one shape."""
+    if not boxes:
+        return
+    categories = list(dict.fromkeys(box.life.category for box in boxes))
+    kinds = np.array([categories.index(box.life.category) for box in boxes])
+    corners = np.array([(box.x, box.y, box.x + box.width, box.y + box.height) for box in boxes])
+    width = float(_ROW)
+    while True:
+        covered = _covered(kinds, corners, width, len(categories))
+        drawn = np.where(covered.sum(0) > _COVERED * _ROW, covered.argmax(0), -1)
+        runs = list(_runs(drawn))
+        if len(runs) <= _BOXES or width > _WIDTH:
+            break
+        width *= 2
+    for number, category in enumerate(categories):
         path = "".join(
-            f"M{left:.1f} {2 * row}h{max(right - left, 0.5):.1f}v2H{left:.1f}z"
-            for left, right in _joined(spans, gap)
+            f"M{first * width:g} {_ROW * row}H{stop * width:g}v{_ROW}H{first * width:g}z"
+            for kind, row, first, stop in runs
+            if kind == number
         )
-        yield f'<path d="{path}" fill="{COLOURS[category]}"><title>{category.value}, small blocks</title></path>'
+        if path:
+            yield (
+                f'<path d="{path}" fill="{COLOURS[category]}">'
+                f"<title>{category.value}, small blocks</title></path>"
+            )
 
 
-def _joined(spans: Iterable[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Merge spans that are at most `gap` apart."""
-    found: list[tuple[float, float]] = []
-    for left, right in sorted(spans):
-        if found and left <= found[-1][1] + gap:
-            found[-1] = found[-1][0], max(found[-1][1], right)
-        else:
-            found.append((left, right))
-    return found
+def _covered(kinds: Ints, corners: Floats, width: float, num_kinds: int) -> Floats:
+    """Return the pixels in height, times the share of the width, that boxes of each kind cover in
+    each cell of a raster.
+
+    Args:
+        kinds: The kind of each box.
+        corners: Left, top, right and bottom of each box, in pixels.
+        width: Width of a cell in pixels; _ROW is its height.
+        num_kinds: Number of kinds.
+
+    Shapes: kinds [n], corners [n, 4], result [kinds, rows, columns].
+    """
+    first = (corners[:, 1] // _ROW).astype(np.int64)
+    last = (corners[:, 3] // _ROW).astype(np.int64)
+    box = np.repeat(np.arange(len(kinds)), last - first + 1)
+    begins = np.cumsum(last - first + 1) - (last - first + 1)
+    row = first[box] + np.arange(len(box)) - begins[box]
+    top, bottom = corners[box, 1], corners[box, 3]
+    height = np.minimum(bottom, _ROW * (row + 1)) - np.maximum(top, _ROW * row)
+    left, right = corners[box, 0] / width, corners[box, 2] / width
+    begin, end = left.astype(np.int64), right.astype(np.int64)
+    kind = kinds[box]
+    covered = np.zeros((num_kinds, int(last.max()) + 1, int(end.max()) + 2))
+    # a box covers a part of the cells with its ends, and all cells between them
+    np.add.at(covered, (kind, row, begin), height * (begin - left))
+    np.add.at(covered, (kind, row, end), height * (right - end))
+    change = np.zeros_like(covered)
+    np.add.at(change, (kind, row, begin), height)
+    np.add.at(change, (kind, row, end), -height)
+    return covered + change.cumsum(2)
+
+
+def _runs(drawn: Ints) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the kind, row, first column and end of neighbours of one kind; -1 is none."""
+    for row, kinds in enumerate(drawn):
+        (steps,) = np.nonzero(np.diff(kinds))
+        edges = [0, *(steps + 1).tolist(), len(kinds)]
+        for first, stop in pairwise(edges):
+            if kinds[first] >= 0:
+                yield int(kinds[first]), row, first, stop
 
 
 def _accesses(boxes: Sequence[_Box], time: Axis) -> Iterator[str]:
