@@ -328,19 +328,24 @@ def _simulated(
 
 def _tensor_step(setting: Setting, machine: Machine) -> float:
     """Megatron's tensor parallelism over `depth` devices, the rest data parallel: a sum, as nothing
-    overlaps."""
+    overlaps but the launches of a layer's kernels with the layer's collectives, as in
+    `StageCosts.block_time`."""
     model = setting.model
     tp = setting.depth
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     times = block_times(model, setting.micro_batch, cluster.device, tp, MEGATRON_2020)
-    compute = sum(_stage_times(setting, times, [range(model.num_blocks)])[0])
     message = cluster.all_reduce(activation_bytes(model, setting.micro_batch), range(tp))
-    collectives = 6 * model.num_layers + 2  # 4 and recomputed 2 in a layer; and embedding and head
+    layer, head = times[1], times[-1]
+    # two collectives in each pass of a layer, forward once more; one of embedding and head
+    forward = layer.forward - layer.forward_idle + max(layer.forward_idle, 2 * message)
+    backward = layer.backward - layer.backward_idle + max(layer.backward_idle, 2 * message)
+    passes = 1 + setting.recompute
+    compute = model.num_layers * (passes * forward + backward) + sum(head[:2]) + 2 * message
     embedding = model.vocab_size * model.hidden_size
     parameters = (setting.parameters(range(model.num_blocks)) - embedding) / tp
     reduce = cluster.all_reduce(HALF * parameters, range(0, cluster.num_devices, tp), rings=8)
     update = cluster.device.memory_time(UPDATE_TRAFFIC * parameters)
-    return setting.num_microbatches * (compute + collectives * message) + reduce + update
+    return setting.num_microbatches * compute + reduce + update
 
 
 def step_time(setting: Setting, system: str, machine: Machine) -> float:

@@ -67,7 +67,7 @@ def test_check_says_before_a_run_that_a_link_is_too_slow(
     found = json.loads(out)
     stages = found["links"][0]
     assert stages["gives"] == pytest.approx(1e6 / 8, rel=1e-3)  # a byte counts as latency
-    assert stages["factor"] > 2
+    assert stages["factor"] > 1.9
     base = load_toml(config)
     sent = (
         2 * base.train.micro_batch_size * base.model.seq_length * base.model.hidden_size * 8 / 1e6

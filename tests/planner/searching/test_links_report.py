@@ -137,7 +137,7 @@ def test_the_most_exact_codec_that_does(item: int, factor: float, codec: str) ->
 
 
 def test_text_for_people() -> None:
-    assert str(LinkNeed("stages 0 - 1", 6e6, 1e6, 4, 3, 2, 4)) == (
+    assert str(LinkNeed("stages 0 - 1", 6e6, 1e6, 4, 3, 2, 4, 7)) == (
         "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times "
         "smaller "
         '(compression.messages = "int4"), '
