@@ -37,8 +37,8 @@ class Memory:
     """A cluster.toml: predict for those machines with estimated times, or with the times of the
     profile."""
     output: str = ""
-    """Folder for memory.html, memory.svg, memory.perfetto.json and, for predictions,
-    trace.jsonl."""
+    """Folder for memory.html, memory.svg, memory.perfetto.json and, for predictions, trace.jsonl
+    (above 8 MiB trace.jsonl.gz)."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 

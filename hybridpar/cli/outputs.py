@@ -40,18 +40,18 @@ def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
             taken[str(place)] = f"is what {flag} writes"
 
 
-def write_output(flag: str, path: str, text: str) -> None:
+def write_output(flag: str, path: str, content: str | bytes) -> None:
     """Write the file that a flag names, creating its folders and following a symbolic link.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    from hybridpar.checkpoint.format.files import write_text
+    from hybridpar.checkpoint.format.files import as_bytes, write_bytes
 
     with _naming(flag, path):
         place = _place(path)
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, text)
+        write_bytes(place, as_bytes(content) if isinstance(content, str) else content)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ hybridpar/cli/memory.py."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,8 @@ _TRACE = "trace.jsonl"
 _SVG = "memory.svg"
 _HTML = "memory.html"
 _PERFETTO = "memory.perfetto.json"
+_LARGE_TRACE = 1 << 23
+"""Bytes of a predicted trace from which on it is written compressed."""
 
 
 def report_memory(flags: Memory, launch: Launch) -> int:
@@ -140,15 +143,19 @@ def _paths(flags: Memory, config: Config) -> dict[int, Path]:
 
 
 def _write(flags: Memory, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
-    files = {
+    files: dict[str, str | bytes] = {
         _SVG: stacked(pictures(account)),
         _HTML: html_page(account, sections),
         _PERFETTO: perfetto(account),
     }
     if not flags.measured:
-        files[_TRACE] = header_line(trace.header) + "".join(map(span_line, trace.read()))
-    for name, text in files.items():
-        write_output("output", str(Path(flags.output, name)), text)
+        lines = header_line(trace.header) + "".join(map(span_line, trace.read()))
+        if len(lines) <= _LARGE_TRACE:
+            files[_TRACE] = lines
+        else:  # equal micro-batches take little room
+            files[f"{_TRACE}.gz"] = gzip.compress(lines.encode(), mtime=0)
+    for name, content in files.items():
+        write_output("output", str(Path(flags.output, name)), content)
 
 
 @dataclass(frozen=True)

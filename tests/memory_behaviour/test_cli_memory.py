@@ -3,6 +3,7 @@ wrong with its input."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import from_mapping, load_toml, to_toml
 from hybridpar.job import JobPlan
+from hybridpar.memory_behaviour import commands
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.prediction import predict
@@ -95,6 +97,23 @@ def test_files(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for line in ("largest living set", "lifetimes and access intervals", "stability"):
         assert line in said
         assert line in page
+
+
+def test_a_large_trace_is_written_compressed(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ["memory", str(config), "--batches", "2", "--output"]
+    assert main([*flags, str(tmp_path / "small")]) == 0
+    plain = (tmp_path / "small" / "trace.jsonl").read_bytes()
+    monkeypatch.setattr(commands, "_LARGE_TRACE", len(plain) - 1)
+    assert main([*flags, str(tmp_path / "large")]) == 0
+    packed = (tmp_path / "large" / "trace.jsonl.gz").read_bytes()
+    assert gzip.decompress(packed) == plain
+    assert len(packed) < len(plain) / 4
+    assert not (tmp_path / "large" / "trace.jsonl").exists()
 
 
 def test_times_of_a_cluster_make_swaps_possible(

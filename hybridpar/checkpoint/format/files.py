@@ -18,6 +18,11 @@ def as_bytes(text: str) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text as `write_bytes` does."""
+    write_bytes(path, as_bytes(text))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Write a file aside and rename it into place, so that no reader and no crash meets half of it.
 
     A device or a pipe is written to directly.
@@ -25,7 +30,6 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: The file is unchanged then.
     """
-    content = as_bytes(text)
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
