@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from train.forked import supervised
 from train.runs import metrics, run_job, steps, write_config
 
 pytestmark = pytest.mark.ranks
@@ -42,3 +43,23 @@ def test_a_run_resumes_with_another_cp(
         for rows in (whole, parts)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_a_killed_rank_leaves_no_trace(tmp_path: Path) -> None:
+    """Two ranks that share samples recover to the bits of a run that nothing happens to."""
+    path = write_config(tmp_path, "1f1b")
+    flags = ["--parallel.cp", "2", "--data.packing", "stream", "--train.log_interval", "1"]
+    run_job(2, "train", path, *flags, "--run.name", "calm")
+    code, out = supervised(
+        "train", path, "--ranks", "2", *flags, "--inject", "kill rank 1 at step 4 micro-batch 1"
+    )
+    assert code == 0, out
+    run, calm = (tmp_path / "runs" / name for name in ("run", "calm"))
+    assert steps(metrics(run)) == steps(metrics(calm))
+    last = "checkpoints/step_00000006"
+    files = sorted(file.name for file in (calm / last).glob("*.safetensors"))
+    assert files
+    for name in files:
+        assert (run / last / name).read_bytes() == (calm / last / name).read_bytes()

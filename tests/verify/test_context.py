@@ -3,17 +3,22 @@ grid and schedule."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from custom_models import CustomGPT
+from documents import Model, alone, documents, row_of
 from engines import gpt, samples, start
 from ranks import run_ranks
 from torch import Tensor
 
-from hybridpar.config import Config
+from hybridpar.comm import all_reduce
+from hybridpar.config import Config, from_mapping
+from hybridpar.grid import ProcessGrid
+from hybridpar.models.custom_blocks import context_of
 from hybridpar.verify.run import CALM, Disturbance, verify
 
 pytestmark = pytest.mark.ranks
@@ -35,6 +40,7 @@ GEMMA = LLAMA | {
     "attention_softcap": 20.0,
     "norm_zero_centered": True,
 }
+WIDE_GROUPS = LLAMA | {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 2} | DROPOUT
 PACKED = {"packing": "stream"}
 
 
@@ -91,9 +97,17 @@ def test_with_sequence_parallelism(tp: int, model: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("model", [{"norm_position": "post"}, GEMMA], ids=["post", "gemma"])
+@pytest.mark.parametrize(
+    "model", [{"norm_position": "post"}, GEMMA, WIDE_GROUPS], ids=["post", "gemma", "groups of 4"]
+)
 def test_other_layers(model: dict[str, Any]) -> None:
     holds({"cp": 2}, make(model | {"dropout": 0.1, "logits_chunk": 7}))
+
+
+@pytest.mark.thorough
+def test_sixteen_processes() -> None:
+    config = make(WIDE_GROUPS, pipeline={"schedule": "2bw"}, data=PACKED)
+    holds({"cp": 2, "tp": 2, "pp": 2, "dp": 2}, config)
 
 
 @pytest.mark.thorough(keep=2)
@@ -107,6 +121,7 @@ def test_other_layers(model: dict[str, Any]) -> None:
         {"schedule": "gpipe", "recompute": "0,2"},
         {"schedule": "pipedream"},
         {"schedule": "naive"},
+        {"schedule": "interleaved", "stage_layout": "v"},
     ],
     ids=str,
 )
@@ -136,6 +151,101 @@ def test_a_run_that_resumes_and_skips_a_batch() -> None:
 def test_a_custom_model_that_declares_it() -> None:
     config = make(pipeline={"recompute": "selective", "num_microbatches": 2})
     holds({"cp": 2, "tp": 2}, replace(config, model=CustomGPT()))
+
+
+# -- documents on the ranks of cp
+
+
+def losses_of_documents(axes: dict[str, int], sections: dict[str, Any]) -> None:
+    """A packed row has the loss of its documents alone, in one process, and in any order."""
+    grid = ProcessGrid(**axes)
+    config = make(sections.get("model"), parallel=sections.get("parallel", {}))
+    texts = documents(9, 1, 20, 1, 6)
+    single = Model(make(sections.get("model")))
+    wanted = torch.stack([single.loss(alone(text)) for text in texts]).sum()
+    model = Model(config, grid.tp, grid.cp)
+    context = context_of(config.model, grid.cp)
+    for order in ((0, 1, 2, 3, 4), (3, 2, 4, 0, 1)):
+        row = context.cut(row_of([texts[i] for i in order]))
+        loss = all_reduce(model.loss(row).detach().clone(), grid.cp)
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
+@pytest.mark.parametrize("axes", [{"cp": 3}, {"cp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_a_row_has_the_loss_of_its_documents(axes: dict[str, int], model: dict[str, Any]) -> None:
+    num_ranks = axes["cp"] * axes.get("tp", 1)
+    sections = {"model": model, "parallel": {"sequence": "tp" in axes}}
+    run_ranks(losses_of_documents, num_ranks, axes, sections)
+
+
+class Probed:
+    """A loader that yields one row, of which the labels of one document count."""
+
+    def __init__(self, row: dict[str, Tensor], document: slice):
+        labels = torch.full_like(row["labels"], -100)
+        labels[:, document] = row["labels"][:, document]
+        self.row = row | {"labels": labels}
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        return dict(self.row)
+
+    def first_sample(self, index: int) -> int:
+        return index
+
+    def num_targets(self, batch: int) -> int:
+        return 1
+
+
+def probed(config: Config, texts: list[Any], document: slice) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and all gradients of a batch if the labels of one document count."""
+    engine, _ = start(config)
+    found: dict[str, Tensor] = {}
+    losses: list[float] = []
+
+    def keep(batch: int, tensors: Any) -> None:
+        found.update((name, tensor.clone()) for name, tensor in tensors.items())
+
+    engine.train(Probed(row_of(texts), document), 1, lambda step: losses.append(step.loss), keep)
+    return losses[0], found
+
+
+def leaks(config: Config) -> None:
+    texts = documents(9, 11, 17)
+    inside = slice(9, 20)
+    loss, gradients = probed(config, texts, inside)
+    others = [(texts[0] + 7) % 61, texts[1], (texts[2] + 7) % 61]
+    same_loss, same = probed(config, others, inside)
+    assert loss == same_loss > 0
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
+    changed, _ = probed(config, [texts[0], (texts[1] + 7) % 61, texts[2]], inside)
+    assert changed != loss
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("model", [DROPOUT, LLAMA | {"window": 5}], ids=["learned", "windows"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"cp": 2, "pp": 2},
+        {"cp": 3},
+        {"cp": 2, "tp": 2, "sequence": True},
+        {"cp": 2, "dp": 2, "zero": 3},
+        {"cp": 2, "tp": 2, "pp": 2, "dp": 2, "sequence": True},
+    ],
+    ids=str,
+)
+def test_other_documents_change_no_bit(grid: dict[str, Any], model: dict[str, Any]) -> None:
+    """Of the loss of a document, and of its gradients of all parameters."""
+    axes = {name: size for name, size in grid.items() if name in ("cp", "tp", "pp", "dp")}
+    sections: dict[str, dict[str, Any]] = {
+        "parallel": {"dp": 1} | grid,
+        "train": {"dtype": "fp64", "micro_batch_size": 1},
+        "pipeline": {"num_microbatches": 2, "recompute": "0"},
+    }
+    run_ranks(leaks, math.prod(axes.values()), from_mapping(sections, make(model, data=PACKED)))
 
 
 # -- labels that count on some ranks alone

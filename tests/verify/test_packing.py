@@ -4,13 +4,13 @@ alone."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from documents import Model, alone, documents, row_of
 from engines import gpt, start
 from ranks import run_ranks
 from torch import Tensor
@@ -22,10 +22,6 @@ from hybridpar.data.loader import BatchLoader
 from hybridpar.data.packed_rows import PackedDataset
 from hybridpar.data.sample_rules import IGNORED, document_entries
 from hybridpar.data.synthetic import SyntheticSamples
-from hybridpar.grid import Axis
-from hybridpar.models.build import build_blocks
-from hybridpar.nn.init import initialize
-from hybridpar.nn.placement import named_placements
 from hybridpar.verify.run import verify
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.2}
@@ -100,68 +96,9 @@ def test_compressed_messages() -> None:
     holds({"pp": 2}, make(compression={"messages": "int8"}, pipeline={"schedule": "2bw"}))
 
 
-class Model:
-    """A small GPT in one process, float64, whose losses and gradients can be looked at."""
-
-    def __init__(self, model: dict[str, Any]):
-        self.config = make(model).model
-        self.blocks = build_blocks(
-            self.config,
-            Axis("tp"),
-            range(self.config.num_blocks),
-            device="cpu",
-            dtype=torch.float64,
-        )
-        for number, block in self.blocks.items():
-            initialize(
-                [
-                    (f"blocks.{number}.{name}", parameter.data, placement)
-                    for name, parameter, placement in named_placements(block)
-                ],
-                3,
-            )
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the sum over all labels."""
-        one = torch.ones((), dtype=torch.float64)
-        batch = batch | {"num_targets": one, "num_samples": one}
-        x: Any = None
-        for block in self.blocks.values():
-            x = block(x, batch, None)
-        return x["lm"]
-
-    def gradients(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        parameters = [p for block in self.blocks.values() for p in block.parameters()]
-        return list(torch.autograd.grad(self.loss(batch), parameters))
-
-
-def documents(*lengths: int) -> list[np.ndarray]:
-    random = np.random.default_rng(len(lengths))
-    return [random.integers(0, 61, n + 1) for n in lengths]
-
-
-def row_of(texts: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Return a row with all tokens but the last of each text, whose last label is that one."""
-    starts: list[int] = []
-    for text in texts:
-        starts += [len(starts)] * (len(text) - 1)
-    entries = {
-        "tokens": np.concatenate([text[:-1] for text in texts])[None],
-        "labels": np.concatenate([text[1:] for text in texts])[None],
-        **document_entries(np.array(starts)[None]),
-    }
-    return {name: torch.from_numpy(array) for name, array in entries.items()}
-
-
-def alone(text: np.ndarray) -> dict[str, Tensor]:
-    """Return a row with one document, as without packing."""
-    row = row_of([text])
-    return {name: row[name] for name in ("tokens", "labels")}
-
-
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_a_row_has_the_losses_and_gradients_of_its_documents(model: dict[str, Any]) -> None:
-    made = Model(model)
+    made = Model(make(model))
     texts = documents(9, 1, 20, 1, 5)
     packed = row_of(texts)
     parts = [alone(text) for text in texts]
@@ -194,7 +131,7 @@ def conversations(folder: Path) -> Conversations:
 def test_packed_conversations_have_the_losses_and_gradients_of_theirs_alone(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    made = Model(model)
+    made = Model(make(model))
     found = conversations(tmp_path)
     assert len(found) == 6  # no answer of one is within a row
     losses = []
@@ -214,7 +151,7 @@ def test_packed_conversations_have_the_losses_and_gradients_of_theirs_alone(
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_a_row_with_one_document_has_the_bits_of_a_plain_row(model: dict[str, Any]) -> None:
-    made = Model(model)
+    made = Model(make(model))
     (text,) = documents(37)
     assert torch.equal(made.loss(row_of([text])), made.loss(alone(text)))
     for got, want in zip(made.gradients(row_of([text])), made.gradients(alone(text)), strict=True):
@@ -224,7 +161,7 @@ def test_a_row_with_one_document_has_the_bits_of_a_plain_row(model: dict[str, An
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_other_documents_change_no_bit(model: dict[str, Any]) -> None:
     """Of the logits of a document, and of the gradient of its embedded tokens."""
-    made = Model(model)
+    made = Model(make(model))
     texts = documents(9, 11, 17)
     inside = slice(9, 20)
     seen = []
