@@ -17,7 +17,6 @@ from hybridpar.nn.context import ALONE
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
 
-
 ONE_RANK = Axis("tp")
 
 
