@@ -141,7 +141,10 @@ def context_of(model: ModelSpec, cp: Axis) -> Context:
         return Context(cp)
     shape = model.activation_shape(0)
     assert not isinstance(shape, dict), "rows of several tensors are not split"
-    return Context(cp, shape[0])
+    if (formulas := model.cost_model) is None:
+        return Context(cp, shape[0])
+    windows = tuple(map(formulas.layer_window, range(formulas.num_layers)))
+    return Context(cp, shape[0], windows or (0,))
 
 
 def local_message_shape(

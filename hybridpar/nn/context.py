@@ -1,10 +1,10 @@
 """Context parallelism: each rank of cp holds some tokens of every sample.
 
-A sample's tokens are cut into 2 c pieces for c ranks, and a rank has one from the front and one
-from the back, as causal attention costs more the later a token is:
+A sample's tokens are cut into two pieces for each rank, one from the front and one from the back,
+as causal attention costs more the later a token is:
 
     rank 0   [ a . . . . . . a ]
-    rank 1   [ . b . . . . b . ]         c = 4: eight pieces; every rank has tokens for equal work
+    rank 1   [ . b . . . . b . ]         c = 4: every rank has equally many tokens, and equal work
     rank 2   [ . . c . . c . . ]
     rank 3   [ . . . d d . . . ]
 
@@ -30,29 +30,45 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather, reduce_scatter
 from hybridpar.grid import Axis
-from hybridpar.nn.placement import Range, split_ranges
+from hybridpar.nn.placement import Range, split_sizes
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.ops.dropout import Rows
 
 
 @lru_cache(maxsize=64)
-def token_ranges(length: int, size: int) -> tuple[tuple[Range, ...], ...]:
+def token_ranges(
+    length: int, size: int, windows: tuple[int, ...] = (0,)
+) -> tuple[tuple[Range, ...], ...]:
     """Return the tokens of a sample that each rank of cp has, ascending, as half-open ranges.
 
-    Rank r has the pieces r and 2 size - 1 - r of 2 size; adjacent ones are joined. Pieces differ by
-    one token if 2 size does not divide the length.
+    Ranks have equally many tokens, to one. Rank after rank takes them from both ends of what is
+    left, the front and the back in the ratio that gives it its share of the pairs of a query and a
+    key. Without windows, and if 2 size divides the length, rank r has the pieces r and
+    2 size - 1 - r of 2 size equal pieces. Adjacent pieces are joined.
 
     Args:
         length: Tokens of a sample.
         size: Ranks of cp.
+        windows: Most keys that a query of each layer sees; 0: all earlier ones.
     """
-    pieces = split_ranges(length, 2 * size)
-    found = []
-    for rank in range(size):
-        front = pieces[rank]
-        back = pieces[2 * size - 1 - rank]
-        found.append(((front[0], back[1]),) if front[1] == back[0] else (front, back))
-    return tuple(found)
+    keys = torch.arange(1, length + 1)
+    pairs = torch.zeros(length, dtype=torch.int64)
+    for window in windows:
+        pairs += keys.clamp(max=window) if window else keys
+    before = torch.cat([pairs.new_zeros(1), pairs.cumsum(0)])
+    left = 0
+    right = length
+    found: list[tuple[Range, ...]] = []
+    for rank, tokens in enumerate(split_sizes(length, size)[:-1]):
+        front = torch.arange(tokens + 1)
+        own = before[left + front] - before[left] + before[right] - before[right - tokens + front]
+        fair = before[right] - before[left]
+        most = int((own * (size - rank) - fair).abs().argmin())
+        ranges = (left, left + most), (right - tokens + most, right)
+        found.append(tuple((start, stop) for start, stop in ranges if start < stop))
+        left += most
+        right -= tokens - most
+    return (*found, ((left, right),))
 
 
 class Piece(NamedTuple):
@@ -78,28 +94,32 @@ class Context:
     Attributes:
         axis: The cp axis.
         length: Tokens of a sample, over all ranks.
+        windows: See `token_ranges`.
     """
 
     axis: Axis = field(default_factory=lambda: Axis("cp"))
     length: int = 0
+    windows: tuple[int, ...] = (0,)
 
     @property
     def is_split(self) -> bool:
         """Whether several ranks share a sample."""
         return self.axis.size > 1
 
+    @property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """The tokens of each rank."""
+        return token_ranges(self.length, self.axis.size, self.windows)
+
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of tokens of each rank."""
-        return tuple(
-            sum(stop - start for start, stop in ranges)
-            for ranges in token_ranges(self.length, self.axis.size)
-        )
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @property
     def own(self) -> tuple[Range, ...]:
         """The tokens of this rank."""
-        return token_ranges(self.length, self.axis.size)[self.axis.rank]
+        return self.ranges[self.axis.rank]
 
     def full_length(self, tokens: int) -> int:
         """Return the length of a sample of which this rank has `tokens` tokens."""
@@ -112,7 +132,7 @@ class Context:
     def pieces(self) -> Iterator[Piece]:
         """Yield the tokens of all ranks, rank by rank."""
         at = 0
-        for ranges in token_ranges(self.length, self.axis.size):
+        for ranges in self.ranges:
             for start, stop in ranges:
                 yield Piece(start, at, stop - start)
                 at += stop - start

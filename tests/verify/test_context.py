@@ -121,7 +121,7 @@ def test_sixteen_processes() -> None:
         {"schedule": "gpipe", "recompute": "0,2"},
         {"schedule": "pipedream"},
         {"schedule": "naive"},
-        {"schedule": "interleaved", "stage_layout": "v"},
+        {"schedule": "1f1b", "stage_layout": "v", "split_backward": True},
     ],
     ids=str,
 )
