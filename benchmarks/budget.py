@@ -62,7 +62,7 @@ BOUND = 1.15
 SHAPES = {
     "large": Shape(24, 2048, 16, 512, 8192, 1),
     "curve": Shape(8, 1024, 16, 128, 4096, 1),
-    "host": Shape(8, 1024, 16, 128, 4096, 1),
+    "host": Shape(8, 768, 12, 64, 4096, 1),
 }
 CGROUPS = (
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),

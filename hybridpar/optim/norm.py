@@ -33,6 +33,8 @@ def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
+    if tensors[0].dtype == torch.bfloat16:  # one at a time, for less memory
+        return torch.cat([sums_of_squares([x.float()], backend) for x in tensors])
     return passes_for(tensors[0], backend).sum_squares(tensors)
 
 

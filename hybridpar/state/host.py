@@ -337,7 +337,9 @@ class HostUpdates:
             gradients = [self._grads[name] for name in self._names[group]]
 
         def update(weights: Weights) -> None:
+            nonlocal gradients
             assert step.factor is not None
+            gradients = self._weights.as_masters(gradients)
             self._optimizer.step(group, weights, gradients, lr=step.lr, gradient_scale=step.factor)
 
         self._work.step(

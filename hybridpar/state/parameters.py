@@ -41,14 +41,15 @@ class StageParameters:
     Args:
         stage: The stage.
         dtype: Type that micro-batches compute in.
+        rounds_gradients: Gradients have this type, too, and not that of the master copy.
 
     Attributes:
-        layout: Layout of the trained parameters, in the dtype of gradients and of the master copy.
+        layout: Layout of the trained parameters, in the dtype of gradients.
         frozen: Layout of the frozen parameters, in `dtype`.
         quantizable: Hidden matrices that fp8 products can use.
     """
 
-    def __init__(self, stage: nn.Module, dtype: torch.dtype):
+    def __init__(self, stage: nn.Module, dtype: torch.dtype, *, rounds_gradients: bool = False):
         self.dtype = dtype
         self.master_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         self.quantizable = fp8_parameters(stage)
@@ -64,7 +65,8 @@ class StageParameters:
             for name, parameter in parameters.items()
             if self.placements[name].trainable
         }
-        self.layout = FlatLayout.of(trained, self.master_dtype, offset_dtype=dtype)
+        gradient_dtype = dtype if rounds_gradients else self.master_dtype
+        self.layout = FlatLayout.of(trained, gradient_dtype, offset_dtype=dtype)
         self.frozen = FlatLayout.of(
             {name: parameter for name, parameter in parameters.items() if name not in trained},
             dtype,

@@ -38,6 +38,7 @@ class StatePolicy:
         compression: Compression of gradients.
         kernels: Backends of its kernels.
         fp8: Products of hidden matrices have float8 factors.
+        rounds_gradients: Gradients are accumulated and reduced in `dtype`, not in the master copy's.
     """
 
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class StatePolicy:
     compression: CompressionConfig = UNCOMPRESSED
     kernels: KernelsConfig = AUTO
     fp8: bool = False
+    rounds_gradients: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
@@ -73,6 +75,7 @@ class StatePolicy:
             config.compression,
             config.kernels,
             config.train.fp8,
+            config.train.gradient_dtype == "bf16",
         )
 
     @property

@@ -80,7 +80,7 @@ class RankState:
         self._backend = policy.backend
         self.memory = memory
         move_buffers(stage, memory.device)
-        parameters = StageParameters(stage, policy.dtype)
+        parameters = StageParameters(stage, policy.dtype, rounds_gradients=policy.rounds_gradients)
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
         # Shards that stay resident can be updated in one group at no cost, so they are not divided.
@@ -428,7 +428,7 @@ class RankState:
                 with weights.updating():
                     pass
             elif number < len(self._groups):
-                gradients = [owned[i] for i in self._groups[number]]
+                gradients = self.weights.as_masters(owned[i] for i in self._groups[number])
                 self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
             if outer is not None:
                 outer.step(version, weights, wait)

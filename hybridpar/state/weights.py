@@ -21,7 +21,7 @@ buffers, and unsharded chunks are gathered and released (shares.py).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -217,6 +217,10 @@ class WeightStore:
             for i in self._indices[group, True]
         ]
 
+    def as_masters(self, gradients: Iterable[Tensor]) -> list[Tensor]:
+        """Return gradients in the precision of the update."""
+        return [gradient.to(self.master_dtype) for gradient in gradients]
+
     @property
     def num_versions(self) -> int:
         return len(self.buffers)
@@ -380,7 +384,7 @@ class WeightStore:
             trained = {name: self.memory.read(view.detach()) for name, view in here.items()}
         else:
             owned = map(self.memory.read, self._lists[self.slot(self.newest)])
-            trained = self.partition.whole(owned, self.memory.device)
+            trained = self.partition.whole(owned, self.memory.device, self.master_dtype)
         return trained | self.frozen.full()
 
     @contextmanager

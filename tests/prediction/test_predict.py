@@ -549,6 +549,7 @@ RUNS: list[
     },
     {"pp": 2, "dp": 2, "parallel": {"zero": 1}, "pipeline": DOUBLE, "optim": {"name": "muon"}},
     {"pp": 2, "model": {**NEOX, **DROPOUT}, "pipeline": DOUBLE},
+    {"pp": 2, "train": {"dtype": "bf16", "gradient_dtype": "bf16"}, "pipeline": DOUBLE},
 ]
 
 

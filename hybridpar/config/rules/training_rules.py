@@ -58,6 +58,15 @@ def _staleness(config: Config) -> Iterator[Problem]:
 
 def train(config: Config) -> Iterator[Problem]:
     section = config.train
+    if section.gradient_dtype == "bf16" and section.dtype != "bf16":
+        rule = f'requires train.dtype = "bf16", not "{section.dtype}"'
+        yield Problem("train.gradient_dtype", "bf16", rule, '"fp32"')
+    if section.gradient_dtype == "bf16" and config.compression.gradients != "none":
+        rule = (
+            f'not supported with compression.gradients = "{config.compression.gradients}", which '
+            "adds what was left unsent to gradients in fp32"
+        )
+        yield Problem("train.gradient_dtype", "bf16", rule, '"fp32"')
     for rule, works in _fp8(config) if section.fp8 else ():
         yield Problem("train.fp8", "true", rule, works)
     experts = config.model.routed_experts

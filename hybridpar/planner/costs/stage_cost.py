@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hybridpar.config import Config
+from hybridpar.config import Config, TrainConfig
 from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
@@ -31,7 +31,10 @@ from hybridpar.prediction.work import block_kinds
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.schedule_table import Schedule
 
-GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
+
+def gradient_item(train: TrainConfig) -> int:
+    """Return the bytes of an element of a gradient."""
+    return max(DTYPES[train.dtype].itemsize, 2 if train.gradient_dtype == "bf16" else 4)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class StageCosts:
         """Cost of each kind of block by pipeline rank, on the slowest of the rank's devices."""
         self.kinds = self.kinds_on[0]
         self.item = DTYPES[config.train.dtype].itemsize
-        self.gradient_bytes = GRADIENT_BYTES[config.train.dtype]
+        self.gradient_bytes = gradient_item(config.train)
         self.codecs = CodecCosts(self.job, profile)
         self.message_bytes = self.codecs.message_bytes
         """Bytes of an activation between stages."""

@@ -22,7 +22,7 @@ from typing import Any
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
 from hybridpar.planner.costs.compressed import gradient_share
-from hybridpar.planner.costs.stage_cost import GRADIENT_BYTES
+from hybridpar.planner.costs.stage_cost import gradient_item
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.searching.plan_report import parts_of, speed
 from hybridpar.schedules.schedule_table import make_schedule
@@ -209,7 +209,7 @@ def _reduction(cost: StepCost) -> LinkNeed:
     seconds, rank = max((cost.reduction(stage, r)[0], r) for r, stage in enumerate(cost.ranks))
     stage = cost.ranks[rank]
     batch = cost.shape.num_microbatches * _period(cost)
-    item = gradient_share(cost.config) * GRADIENT_BYTES[cost.config.train.dtype]
+    item = gradient_share(cost.config) * gradient_item(cost.config.train)
     num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
     name = f"replicas of {cost.shape.rank_name} {rank}" if cost.dp > 1 else _TIED
     return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), item)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Parts, Works, all_gather_async, reduce_scatter_async
+from hybridpar.cpu import zeros
 from hybridpar.grid import EXPERTS, Axis, ProcessGrid
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
@@ -232,11 +233,13 @@ class Partition:
             if wanted(self.uses(o.name))
         )
 
-    def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Return all parameters unsharded, by name, from each rank's shards in order. Collectives:
-        as `gather`.
+    def whole(
+        self, owned: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Return all parameters unsharded, by name, from each rank's shards in order; dtype: of the
+        shards; None: as the layout. Collectives: as `gather`.
         """
-        flat = self.layout.zeros(device)
+        flat = zeros(self.layout.numel, dtype or self.layout.dtype, device)
         for view, own in zip(self.owned_views(flat), owned, strict=True):
             view.copy_(own)
         self.gather(flat).wait()
