@@ -67,7 +67,7 @@ class Check:
         from hybridpar.train.forecasts.host_forecast import forecast_host
         from hybridpar.train.forecasts.offload_forecast import forecast_offload
         from hybridpar.train.forecasts.site_traffic import site_traffic
-        from hybridpar.train.forecasts.tier_forecast import forecasts
+        from hybridpar.train.forecasts.tier_forecast import forecasts, segments_line
 
         device = default_device(config)
         config = from_mapping(measured(config), config)
@@ -152,6 +152,8 @@ class Check:
         )
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
+        if segments := segments_line(job, tiers):
+            print(segments)
         for found in (host, offload, sites):
             if found is not None:
                 print(f"\n{found}")

@@ -23,7 +23,12 @@ from hybridpar.schedules.action import PER_ITEM, Action
 from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_plans
-from hybridpar.train.forecasts.tier_forecast import forecast, forecasts
+from hybridpar.train.forecasts.tier_forecast import (
+    forecast,
+    forecasts,
+    search_segments,
+    segments_line,
+)
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30
@@ -229,6 +234,25 @@ def test_the_least_limit_is_that_of_all_stages_however_small_the_limit(
             forecasts(JobPlan(replace(config, memory=MemoryConfig(limit=limit))))
     found = forecasts(JobPlan(replace(config, memory=MemoryConfig(limit=least))))
     assert max(one.least for one in found) == least
+
+
+def test_the_best_segments_are_found_and_said(tmp_path: Path) -> None:
+    """Segments of two blocks hold more weights at a time, and leave less room for what stays."""
+    config = make(model={"num_layers": 6, "tie_embeddings": False})
+    job = JobPlan(limited(config, tmp_path, 0.4))
+    found = search_segments(job)
+    assert sorted(one.parts for one in found) == [2, 3, 4, 8]
+    moved = [one.moved for one in found]
+    assert moved == sorted(moved)
+    assert moved[0] < moved[-1]
+    by_block = next(one for one in found if one.parts == config.model.num_blocks)
+    said = forecast(job)
+    assert by_block.moved == said.read + said.written
+    assert by_block.least == said.least
+    assert by_block.padding > found[-1].padding or by_block is found[-1]
+    line = segments_line(job, [said])
+    assert line.startswith(f"segments of a stage (memory.parts): best {found[0].parts} (moves")
+    assert segments_line(job, [replace(said, read=0, written=0)]) == ""
 
 
 def test_a_limit_moves_no_more_than_the_best_budget(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class AccessMap:
     Attributes:
         first: Number of the first item.
         num_bytes: Bytes of each item, by number.
+        padding: Bytes of all items that hold nothing.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AccessMap:
     ):
         self.state = state
         self.whole_bytes = memory.whole_bytes
+        self.padding = memory.padding
         chunks = [] if memory.whole is None else memory.whole.chunks
         self.first = len(chunks)
         items = dict(enumerate(memory.items, self.first))

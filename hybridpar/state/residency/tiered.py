@@ -51,6 +51,9 @@ class ItemMemory(Memory):
 
     whole: Holds the unsharded chunks; their items are then this rank's shards. None: replicas shard
     nothing.
+
+    Attributes:
+        padding: Bytes of the items that hold nothing, because an item has whole pages.
     """
 
     is_limited = True
@@ -59,6 +62,7 @@ class ItemMemory(Memory):
         super().__init__(device)
         self.whole = whole
         self.items: list[StateItem] = []
+        self.padding = 0
         self._uses: Callable[[str], BufferUsage]
         self.is_of_host = self.device.type == "cpu"
 
@@ -99,7 +103,9 @@ class ItemMemory(Memory):
         allocate()
 
     def _add(self, kind: str, use: BufferUsage, numel: int, dtype: torch.dtype) -> Tensor:
-        self.items.append(StateItem(kind, use, padded(max(numel, 1) * dtype.itemsize)))
+        item = StateItem(kind, use, padded(max(numel, 1) * dtype.itemsize))
+        self.items.append(item)
+        self.padding += item.num_bytes - numel * dtype.itemsize
         return self._take(numel, dtype)
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:

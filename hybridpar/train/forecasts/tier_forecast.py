@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hybridpar.errors import config_error
+from hybridpar.errors import ConfigError, config_error
 from hybridpar.job import JobPlan
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
@@ -38,6 +38,11 @@ class TierForecast:
     read: int
     written: int
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Mean bytes per step from and to the slow tier."""
+        return self.read, self.written
+
     def __str__(self) -> str:
         state, least, read, written = (
             f"{num_bytes / _MIB:,.1f}"
@@ -47,6 +52,64 @@ class TierForecast:
             f"the state takes {state} MiB; {self.field} must be at least {least} MiB; a step reads "
             f"{read} MiB from the file, and writes {written}"
         )
+
+
+@dataclass(frozen=True)
+class SegmentForecast:
+    """What a number of segments (memory.parts) costs on one rank, in bytes.
+
+    Attributes:
+        parts: The number.
+        moved: Read and written in a step; 0 if nothing moves.
+        padding: Part of the state's items that holds nothing.
+        least: Smallest limit or budget.
+    """
+
+    parts: int
+    moved: int
+    padding: int
+    least: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parts} (moves {self.moved / _MIB:,.1f} MiB a step, pads "
+            f"{self.padding / _MIB:,.1f}, needs {self.least / _MIB:,.1f})"
+        )
+
+
+def search_segments(job: JobPlan, rank: int = 0) -> list[SegmentForecast]:
+    """Return forecasts of a rank on the grid for segments of one to four blocks, the best first:
+    fewest bytes moved, then least padding. Numbers for which memory is too small are left out.
+    """
+    config = job.config
+    blocks = max(map(len, job.split))
+    found = []
+    for parts in sorted({-(-blocks // size) for size in range(1, 5)}, reverse=True):
+        one = JobPlan(replace(config, memory=replace(config.memory, parts=parts)))
+        try:
+            plan = _RankPlan.of(one, rank)
+            forecasted = plan.forecast()
+        except ConfigError:
+            continue
+        found.append(
+            SegmentForecast(parts, sum(forecasted.moved), plan.accesses.padding, forecasted.least)
+        )
+    return sorted(found, key=lambda one: (one.moved, one.padding))
+
+
+def segments_line(job: JobPlan, tiers: Sequence[TierForecast]) -> str:
+    """Return a line about the best number of segments, for the rank whose tiers move most; empty
+    if nothing moves.
+    """
+    moved = [sum(tier.moved) for tier in tiers]
+    if not any(moved):
+        return ""
+    parallel = job.config.parallel
+    rank = moved.index(max(moved)) * parallel.num_ranks // parallel.pp
+    found = search_segments(job, rank)
+    best, *others = map(str, found)
+    text = f"segments of a stage (memory.parts): best {best}"
+    return "; then ".join([text, *others])
 
 
 def forecasts(job: JobPlan) -> list[TierForecast]:
