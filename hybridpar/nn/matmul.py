@@ -98,6 +98,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x W^T to `out`, outside of autograd. Shapes: x [rows, i], weight [o, i], out [rows, o]."""
+    if by_float32(weight):
+        out.copy_(F.linear(x.float(), weight.float()))
+    elif _is_large(x, weight.shape[0], _onednn().product):
+        out.copy_(_by_onednn(x, weight))
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
 def factor(dy: Tensor) -> Tensor:
     """`dy` in the type that it is multiplied in, for who multiplies it twice."""
     return dy.float() if by_float32(dy) else dy

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -49,11 +50,12 @@ from hybridpar.errors import config_error
 from hybridpar.grid import EXPERTS, Axis
 from hybridpar.nn.binding import ParameterBinding
 from hybridpar.nn.expert_exchange import RowExchange, own_experts
+from hybridpar.nn.grouped import grouped_linear
 from hybridpar.nn.linear import Device
 from hybridpar.nn.matmul import nothing
 from hybridpar.nn.mlp import Activation, ParallelMLP
 from hybridpar.nn.placement import Init, ParallelModule, Placement, split_sizes
-from hybridpar.nn.recomputable import HiddenStates, value_of
+from hybridpar.nn.recomputable import HiddenStates, recomputable, value_of
 
 Score = Literal["softmax", "sigmoid"]
 _TINY = 1e-20
@@ -321,13 +323,11 @@ class MixtureOfExperts(ParallelModule):
     def _run_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of this rank's experts for rows that are sorted by expert, of which
         each gets as many as `counts` says."""
-        parts = rows.split(list(counts))
-        return torch.cat(
-            [
-                expert.partial_sum(part)  # type: ignore[operator]  # ModuleList has no types
-                for expert, part in zip(self.experts, parts, strict=True)
-            ]
-        )
+        experts: list[Any] = list(self.experts)
+        u = grouped_linear(rows, counts, [expert.up for expert in experts])
+        activate = partial(experts[0].activation, u, None)
+        y = recomputable(activate(), activate) if experts[0].recomputes else activate()
+        return grouped_linear(y, counts, [expert.down for expert in experts])
 
 
 def _set_apart(module: nn.Module, axis: Axis) -> None:
