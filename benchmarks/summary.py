@@ -83,6 +83,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "zero --name zero_peers",
         ),
         Row(
+            "a layer of experts: time of transformers' fastest / ours",
+            "experts",
+            "cases/.*/ratio/transformers grouped_mm/median",
+            "experts",
+        ),
+        Row(
             "operators: torch.compile's time / ours",
             "ops_zen5",
             "cases/.*/ratio/compile/median",

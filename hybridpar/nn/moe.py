@@ -515,7 +515,9 @@ class _Combine(Function):
         d_rows = d_gates = None
         if ctx.needs_input_grad[0]:
             factors = gates.flatten().index_select(0, order)[:, None]
-            d_rows = (grad.index_select(0, order // k) * factors).to(rows.dtype)
+            d_rows = grad.index_select(0, order // k)
+            d_rows = d_rows.mul_(factors) if d_rows.dtype == gates.dtype else d_rows * factors
+            d_rows = d_rows.to(rows.dtype)
         if ctx.needs_input_grad[1]:
             grad = grad.to(gates.dtype)
             products = [(_outputs(rows, place, k, i) * grad).sum(-1) for i in range(k)]

@@ -18,6 +18,7 @@ from hybridpar.comm.ranks import run_on_ranks
 BENCHMARKS = Path(common.__file__).parent
 QUICK = {
     "data_parallel": "--rounds 1 --shapes tiny --dtypes fp32 --microbatches 1",
+    "experts": "--rounds 1 --layers tiny --threads 1",
     "fp8_estimate": "",
     "memory_behaviour": "--rounds 1 --shapes tiny --dtypes fp32 --microbatches 1 --parts overhead",
     "model_spec": "--rounds 1 --shapes tiny",
@@ -104,7 +105,7 @@ def test_smallest_form(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if name == "generate":
+    if name in ("generate", "experts"):
         pytest.importorskip("transformers")
     monkeypatch.setitem(budget.SHAPES, "curve", common.SHAPES["tiny"])
     monkeypatch.chdir(tmp_path)  # some write their own files beside
