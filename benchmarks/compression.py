@@ -11,7 +11,8 @@ The race: sides as in data_parallel, fp32, both compressors of rank 4 with error
 start. Bytes: what a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of
 gradients|^2 / |sum of gradients|^2 after ten batches, without those that the hook sends whole, of
 two replicas' matrices: a falling spectrum, slowly turning; sbpca takes them in four equal parts,
-and has no error feedback. The losses: a GPT of two layers on some of the Python standard library's
+and has no error feedback. Memory: the predicted peak of a rank of two, MiB by ZeRO stage. The
+losses: a GPT of two layers on some of the Python standard library's
 text, two replicas, one stage.
 """
 
@@ -46,6 +47,7 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
+from hybridpar.prediction import predict
 from hybridpar.state import GradientReducer, Partition, Route, StatePolicy
 from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
@@ -80,7 +82,8 @@ mean."""
 WHOLE = 2
 BATCHES = 12
 MEANING = (
-    f"{common.RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
+    f"{common.RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones; "
+    "memory: predicted peak of a rank in MiB, with ZeRO-0 to 3"
 )
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
 """Modules whose source text a small model learns; the first is held out."""
@@ -285,6 +288,26 @@ def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
     return {"arrived": round(1 - lost / all_, 5), "bytes": round(sent, 5)}
 
 
+# -- memory
+
+
+def memory(shape_name: str, m: int) -> dict[str, list[float]]:
+    """Predicted peak of one of two replicas, MiB by ZeRO stage, by method."""
+    config = engine_config(SHAPES[shape_name], dp=2, num_microbatches=m)
+    found = {}
+    for method in METHODS:
+        found[method] = [
+            round(_peak(replace(config, compression=settings_of(method)), zero) / 2**20, 1)
+            for zero in range(4)
+        ]
+    return found
+
+
+def _peak(config: Config, zero: int) -> int:
+    made = replace(config, parallel=replace(config.parallel, zero=zero))  # type: ignore[arg-type]
+    return predict(JobPlan(made))[0].total
+
+
 # -- losses
 
 
@@ -386,6 +409,8 @@ def write_losses(args: argparse.Namespace) -> None:
 def show(entry: dict[str, Any]) -> None:
     if "arrived" in entry:
         print(entry["arrived"])
+    elif "memory" in entry:
+        print(entry["memory"])
     else:
         common.print_case(entry)
         print(entry["bytes_a_step"], flush=True)
@@ -399,11 +424,20 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
         "arrived": run_ranks(arrived, 2),
     }
+    for shape, m in product(args.shapes, args.microbatches):
+        yield {
+            "case": f"memory {shape} dp=2 m={m}",
+            "settings": {"shape": shape, "dp": 2, "num_microbatches": m},
+            "memory": memory(shape, m),
+        }
 
 
 def main() -> None:
     parser = common.arguments(__doc__, rounds=7, shapes=["small"])
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
+    parser.add_argument(
+        "--microbatches", nargs="+", type=int, default=[2, 8], help="of the predicted memory"
+    )
     parser.add_argument(
         "--losses",
         action="store_true",

@@ -32,7 +32,7 @@ from hybridpar.memory_behaviour.pictures.sections import (
     ranks_section,
     report,
 )
-from hybridpar.memory_behaviour.recording.memory_trace import predict_trace
+from hybridpar.memory_behaviour.recording.memory_trace import predict_long_trace
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.prediction import check_size, predict
 from hybridpar.prediction.knobs import Saving, knobs, savings
@@ -95,7 +95,7 @@ def _predicted(flags: Memory, config: Config, costs: Costs | None) -> _Trace:
     if rank < 0:
         peaks = [stage.total for stage in predict(job)]
         rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
-    header, spans = predict_trace(config, rank, steps=flags.batches)
+    header, spans = predict_long_trace(config, rank, steps=flags.batches)
     timeline = preview(job, flags.batches, costs).timeline
     spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
     return _Trace(header, analyse(spans), lambda: spans, costs is not None)

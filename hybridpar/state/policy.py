@@ -80,8 +80,10 @@ class StatePolicy:
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether replicas shard the reduced gradients (ZeRO-2)."""
-        return self.parallel.zero > 1 and self.parallel.dp_cp > 1
+        """Whether replicas shard the reduced gradients: ZeRO-2, and ZeRO-1 if gradients are factors,
+        because no rank then needs them unsharded."""
+        least = 1 if self.compression.takes_factors else 2
+        return self.parallel.zero >= least and self.parallel.dp_cp > 1
 
     @property
     def moves_gradients(self) -> bool:

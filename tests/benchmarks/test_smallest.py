@@ -121,8 +121,8 @@ def test_smallest_form(
 @pytest.mark.ranks
 def test_compression_says_what_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and torch's PowerSGD have the same factors; of the others, more bytes bring more."""
-    result = run("compression", "--no-race --shapes tiny", tmp_path, monkeypatch)
-    (case,) = result["cases"]
+    flags = "--no-race --shapes tiny --microbatches 1"
+    case, memory = run("compression", flags, tmp_path, monkeypatch)["cases"]
     found = case["arrived"]
     assert found.keys() == {*compression.METHODS, "powerSGD_hook"}
     assert found["none"] == {"arrived": 1, "bytes": 1}
@@ -134,6 +134,11 @@ def test_compression_says_what_arrives(tmp_path: Path, monkeypatch: pytest.Monke
         assert 0.5 < found[method]["arrived"] < found["int4"]["arrived"]
     bytes_of_block = found["powersgd"]["bytes"]
     assert found["sbpca"]["bytes"] == pytest.approx(compression.BLOCKS * bytes_of_block, rel=1e-3)
+    mib = memory["memory"]
+    assert mib.keys() == compression.METHODS.keys()
+    assert all(later <= whole for whole, *split in mib.values() for later in split)
+    saved = [whole - split for whole, split, *_ in (mib["sbpca"], mib["none"])]
+    assert saved[0] > saved[1], "with ZeRO-1 sbpca has no buffer of gradients"
 
 
 @pytest.mark.ranks
@@ -151,5 +156,5 @@ def test_compression_trains_with_every_method(
 @pytest.mark.thorough
 def test_compression_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("compression", "--rounds 1 --shapes tiny", tmp_path, monkeypatch)
-    race, _ = result["cases"]
+    race, *_ = result["cases"]
     assert race["bytes_a_step"]["hybridpar, int8"] < race["bytes_a_step"]["hybridpar, whole"]

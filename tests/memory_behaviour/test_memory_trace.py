@@ -3,6 +3,7 @@ the byte."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +22,20 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.events import Category, Span, What, lives
+from hybridpar.memory_behaviour.recording import memory_trace
+from hybridpar.memory_behaviour.recording.extended_trace import NotAlikeError, Stretch, extend
 from hybridpar.memory_behaviour.recording.memory_trace import (
     EngineRecorder,
     SampleLoader,
+    predict_long_trace,
     predict_trace,
 )
 from hybridpar.memory_behaviour.trace_file import read_trace
 from hybridpar.prediction import StageMemory, predict
 from hybridpar.prediction.predict import batches_to_peak
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.train.engine import Engine
 from hybridpar.validate import resolve
 
@@ -101,6 +108,9 @@ CASES: list[tuple[dict[str, Any], ...]] = [
         {"memory": {"host_optimizer": True}},
     ),
 ]
+ALIKE = [(CASES[2], 18), (CASES[1], 25), (CASES[3], 26), (CASES[4], 25), (CASES[5], 41)]
+"""Cases whose batches are long enough to be extended, and their micro-batches: 1f1b, gpipe, 2bw,
+pipedream, interleaved."""
 SHARED: list[tuple[dict[str, Any], ...]] = [  # of which only the peak is compared
     (
         {"dp": 2, "zero": 3},
@@ -240,6 +250,65 @@ def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, A
             predict_trace(config, rank * each, steps=max(3, batches_to_peak(JobPlan(config))))[1],
             stage,
         )
+
+
+def without_times(spans: Iterable[Span]) -> list[Any]:
+    return [
+        (span.step, span.action, [(*event[:4], *event[5:]) for event in span.events])
+        for span in spans
+    ]
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize(("case", "m"), ALIKE, ids=str)
+def test_a_long_trace_is_a_short_one_extended(
+    case: tuple[dict[str, Any], ...], m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Event by event, block by block, on every stage."""
+    traced = []
+    monkeypatch.setattr(
+        memory_trace, "extend", lambda *args: traced.append(args[-1]) or extend(*args)
+    )
+    config = config_of(case, m)
+    each = config.parallel.num_ranks // config.parallel.pp
+    for rank in range(0, config.parallel.num_ranks, each):
+        header, spans = predict_long_trace(config, rank, steps=3)
+        full_header, full = predict_trace(config, rank, steps=3)
+        assert header == full_header
+        assert without_times(spans) == without_times(full)
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert all(a.start <= e.time <= a.end for a in spans for e in a.events)
+    assert len(traced) == config.parallel.pp
+    assert all(stretch.short < stretch.long == m for stretch in traced)
+
+
+@pytest.mark.thorough
+def test_short_batches_and_state_that_moves_are_traced_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_trace, "extend", lambda *_: pytest.fail("it was extended"))
+    for case, m in ((CASES[2], 4), (({"dp": 2, "zero": 3}, {}, {}, {}), 14)):
+        config = config_of(case, m)
+        assert without_times(predict_long_trace(config)[1]) == without_times(
+            predict_trace(config)[1]
+        )
+
+
+def test_a_trace_whose_micro_batches_differ_is_not_extended() -> None:
+    """The same plan, but the operators of one micro-batch in between are others."""
+    config = config_of(CASES[2], 12)
+    done: list[Action] = []
+    _, spans = predict_trace(config, steps=2, done=done)
+    long = list(lower(JobPlan(config).schedule, PipelineShape(2, 40), 0, 0, 2))
+    stretch = Stretch(12, 40, 4, 1)
+    assert extend(spans, done, long, stretch)
+    (place,) = [i for i, span in enumerate(spans) if span.action.startswith("F5@")]
+    other = [event._replace(op="aten::other") for event in spans[place].events]
+    changed = [*spans[:place], replace(spans[place], events=other), *spans[place + 1 :]]
+    with pytest.raises(NotAlikeError, match=r"F.* differs from micro-batch to micro-batch"):
+        extend(changed, done, long, stretch)
+    with pytest.raises(NotAlikeError, match="another action"):
+        extend(spans, done, [*long[:50], *long[60:]], stretch)
 
 
 @pytest.mark.thorough(keep=1)

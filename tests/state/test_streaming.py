@@ -198,7 +198,7 @@ def check_bytes(ran: list[Ran]) -> None:
 def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
     start_at: int, model: dict[str, Any]
 ) -> None:
-    """ZeRO-2 and 3, also of the first batches, which are sent whole: two addends have one order.
+    """ZeRO-1 to 3, also of the first batches, which are sent whole: two addends have one order.
     BERT's have other places in messages with ZeRO-3, some of them not aligned."""
     whole, *split = (
         run_ranks(
@@ -211,7 +211,7 @@ def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
                 optim={"clip_grad": 0.0},
             ),
         )
-        for zero in (1, 2, 3)
+        for zero in (0, 1, 2, 3)
     )
     for ranks in split:
         for (ran, buffered), (one, _) in zip(ranks, whole, strict=True):

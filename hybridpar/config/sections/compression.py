@@ -45,7 +45,8 @@ class CompressionConfig:
     bytes as uncompressed ones. dct: the elements above a threshold, with their positions (arXiv
     2010.08899). powersgd: two low-rank factors of each matrix (arXiv 1905.13727). sbpca: factors
     of each linear layer's weight gradient, made from activations and their gradients at the end
-    of the batch; no full gradient is computed, and the approximation error is dropped (streaming
+    of the batch, until which these wait in memory. With parallel.zero above 0 no full gradient is
+    kept. The approximation error is dropped (streaming
     batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send full gradients."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements that are above the threshold when it is set. A batch sends

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from hybridpar import native
 from hybridpar.config import Config
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.data.loader import Loader
-from hybridpar.errors import config_error
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.grid import place_of, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.recording.allocator_history import compare
+from hybridpar.memory_behaviour.recording.extended_trace import NotAlikeError, Stretch, extend
 from hybridpar.memory_behaviour.recording.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.nn.placement import partial_rows
@@ -33,7 +35,10 @@ from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.prediction.predict import default_device
 from hybridpar.runtime.activation_offloader import ActivationOffloader
+from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import COMPUTE
+from hybridpar.schedules.passes.lowering import lower
+from hybridpar.schedules.proof.check import PlanError
 from hybridpar.state.residency.shares import WholeChunk
 from hybridpar.state.residency.tiered import ItemMemory
 from hybridpar.train.engine import Actions, Engine, Residency
@@ -300,7 +305,52 @@ class _Nowhere:
         """Do nothing, because there is nothing to free."""
 
 
-def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
+def predict_long_trace(
+    config: Config, rank: int = 0, *, steps: int = 2
+) -> tuple[Header, list[Span]]:
+    """Return what `predict_trace` returns, sooner if a batch has many micro-batches that are alike:
+    few of them are traced.
+
+    Raises: ConfigError as `predict_trace`.
+    """
+    job = JobPlan(config)
+    place = place_of(rank, sizes_of(config.parallel))["pp"]
+    if (stretch := _stretch(job, place)) is not None:
+        pipeline = replace(config.pipeline, num_microbatches=stretch.short)
+        few = replace(config, pipeline=pipeline)
+        done: list[Action] = []
+        # a batch that short may break a rule
+        with suppress(NotAlikeError, ConfigError, PlanError):
+            short = JobPlan(few)
+            header, spans = predict_trace(few, rank, steps=steps, done=done)
+            if done == list(lower(short.schedule, short.shape, place, 0, steps)):
+                planned = list(lower(job.schedule, job.shape, place, 0, steps))
+                return header, extend(spans, done, planned, stretch)
+    return predict_trace(config, rank, steps=steps)
+
+
+def _stretch(job: JobPlan, rank: int) -> Stretch | None:
+    """Return how many micro-batches of a pipeline rank show all that the others do; None if all of
+    them are traced.
+    """
+    shape = job.shape
+    m = shape.num_microbatches
+    ahead = job.schedule.warmup(shape, rank)
+    moves = job.config.memory.is_limited or job.state_policy(1, 1).moves or job.num_away(rank)
+    if moves or job.options.sync_steps or job.schedule.order:
+        return None
+    edge = (ahead if ahead < m else 0) + job.send_window + _BESIDE
+    return Stretch.to(m, edge, shape.num_ranks if shape.virtual_stages > 1 else 1)
+
+
+_BESIDE = 2
+"""Micro-batches at the ends of a batch that are unlike the others beside the warm-up: receives are
+posted ahead, and the first and the last micro-batch find and leave other gradients."""
+
+
+def predict_trace(
+    config: Config, rank: int = 0, *, steps: int = 2, done: list[Action] | None = None
+) -> tuple[Header, list[Span]]:
     """Return the memory events of the first steps of training on a rank of the configuration's
     grid, without computing anything.
 
@@ -310,6 +360,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         config: A resolved configuration; this machine need not have its device.
         rank: The rank.
         steps: Number of steps.
+        done: Receives the actions that the rank runs.
 
     Raises:
         ConfigError: compression.gradients is a method whose operators depend on computed values.
@@ -339,6 +390,8 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
             for action in actions:
                 # these actions read the values of integers only in the micro-batch
                 tracker.make_ghosts_of_integers(action.kind in COMPUTE)
+                if done is not None:
+                    done.append(action)
                 yield action
 
         job = JobPlan(config)
