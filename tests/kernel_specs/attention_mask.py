@@ -1,0 +1,1 @@
+SPECS: dict[str, list[object]] = {}  # no kernels of its own
