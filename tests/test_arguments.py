@@ -133,7 +133,7 @@ def wrong_words(kind: Any) -> list[list[str]]:
     return [["zzz"], ["1.5.2"]] if inner in (int, float) else []
 
 
-def test_what_a_refusal_says_to_write_is_accepted(inside: Path) -> None:
+def test_advice_of_a_refusal_is_accepted(inside: Path) -> None:
     known = list(config_arguments(Config()))
     accepted: dict[str, list[str]] = {}
     for flag in known:

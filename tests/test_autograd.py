@@ -16,7 +16,7 @@ from hybridpar.autograd import recomputed
 from hybridpar.errors import HybridparError
 
 
-def test_what_is_kept_is_the_input_and_hooks_from_outside_see_it() -> None:
+def test_input_alone_is_kept_and_seen_by_hooks() -> None:
     seen: list[Tensor] = []
     runs: list[int] = []
 

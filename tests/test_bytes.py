@@ -31,7 +31,7 @@ NAME = os.fsdecode(b"caf\xe9")
         ("ab\ud800", "character 2 is half of a surrogate pair"),
     ],
 )
-def test_what_is_not_utf8_is_found(text: str, flaw: str) -> None:
+def test_bytes_that_are_not_utf8_are_found(text: str, flaw: str) -> None:
     assert not_utf8(text) == flaw
 
 
@@ -121,7 +121,7 @@ def test_the_folder_of_a_model_may_have_any_name(
     assert load_toml(config.run.folder / "config.toml").optim.spec == "rule_of_bytes:Rule"
 
 
-def test_what_stdout_cannot_hold_is_escaped(tmp_path: Path) -> None:
+def test_text_that_stdout_cannot_hold_is_escaped(tmp_path: Path) -> None:
     """A prompt, in a locale of ASCII alone, where Python takes its bytes for those of no text."""
     script = (
         "import sys\nfrom hybridpar.cli.entry import _print_anything\nfrom hybridpar.cli.values "

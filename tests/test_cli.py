@@ -299,7 +299,7 @@ def test_damaged_or_unfit_corpora_are_refused(
 @pytest.mark.parametrize(
     "flags", [["--parallel.tp", "3"], ["--model.hiden_size", "3"], ["--model.kind", "t5"]]
 )
-def test_of_several_ranks_the_first_speaks(
+def test_first_of_several_ranks_speaks(
     config: Path,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
@@ -583,7 +583,7 @@ def test_verify_says_whether_a_grid_agrees(
     assert "must give the sizes" in fails(capsys, "verify", config, "--grid", "tp=2,qq=3")
 
 
-def test_what_the_system_refuses_is_said_in_a_line(
+def test_refusals_of_the_system_are_said_in_a_line(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raises(error: OSError) -> None:

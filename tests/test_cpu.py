@@ -78,7 +78,7 @@ def test_zeros_are_those_of_torch(device: str, shape: int | tuple[int, ...]) -> 
         assert device == "meta" or torch.equal(x, expected)
 
 
-def test_what_the_host_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least of the machine's memory and of the limits of this control group and those above
     it."""
     proc = tmp_path / "proc"

@@ -18,7 +18,7 @@ from hybridpar.grid import ProcessGrid, lines_of
 WHO = {"rank": 1, "stage": 1, "num_microbatches": 4, "axes": {"pp": [0, 1], "world": [0, 1, 2]}}
 
 
-def test_what_was_noted_can_be_read(tmp_path: Path) -> None:
+def test_notes_can_be_read(tmp_path: Path) -> None:
     flight = Flight(tmp_path / "rank", WHO)
     flight.phase("training", 60.0)
     flight.action("B", 1, 9, 1)

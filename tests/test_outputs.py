@@ -23,7 +23,7 @@ def refused(read: list[Path | str], **paths: str | None) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_written_is_refused_and_nothing_is_left(
+def test_unwritable_outputs_are_refused_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine.txt"

@@ -207,7 +207,7 @@ runpy.run_path("setup.py", run_name="__main__")
 @pytest.mark.thorough
 @needs_source
 @pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
-def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path):
+def test_a_build_leaves_out_failing_optional_parts(tmp_path):
     arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
     run = subprocess.run(
         [sys.executable, "-c", ONE_FAILS, *arguments],

@@ -162,7 +162,7 @@ def test_dots_elsewhere_are_no_keys(tmp_path: Path, value: str) -> None:
     "text",
     ['\\"' * 250_000, '"""' + '\\"""' * 125_000, "'" * 500_001, "a" * 500_000, "a." * 250_000],
 )
-def test_what_is_no_toml_is_left_to_the_parser(tmp_path: Path, text: str) -> None:
+def test_text_that_is_no_toml_is_left_to_the_parser(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"line 1, column |at end of document|has more than"):

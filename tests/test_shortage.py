@@ -81,7 +81,7 @@ def numpys() -> ImportError:
         ),
     ],
 )
-def test_what_an_import_raises_is_one_line(
+def test_errors_of_an_import_are_one_line(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:

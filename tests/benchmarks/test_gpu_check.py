@@ -43,7 +43,7 @@ def test_a_call_ends_in_time_and_leaves_eight_files_at_most(call: int, limit_s: 
     assert len(results) + table + len(("log", "report")) <= 8
 
 
-def test_what_matters_most_comes_first_and_nothing_that_is_timed_runs_beside_anything() -> None:
+def test_important_checks_come_first_and_timed_ones_run_alone() -> None:
     first = [step.name for group in GROUPS for step in group.steps if group.call == 1]
     assert first[:7] == [
         "environment",
@@ -311,9 +311,7 @@ def test_a_group_ends_when_its_time_is_over_and_its_successor_has_its_own(
     ]
 
 
-def test_what_no_longer_fits_into_limit_is_left_out_and_said_to_be(
-    tmp_path: Path, environment: Step
-) -> None:
+def test_checks_beyond_the_limit_are_left_out_and_named(tmp_path: Path, environment: Step) -> None:
     steps = (
         environment,
         python("sleeps", "import time; time.sleep(0.8)"),

@@ -61,7 +61,7 @@ def test_stated_speed_ups(speeds: Speeds, i: int) -> None:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("text", STATEMENTS)
-def test_what_is_said_of_figures_8_and_12(text: str) -> None:
+def test_claims_about_figures_8_and_12(text: str) -> None:
     assert STATEMENTS[text]() == (text != MISSED)
 
 
@@ -142,7 +142,7 @@ def test_memory_of_the_figures(setting: Setting) -> None:
             assert 1e-9 * memory_bytes(setting, system, m) == pytest.approx(read, rel=0.2), system
 
 
-def test_what_gpipe_has_room_for() -> None:
+def test_gpipe_room() -> None:
     """'For GPT, only a batch size of 32 fits in memory', while BERT's 64 do (appendix B.1)."""
     assert flush_interval(Setting("gpt", "2.2b", 1, 8, 64)) * 8 == 32
     assert flush_interval(Setting("bert", "2.2b", 1, 8, 64)) * 8 == 64

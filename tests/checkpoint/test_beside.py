@@ -177,7 +177,7 @@ def test_without_room_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint.save(tmp_path, engine, "corpus")
 
 
-def test_what_is_no_error_of_the_disk_is_told_too(
+def test_errors_not_of_the_disk_are_told_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (engine,) = engines(make({}))

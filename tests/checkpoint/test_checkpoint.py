@@ -219,7 +219,7 @@ def test_another_batch_size_is_refused_saying_how_to_keep_it(
         checkpoint.check_compatible(config, other, Path("run"))
 
 
-def test_what_may_change_between_two_runs() -> None:
+def test_changes_allowed_between_two_runs() -> None:
     config = one_rank()
     for change in (
         {"train": {"num_steps": 99, "threads": 3}, "optim": {"lr": 1.0, "staleness": "nesterov"}},

@@ -115,7 +115,7 @@ def test_another_form_of_gelu_is_a_difference(tmp_path: Path) -> None:
         (lambda x: x + 1e-12, 0.0),
     ],
 )
-def test_what_counts_as_equal_logits(change: Callable[[Tensor], Tensor], largest: float) -> None:
+def test_equality_of_logits(change: Callable[[Tensor], Tensor], largest: float) -> None:
     theirs = torch.linspace(-largest, largest, 24).view(1, 4, 6)
     real = torch.tensor([[True, True, True, False]])
     ours = change(theirs.double())

@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert not (tmp_path / "theirs").exists()
 
 
-def test_what_the_commands_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_ours(tmp_path / "made", OURS["llama"])
     assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", "fp16", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -76,7 +76,7 @@ def test_the_newest_and_the_best_are_kept(
     assert names(tmp_path) == [f"step_{step:08d}" for step in reversed(expected)]
 
 
-def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
+def test_newest_of_equally_good_checkpoints_is_best(tmp_path: Path) -> None:
     for step, loss in enumerate([1.0, 1.0, 2.0], 1):
         save_at(tmp_path, step, make({}, checkpoint={"keep": 3}), loss)
     assert checkpoint.best_steps(tmp_path) == [2]
@@ -129,7 +129,7 @@ def test_other_names_are_let_alone(tmp_path: Path) -> None:
 # -- how one appears
 
 
-def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_files_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files before the manifest, both before the folder's own list of names, all that before the
     rename."""
     events: list[str] = []
@@ -159,7 +159,7 @@ def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names(root) == [name]
 
 
-def test_what_had_the_name_counts_until_the_name_is_taken_again(tmp_path: Path) -> None:
+def test_former_holder_of_a_name_counts_until_it_is_taken_again(tmp_path: Path) -> None:
     save_at(tmp_path, 1)
     (tmp_path / "step_00000001").rename(
         tmp_path / ".step_00000001.old"
@@ -304,7 +304,7 @@ def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: 
         seen.add(newest)
 
 
-def test_what_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_irremovable_folders_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save_at(tmp_path, step)
 

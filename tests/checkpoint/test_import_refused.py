@@ -266,7 +266,7 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
         ),
     ],
 )
-def test_what_we_do_not_have_is_named(
+def test_missing_features_are_named(
     tmp_path: Path, kind: str, changes: dict[str, Any], says: str
 ) -> None:
     folder = folder_of(tmp_path, kind)

@@ -121,7 +121,7 @@ def test_the_folder_of_one_iteration(tmp_path: Path) -> None:
         assert compare(import_megatron(folder, tmp_path / f"{number}", 101).checkpoint, theirs).ok
 
 
-def test_what_else_such_files_hold_is_passed_over(
+def test_other_contents_of_such_files_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Enumerations among the arguments, states of generators, states of layers: none is loaded,
@@ -209,7 +209,7 @@ def test_a_tokenizer_beside_the_ranks_says_it(tmp_path: Path) -> None:
         ("legacy", {"bias_gelu_fusion": None, "openai_gelu": True}, False),
     ],
 )
-def test_which_gelu_it_was(tmp_path: Path, style: str, more: dict[str, Any], exact: bool) -> None:
+def test_gelu_variant(tmp_path: Path, style: str, more: dict[str, Any], exact: bool) -> None:
     _, model = made(tmp_path)
     found = import_megatron(
         write(tmp_path / "megatron", model, Layout(style, more=more)), tmp_path / "ours"
@@ -232,7 +232,7 @@ def test_verify_needs_megatron_core(
     )
 
 
-def test_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, model = made(tmp_path)
     root = write(tmp_path / "megatron", model, Layout("fused", 2, 2))
     assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "200"]) == 1

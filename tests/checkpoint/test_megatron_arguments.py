@@ -82,12 +82,12 @@ def test_the_value_of_what_is_ignored_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
 )
-def test_what_we_have_not_is_refused_by_name(name: str, value: Any) -> None:
+def test_missing_features_are_refused_by_name(name: str, value: Any) -> None:
     assert refused(**{name: value}) == [f"args: {name}"]
 
 
 @pytest.mark.parametrize("value", [True, 0, 1, 0.0, "x", [0]])
-def test_what_nobody_knows_must_be_off(value: Any) -> None:
+def test_unknown_arguments_must_be_off(value: Any) -> None:
     assert refused(another=value) == ["args: another"]
     for off in (None, False, "", [], (), {}):
         assert model(another=off) == PLAIN
@@ -157,7 +157,7 @@ def test_what_nobody_knows_must_be_off(value: Any) -> None:
         ),
     ],
 )
-def test_what_is_translated(more: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_translated_arguments(more: dict[str, Any], ours: dict[str, Any]) -> None:
     assert model(**more) == PLAIN | ours
 
 
@@ -186,7 +186,7 @@ def test_either_name_of_the_epsilon(name: str) -> None:
         (True, {"window_size": (4, 0), "window_attn_skip_freq": [1]}, "window_attn_skip_freq"),
     ],
 )
-def test_what_does_not_fit_the_others_or_is_no_value(
+def test_conflicting_arguments_and_bad_values(
     is_core: bool, more: dict[str, Any], named: str
 ) -> None:
     assert f"args: {named}" in refused(is_core, **more)

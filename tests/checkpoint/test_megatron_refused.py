@@ -85,7 +85,7 @@ def refused(
         ),
     ],
 )
-def test_what_we_do_not_have_is_named(tmp_path: Path, more: dict[str, Any], says: str) -> None:
+def test_missing_features_are_named(tmp_path: Path, more: dict[str, Any], says: str) -> None:
     _, model = made(tmp_path)
     root = write(tmp_path / "megatron", model, Layout(tp=2, more=more))
     refused(tmp_path, root, HybridparError, says)
@@ -187,7 +187,7 @@ def test_gates_that_are_not_half_of_a_rank(tmp_path: Path) -> None:
     refused(tmp_path, root, CheckpointError, "has 69 rows on a rank; must be even")
 
 
-def test_what_could_run_code_is_refused(tmp_path: Path) -> None:
+def test_code_in_checkpoints_is_refused(tmp_path: Path) -> None:
     _, model = made(tmp_path)
     ran = tmp_path / "ran"
     for number, place in enumerate(("more", "extra")):

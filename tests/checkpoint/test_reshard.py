@@ -89,7 +89,7 @@ def test_pieces_make_up_any_local_tensor(data: st.DataObject) -> None:
     assert torch.equal(part, expected[a:b])
 
 
-def test_what_a_rank_had_itself_it_reads_from_there() -> None:
+def test_a_rank_reads_its_own_files_first() -> None:
     place = Placement((8, 3), ZEROS, SHARED)
     for rank in range(3):
         pieces = find_pieces(place, rank, place)
@@ -116,7 +116,7 @@ def test_rows_of_a_split_along_columns_are_pieces() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(saved: Placement, says: str) -> None:
+def test_misfits_are_refused(saved: Placement, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         find_pieces(Placement((8, 3), ZEROS, Shard.even(0, 8, 2)), 0, saved)
 
@@ -352,7 +352,7 @@ def test_one_version_becomes_two_equal_ones(tmp_path: Path) -> None:
         assert not differing(engine, ignore=("weights/4",))
 
 
-def test_of_two_versions_the_newest_becomes_one(tmp_path: Path) -> None:
+def test_newest_of_two_versions_becomes_one(tmp_path: Path) -> None:
     folder = save_all(tmp_path, make({"pp": 2}, pipeline=TWO))
     for engine in load_all(folder, make({"tp": 3}, pipeline=ONE)):
         assert not differing(engine)

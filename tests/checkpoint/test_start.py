@@ -86,7 +86,7 @@ def start_from_damaged(folder: Path) -> str:
 
 
 @pytest.mark.ranks
-def test_what_one_rank_finds_damaged_fails_on_all(tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_fails_on_all(tmp_path: Path) -> None:
     """Only rank 0 reads checksums."""
     folder = save_ours(tmp_path, OURS["gpt2"])
     path = folder / "pp0-tp0.safetensors"
@@ -170,7 +170,7 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], sa
         checkpoint.find_start(folder, model)
 
 
-def test_what_may_differ(tmp_path: Path) -> None:
+def test_allowed_differences(tmp_path: Path) -> None:
     folder = save_ours(tmp_path, OURS["llama"])
     model: ModelConfig = replace(OURS["llama"], dropout=0.1, logits_chunk=7, seq_length=8)
     assert checkpoint.find_start(folder, model) == folder

@@ -71,7 +71,7 @@ def test_a_number_that_is_none_comes_back() -> None:
     [object(), torch.zeros(2), len, Exception("x"), type("Mine", (), {})()],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_form_is_refused_by_its_sender(value: Any) -> None:
+def test_objects_without_a_form_are_refused_by_their_sender(value: Any) -> None:
     with pytest.raises(TypeError, match="comm/objects"):
         to_bytes(value)
 

@@ -296,7 +296,7 @@ def test_any_corpus_works_or_is_refused(tmp_path_factory, documents, seq_length,
             assert (batch["labels"][row] != -100).any()
 
 
-def test_what_cannot_work(make_indexed):
+def test_impossible_settings(make_indexed):
     with pytest.raises(ConfigError, match=r"model\.seq_length = 4"):
         BertDataset(make_indexed([[9]]), 4, VOCABULARY, seed=0)
     with pytest.raises(DataError, match="two documents"):

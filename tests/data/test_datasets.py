@@ -111,7 +111,7 @@ def test_files_of_megatron(theirs, tmp_path):
         opened(DataConfig((theirs,), split=0), tmp_path, vocab_size=299)
 
 
-def test_what_does_not_go_together(texts, theirs, tmp_path):
+def test_conflicting_settings(texts, theirs, tmp_path):
     def of(kind="gpt", corpus=texts, split=0.1, **options):
         return opened(DataConfig(corpus, split=split, **options), tmp_path / "c", kind=kind)
 

@@ -250,7 +250,7 @@ def test_samples_that_cannot_be(tmp_path, train, packing, model, message):
         opened(train, tmp_path, packing, **model)
 
 
-def test_what_cannot_be_packed(tmp_path):
+def test_data_that_cannot_be_packed(tmp_path):
     with pytest.raises(ConfigError, match="requires a map-style dataset"):
         opened(iter(samples(3)), tmp_path, "best_fit")
     with pytest.raises(ConfigError, match=r"data\.packing = 'stream': requires model\.kind = gpt"):

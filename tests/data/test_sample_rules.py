@@ -133,7 +133,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("model", "sample", "message"), WRONG, ids=[message[:30] for *_, message in WRONG]
 )
-def test_what_is_wrong_is_named_with_the_number(
+def test_bad_samples_are_named_with_their_number(
     tmp_path: Path, model: ModelConfig, sample: dict[str, Any], message: str
 ) -> None:
     right = gpt() if model is GPT else bert()
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_named_with_the_number(
         stream.batch(np.arange(3))
 
 
-def test_what_are_no_samples_at_all(tmp_path: Path) -> None:
+def test_objects_that_are_no_samples(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"must be a list of samples, each a dict of arrays; it is a dict of "

@@ -61,7 +61,7 @@ def test_a_function_begins_where_a_run_goes_on() -> None:
     assert numbers.taken == 1 + 3, "the first, for the fingerprint"
 
 
-def test_what_can_be_read_once_is_read_once() -> None:
+def test_iterators_are_read_once() -> None:
     stream = StreamedSamples(Model(), iter(Numbers()), "train", 2)
     assert stream.batch(np.arange(2, 5))["x"].tolist() == [2, 3, 4]
     with pytest.raises(
@@ -88,7 +88,7 @@ def test_what_can_be_read_once_is_read_once() -> None:
     ],
     ids=["nothing", "no dict", "batches"],
 )
-def test_what_gives_no_samples(source: Any, text: str) -> None:
+def test_sources_without_samples(source: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         StreamedSamples(Model(), source, "train", 4)
     assert StreamedSamples(

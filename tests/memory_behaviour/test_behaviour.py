@@ -264,7 +264,7 @@ def test_steps_of_a_schedule_repeat(name: str) -> None:
     assert found.changes[0] == 2  # the first step makes what is there before
 
 
-def test_what_changes_from_step_to_step() -> None:
+def test_changes_from_step_to_step() -> None:
     def steps(*sizes: int) -> Iterator[Span]:
         for i, size in enumerate(sizes):
             yield span(i + 1, f"F{i}@0v{i}", i + 1.0, (M, i, size, i + 0.5), (F, i, size, i + 0.6))

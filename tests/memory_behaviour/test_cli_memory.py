@@ -158,7 +158,7 @@ def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFi
     assert "rank 0" in (run / "pictures" / "memory.svg").read_text()
 
 
-def test_what_cannot_be(
+def test_impossible_arguments(
     run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "rank = 7: must be from 0 to 0: the grid has 1 ranks; try 0" in fails(

@@ -61,7 +61,7 @@ HISTORY = [
 ]
 
 
-def test_what_agrees() -> None:
+def test_agreement_with_the_allocator() -> None:
     found = compare(
         span((M, 0, 1000), (R, 0, 1000), (M, 1, 4), (F, 0, 1000), (M, 2, 1024), (F, 1, 4)), HISTORY
     )
@@ -77,7 +77,7 @@ def test_what_agrees() -> None:
     assert "3 of 3 recorded births and 2 of 2 deaths, and 1 blocks" in str(found)
 
 
-def test_what_the_allocator_did_not_see() -> None:
+def test_events_unseen_by_the_allocator() -> None:
     found = compare(span((M, 0, 1000), (M, 1, 9000), (M, 2, 1024)), HISTORY)
     assert (found.births, found.found_births, found.scratch) == (3, 2, 2)
 

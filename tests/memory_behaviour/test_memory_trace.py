@@ -206,7 +206,7 @@ def assert_peak(predicted: list[Span], stage: StageMemory, tolerance: float = 0.
 @pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_memory(
+def test_predicted_trace_equals_a_recorded_one_and_its_peak_the_predicted_memory(
     case: tuple[dict[str, Any], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where activations go
@@ -242,7 +242,7 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, Any], ...]) -> None:
+def test_memory_shared_by_replicas_peaks_as_predicted(case: tuple[dict[str, Any], ...]) -> None:
     config = config_of(case, 3)
     each = config.parallel.num_ranks // config.parallel.pp
     for rank, stage in enumerate(predict(JobPlan(config))):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("observer")
 CPU = torch.device("cpu")
 
 
-def test_what_this_span_made_is_named_from_its_birth() -> None:
+def test_blocks_of_this_span_are_named_from_birth() -> None:
     spans, recorder = recording()
     with recorder:
         a = torch.ones(3)
@@ -93,7 +93,7 @@ def foreach(a: Tensor, b: Tensor) -> None:
         ),
     ],
 )
-def test_what_an_operator_does(run: Callable[[Tensor, Tensor], Any], expected: list[str]) -> None:
+def test_events_of_an_operator(run: Callable[[Tensor, Tensor], Any], expected: list[str]) -> None:
     a, b = x(), x()
     assert told(lambda: run(a, b), a, b) == expected
 

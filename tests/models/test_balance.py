@@ -31,7 +31,7 @@ def test_no_contiguous_split_is_better(costs: list[int], data: st.DataObject) ->
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
-def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
+def test_equal_splits_are_decided_by_the_fullest_stage(
     costs: list[int], data: st.DataObject
 ) -> None:
     p = data.draw(st.integers(1, len(costs)))

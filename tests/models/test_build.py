@@ -70,7 +70,7 @@ def test_bad_stages(text: str) -> None:
         parse_recompute(text, 4, 3)
 
 
-def test_what_each_stage_recomputes() -> None:
+def test_recomputation_of_each_stage() -> None:
     model = ModelConfig(num_layers=4)
     split = (range(0, 2), range(2, 4), range(4, 6))
     assert recomputed_blocks("none", model, split) == (Recomputation(),) * 3
@@ -113,7 +113,7 @@ def test_norm_eps_is_that_of_every_norm(keys: dict[str, Any], eps: float) -> Non
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_what_the_mlp_of_a_layer_reads(parallel: bool) -> None:
+def test_input_of_the_mlp_of_a_layer(parallel: bool) -> None:
     """Either the layer's input, or what attention left; each sum with dropout of its own place."""
     model = ModelConfig(
         num_layers=1, hidden_size=16, num_heads=2, parallel_residual=parallel, dropout=0.5

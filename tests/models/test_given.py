@@ -204,7 +204,7 @@ class Skipping(nn.Sequential):
     ],
     ids=range(13),
 )
-def test_what_cannot_be_is_said_in_the_words_of_python(
+def test_impossible_models_are_refused_in_the_words_of_python(
     make: Callable[[], object], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text) as caught:

@@ -112,7 +112,7 @@ def test_an_entry_that_is_no_group_is_refused(entry: Any) -> None:
         from_mapping({"optim": {"groups": [entry]}})
 
 
-def test_what_must_be_trained() -> None:
+def test_parameters_that_must_be_trained() -> None:
     everything = groups_of({"pattern": "*", "frozen": True})
     with pytest.raises(ConfigError, match="must leave at least one parameter to train"):
         require_trainable(TIED, everything)

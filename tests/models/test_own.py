@@ -247,7 +247,7 @@ def test_work_is_counted_from_weights_or_said() -> None:
     assert forward_flops_per_token(Told()) == (0, 1, 2, 3)
 
 
-def test_what_needs_ours_is_refused() -> None:
+def test_options_that_need_our_layers_are_refused() -> None:
     config = Config(model=Small())
     with pytest.raises(
         ConfigError, match=r"'selective'.*First has none|'selective'.*Inner has none"
@@ -311,7 +311,7 @@ def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatc
             import_spec(name, [tmp_path])
 
 
-def test_what_is_not_defined_is_named() -> None:
+def test_undefined_members_are_named() -> None:
     class Nothing(ModelSpec):
         pass
 

@@ -169,7 +169,7 @@ def test_dropout_is_that_of_all_rows(tp: int) -> None:
         assert torch.equal(got, function(x, 0))
 
 
-def test_what_each_rank_holds_of_few_rows() -> None:
+def test_few_rows_over_many_ranks() -> None:
     assert [tuple(part_of(rank)) for rank in range(3)] == [
         (0, 1, (1, 1, 0)),
         (1, 1, (1, 1, 0)),

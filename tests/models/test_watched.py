@@ -174,7 +174,7 @@ def test_draws_of_a_row_are_refused_before_any_block_is_built(what: str) -> None
         Row(what).num_blocks  # noqa: B018
 
 
-def test_what_draws_in_training_alone_may_evaluate_and_is_found_when_it_trains() -> None:
+def test_draws_of_training_are_allowed_in_evaluation_and_found_in_training() -> None:
     block = block_of("rrelu")
     block(torch.ones(2, 4), {}, None)
     with pytest.raises(ConfigError, match="rrelu"):
@@ -183,7 +183,7 @@ def test_what_draws_in_training_alone_may_evaluate_and_is_found_when_it_trains()
 
 @pytest.mark.parametrize("what", [*QUIET, *CACHES])
 @pytest.mark.parametrize("key", [KEY, None])
-def test_what_draws_nothing_and_caches_are_allowed(what: str, key: Any) -> None:
+def test_caches_and_blocks_without_draws_are_allowed(what: str, key: Any) -> None:
     block = block_of(what)
     for _ in range(3):
         block(torch.ones(2, 4), {}, key)

@@ -383,7 +383,7 @@ def test_memory_of_the_quantized_weights(schedule: str, versions: int) -> None:
         ),
     ],
 )
-def test_what_it_does_not_go_with(sections: dict[str, dict[str, Any]], message: str) -> None:
+def test_unsupported_combinations(sections: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(
             from_mapping(

@@ -142,7 +142,7 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (23,), (3, 40)])
-def test_what_is_of_another_type_is_added_in_blocks(
+def test_gradients_of_another_type_are_added_in_blocks(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = torch.randn(shape)

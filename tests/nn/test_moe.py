@@ -179,7 +179,7 @@ def test_no_token_is_dropped() -> None:
     assert all(len(set(row)) == 3 for row in routing.experts.tolist())
 
 
-def test_of_equal_scores_the_first_expert_wins() -> None:
+def test_first_of_equally_scored_experts_wins() -> None:
     scores = torch.full((40, E), 0.5, **F64)
     assert choose(scores, RouterOptions(3)).experts.tolist() == [[0, 1, 2]] * 40
     bias = torch.tensor([0.0, 1, 0, 1, 1, 0], **F64)

@@ -96,7 +96,7 @@ def test_the_farthest_from_zero_are_kept_and_of_equal_ones_the_first(dtype: torc
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_arrives(value: float) -> None:
+def test_numbers_that_are_not_finite_arrive(value: float) -> None:
     for dtype in DTYPES:
         x = numbers((3, 70), dtype)
         x[1, 66] = value

@@ -139,7 +139,7 @@ def test_rows_may_be_cut_anywhere_and_strides_do_not_matter():
     assert torch.equal(ops.quantize(x.t().contiguous().t(), 4, rotate=True), whole)
 
 
-def test_what_does_not_fit_is_refused():
+def test_misfits_are_refused():
     x = numbers((2, 70))
     with pytest.raises(ConfigError, match="bits = 5: must be 4 or 8"):
         ops.quantize(x, 5)

@@ -71,7 +71,7 @@ def test_a_message_is_what_was_taken_off(
 
 
 @pytest.mark.parametrize(("backend", "device"), FIRST)
-def test_what_is_no_number_is_never_left_out(backend: str, device: str) -> None:
+def test_nan_is_never_left_out(backend: str, device: str) -> None:
     x = torch.zeros(1000, device=device)
     x[717], x[400], x[3] = float("nan"), -float("inf"), 1.0
     passes = ops.sparse(x, backend)

@@ -229,7 +229,7 @@ def test_a_trainer_refuses_what_cannot_work(call: Callable[[], object], message:
         ),
     ],
 )
-def test_what_is_wrong_is_said(name: str, message: str) -> None:
+def test_bad_rules_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"optim\.spec = 'optim\.rules:{name}': {message}"):
         build_optimizer(OptimConfig(name="own", spec=f"optim.rules:{name}"), slots(1, 0), ONE)
 

@@ -13,7 +13,7 @@ def start():
     return torch.ones(3, 2, dtype=torch.float64)
 
 
-def test_what_is_applied_is_the_update_and_its_change():
+def test_applied_step_is_the_update_and_its_change():
     """SGD with lr 1 makes the update -g; the first counts double."""
     optimizer = build_optimizer(
         Settings(name="sgd", momentum=0.0, weight_decay=0.0, staleness="extrapolation"), [SLOT], ONE

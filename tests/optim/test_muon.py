@@ -206,7 +206,7 @@ def test_matrices_of_qkv_are_what_attention_splits_it_into():
             assert [row for a, b in ranges for row in range(a, b)] == part.flatten().tolist()
 
 
-def test_which_parameters_are_matrices():
+def test_parameters_that_are_matrices():
     attention = ParallelAttention(24, 4, Axis("tp"))
     gated = ParallelMLP(24, 40, Axis("tp"), activation="swiglu")
     counts = {

@@ -133,7 +133,7 @@ def test_guesses_of_the_load_change_nothing(
             )
 
 
-def test_what_takes_too_much_memory_or_time_is_packed_or_refused(
+def test_large_instances_are_packed_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = layered_training(4, 3, 3, k=3)

@@ -73,7 +73,7 @@ def test_programs_are_solved_one_after_the_other(capfd: pytest.CaptureFixture[st
     assert process._process.returncode is not None
 
 
-def test_what_does_not_look_at_its_clock_is_ended(instead: Callable[[str], None]) -> None:
+def test_a_solver_that_ignores_its_clock_is_ended(instead: Callable[[str], None]) -> None:
     instead("pass")
     with Highs() as process:
         start = time.monotonic()

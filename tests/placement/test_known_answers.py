@@ -111,7 +111,7 @@ def test_an_expert_split_of_the_forward_graph_serves_training(tmp_path) -> None:
     assert expert.objective == pytest.approx(dp.objective)
 
 
-def test_with_too_many_ideals_dp_splits_several_orders() -> None:
+def test_dp_splits_several_orders_if_ideals_are_too_many() -> None:
     workload = read_workload(paper_graph("resnet50_training"))
     placement = place(workload, "dp", Options(max_ideals=200))
     assert placement.note == (

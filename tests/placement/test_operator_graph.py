@@ -325,7 +325,7 @@ def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(
         assert problems(run, pp) == []
 
 
-def test_what_cannot_be_a_graph() -> None:
+def test_inputs_that_are_no_graph() -> None:
     config = made.config(tp=2)
     with pytest.raises(ConfigError, match=r"parallel.tp = 2: operators are placed whole; try 1"):
         operator_graph(config, measured(config), training=False)

@@ -33,7 +33,7 @@ def improved(
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize(("k", "num_cpus"), [(2, 0), (1, 1)])
-def test_of_two_devices_it_finds_the_best(
+def test_finds_the_best_of_two_devices(
     k: int, num_cpus: int, contiguous: bool, highs: Highs
 ) -> None:
     tried = 0

@@ -168,7 +168,7 @@ def test_a_stage_by_hand() -> None:
         ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4"),
     ],
 )
-def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> None:
+def test_broken_rules_are_named(stages: list[LayerGroup], message: str) -> None:
     score = score_stages(make_instance(small(3)), stages)
     assert any(message in str(problem) for problem in score.problems)
 
@@ -208,7 +208,7 @@ def test_bad_instances(path: tuple, value: object, message: str) -> None:
         ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages"),
     ],
 )
-def test_what_could_not_be_searched_is_said(options: dict[str, Any], reason: str) -> None:
+def test_unsearched_parts_are_said(options: dict[str, Any], reason: str) -> None:
     instance = make_instance(small(6, 1, 15.0, 5, branch=True))
     best = plan_stages(instance)
     plan = plan_stages(instance, **options)

@@ -173,7 +173,7 @@ def test_pipers_instances_go_to_pipers_planner(
     assert "stages differ in replicas or tensor ranks" in said
 
 
-def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = document(2, [(0, 1)])
     around = good | {"edges": [*good["edges"], {"sourceId": 1, "destId": 0, "cost": 0.0}]}
     files = {
@@ -218,7 +218,9 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert not out
 
 
-def test_what_has_no_graph_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_a_graph_are_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path)
     graph = tmp_path / "graph.json"
     for args, message in (

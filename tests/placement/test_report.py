@@ -95,7 +95,7 @@ def test_out_of_time_is_said_with_the_bound() -> None:
     assert not as_json(best, [])["proven"]
 
 
-def test_of_the_time_of_one_sample() -> None:
+def test_report_of_the_time_of_one_sample() -> None:
     w = make_workload(document(4, [(0, 1), (1, 2), (2, 3)], memory=2.0))
     best = place(w, "latency-milp")
     others = compare(best)

@@ -201,7 +201,9 @@ def test_a_second_call_can_help_latency() -> None:
         ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9"),
     ],
 )
-def test_what_fits_nowhere_is_one_clear_error(solver: str, change: dict, message: str) -> None:
+def test_an_operator_that_fits_nowhere_is_one_clear_error(
+    solver: str, change: dict, message: str
+) -> None:
     w = make_workload(document(10, CHAIN, num_cpus=0, **change))
     with pytest.raises(ConfigError) as caught:
         place(w, solver, Options(time_limit=10))

@@ -67,7 +67,7 @@ def _set(path: str, value: Any) -> Callable[[dict], None]:
         ),
     ],
 )
-def test_what_is_wrong_is_named(change: Callable[[dict], None], message: str) -> None:
+def test_bad_values_are_named(change: Callable[[dict], None], message: str) -> None:
     bad = copy.deepcopy(GOOD)
     change(bad)
     with pytest.raises(ConfigError, match=message):

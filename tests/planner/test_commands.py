@@ -174,7 +174,7 @@ def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(
         )
 
 
-def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     profile = tmp_path / "profile.json"
     write_profile(made.profile(made.config()), profile)

@@ -96,7 +96,7 @@ def test_values_are_zeros() -> None:
         assert x.sum().item() == x.sum().tolist() == 0.0
 
 
-def test_what_is_written_in_place_stays_one_tensor() -> None:
+def test_tensors_written_in_place_stay_one() -> None:
     with Tracker(CPU) as tracker:
         x = torch.zeros(100)
         y = x.add_(1).mul_(2)

@@ -38,7 +38,7 @@ def test_current_and_peak_are_the_bytes_of_live_tensors() -> None:
     assert meter.read() == Usage(4028, 4028), "the numbers stay when the measurement is over"
 
 
-def test_what_autograd_makes_is_seen() -> None:
+def test_tensors_of_autograd_are_seen() -> None:
     n = 1 << 16
     x = torch.zeros(n, requires_grad=True)
     gradient = torch.ones(n)

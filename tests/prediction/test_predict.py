@@ -465,7 +465,7 @@ def test_a_gpu_takes_what_was_measured_on_one() -> None:
     assert stage.host / GIB == pytest.approx(18.5, rel=0.02)
 
 
-def test_what_is_predicted_for_is_not_what_this_machine_has(
+def test_prediction_for_another_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for there in (False, True):
@@ -626,7 +626,7 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
 
 
 @pytest.mark.ranks
-def test_with_sequence_parallelism() -> None:
+def test_sequence_parallelism() -> None:
     sections: dict[str, Any] = {"model": {"kind": "bert"} | DROPOUT, "pipeline": DOUBLE}
     split = small(tp=2, pp=2, parallel={"sequence": True}, **sections)
     agree(split)
@@ -661,7 +661,7 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
 @pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-def test_where_messages_weigh(schedule: str) -> None:
+def test_heavy_messages(schedule: str) -> None:
     """Few weights, and large activations in slices, of full size. Gloo's threads may let go of a
     gathered one late."""
     agree(
@@ -677,7 +677,7 @@ def test_where_messages_weigh(schedule: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.ranks
-def test_with_gradients_that_wait_as_factors() -> None:
+def test_gradients_that_wait_as_factors() -> None:
     config = small(
         pp=2,
         dp=2,
@@ -696,7 +696,7 @@ def test_with_gradients_that_wait_as_factors() -> None:
 @pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(("gradients", "most"), [("powersgd", 0.95), ("sbpca", 0.5)])
-def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> None:
+def test_shares_of_compressed_gradients(gradients: str, most: float) -> None:
     config = small(
         dp=2,
         parallel={"zero": 2},
@@ -719,7 +719,7 @@ def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> Non
     [(2, 1, {}, "fp32"), (3, 2, {"schedule": "2bw"}, "bf16")],
     ids=str,
 )
-def test_with_shared_gradients_and_weights(
+def test_shared_gradients_and_weights(
     zero: int, pp: int, pipeline: dict[str, Any], dtype: str
 ) -> None:
     """Two parts of a stage are whole at a time: where it has no more, as the last one here, nothing
@@ -760,7 +760,7 @@ def test_the_replica_that_has_most(zero: int, tied: bool) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.ranks
-def test_with_shares_in_a_file(tmp_path: Path) -> None:
+def test_shares_in_a_file(tmp_path: Path) -> None:
     """A tied weight's sum ends early where a tier makes room by it; some gradients of a backward
     are new, others not."""
     split = small(dp=2, parallel={"zero": 3}, pipeline={"schedule": "1f1b"}, **BF16)
@@ -772,7 +772,7 @@ def test_with_shares_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("position", ["learned", "rotary"])
-def test_of_packed_documents(position: str) -> None:
+def test_packed_documents(position: str) -> None:
     """First keys and positions of a micro-batch are kept once, by all layers together."""
     packed = small(
         pp=2,
@@ -793,7 +793,7 @@ def test_of_packed_documents(position: str) -> None:
     ],
     ids=str,
 )
-def test_of_samples_that_ranks_share(sections: dict[str, Any]) -> None:
+def test_samples_shared_by_ranks(sections: dict[str, Any]) -> None:
     """Each rank keeps half of everything, and the keys and values of all."""
     parallel = {"cp": 2} | sections.pop("parallel", {})
     shared = small(parallel=parallel, **sections)

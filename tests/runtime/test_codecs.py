@@ -41,7 +41,7 @@ def numbers(*shape: int) -> Tensor:
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_what_arrives_is_near_and_depends_on_the_row_alone(name: str, dtype: torch.dtype) -> None:
+def test_decoded_rows_are_near_and_depend_on_the_row_alone(name: str, dtype: torch.dtype) -> None:
     names = {kind: name for name, kind in DTYPES.items()}
     codec = codec_of(name, names[dtype])
     x = numbers(3, 5, 70).to(dtype)

@@ -126,7 +126,7 @@ def test_a_custom_model_trains_as_without_graphs(
     assert reasons[what] in caplog.text.replace("aten.", "aten::")
 
 
-def test_what_comes_from_elsewhere_in_python_is_found_at_the_first_replay(
+def test_values_from_python_are_found_at_the_first_replay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_cuda.install(monkeypatch)
@@ -137,7 +137,7 @@ def test_what_comes_from_elsewhere_in_python_is_found_at_the_first_replay(
     assert "start again" not in caplog.text, "no step was computed with what was captured"
 
 
-def test_what_changes_late_is_found_late_and_said(
+def test_late_changes_are_found_late_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Comparisons come at powers of two: training may have gone wrong meanwhile."""

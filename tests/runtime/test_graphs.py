@@ -132,9 +132,7 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_replayed_takes_nothing_from_python(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_take_nothing_from_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on the CPU, by graphs that run again the operators that they saw: with the tensors
     of then."""
     config = make(**SETTINGS[name] | {"kernels": {}})
@@ -489,7 +487,7 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
         ({}, None),
     ],
 )
-def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
+def test_unrecordable_settings(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
     found = unsupported(JobPlan(make(**sections)))
     assert found is None if reason is None else reason in str(found)
 

@@ -50,7 +50,7 @@ def test_own_time_leaves_out_waits_and_what_came_before_is_a_gap() -> None:
     assert (first.ready, first.waited) == (4, 3)
 
 
-def test_what_an_action_starts_is_over_when_it_is_first_seen_to_be() -> None:
+def test_started_work_ends_when_first_seen_ended() -> None:
     done: list[bool] = []
     recording = Recording(Script(*((t, t) for t in range(10))))
     recording.begin()

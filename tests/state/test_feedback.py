@@ -183,7 +183,7 @@ def test_one_replica_has_no_feedback() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) -> None:
+def test_conflicting_settings_are_said(sections: dict[str, Any], said: str) -> None:
     config = from_mapping({"compression": DCT} | sections)
     found = [str(problem) for problem in problems(config, config.parallel.num_ranks)]
     assert any("compression.gradients" in text and said in text for text in found), found

@@ -188,7 +188,7 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
     assert log[3 - key :] == ["row"]
 
 
-def test_what_waits_keeps_no_graph_alive():
+def test_waiting_parts_keep_no_graph_alive():
     leaves = make_leaves(torch.float32)
     accumulator = GradientAccumulator(
         FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32),

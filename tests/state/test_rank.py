@@ -58,7 +58,7 @@ def sizes(config: Config) -> dict[str, int]:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("optim", [{"staleness": "prediction"}, {"name": "muon"}], ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_predicted_is_what_is_trained_with(
+def test_prediction_and_training_build_the_same_state(
     zero: int, optim: dict[str, Any], dtype: str
 ) -> None:
     config = make(
@@ -72,7 +72,7 @@ def test_what_is_predicted_is_what_is_trained_with(
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("optim", [{}, {"name": "muon", "staleness": "extrapolation"}], ids=str)
-def test_what_is_measured_is_what_is_trained_with(optim: dict[str, Any]) -> None:
+def test_measurement_and_training_build_the_same_state(optim: dict[str, Any]) -> None:
     config = make(
         optim=optim,
         model={

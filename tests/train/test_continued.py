@@ -76,7 +76,7 @@ def changes_to(config: Config, what: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("what", ["data", "mix", "batch", "dropout"])
-def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, what: str) -> None:
+def test_unnamed_changes_are_refused_with_the_remedy(config: Config, what: str) -> None:
     sections = changes_to(config, what)
     named = sections["train"].pop("continue_with")
     before = {

@@ -263,7 +263,7 @@ def test_an_early_end_is_saved_and_stays(tmp_path: Path) -> None:
     assert (outcome.step, outcome.resumed_from) == (6, 6)
 
 
-def test_what_cannot_be_evaluated_is_named(tmp_path: Path) -> None:
+def test_impossible_evaluations_are_named(tmp_path: Path) -> None:
     def found(**sections: Any) -> list[str]:
         config = from_mapping({"parallel": {"dp": 1}, **sections})
         return [p.field for p in problems(config, 1)]

@@ -81,7 +81,7 @@ PIPELINES = (
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
-def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
+def test_equal_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
     config = make(
         pipeline={"num_microbatches": 4} | pipeline, train={"micro_batch_size": 2, "dtype": dtype}
     )
@@ -245,7 +245,7 @@ def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_what_is_on_the_host_of_a_gpu(optimizer: str) -> None:
+def test_state_on_the_host_of_a_gpu(optimizer: str) -> None:
     """Master copy, moments, and room for gradients and weights; nothing of Muon's matrices."""
     config = resolve(make(train={"dtype": "bf16"}, optim={"name": optimizer}), 1)
     without, there = (
@@ -305,7 +305,7 @@ def test_muons_matrices_stay_on_the_device(dtype: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-def test_what_fails_on_the_host_ends_training(schedule: str) -> None:
+def test_failures_on_the_host_end_training(schedule: str) -> None:
     config = hosted(make(pipeline={"schedule": schedule}))
     with pytest.raises(RuntimeError, match="lost its memory"):
         run(config, SlowHost(fails_in=4))
@@ -340,7 +340,7 @@ def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: 
     train(engine, 3, steps=whole.steps[:2]).check(whole)
 
 
-def test_what_is_told_before_a_run() -> None:
+def test_forecast_before_a_run() -> None:
     """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves
     over."""
     config = resolve(
@@ -398,6 +398,6 @@ def test_what_is_told_before_a_run() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
+def test_unsupported_combinations(sections: dict[str, dict[str, Any]], message: str) -> None:
     config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})
     assert re.search(message, str(ConfigError(*conflicts(config))))

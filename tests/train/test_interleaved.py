@@ -224,7 +224,7 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_run_is_named(
+def test_orders_that_cannot_run_are_named(
     grid: dict[str, int], pipeline: dict[str, Any], field: str, rule: str
 ) -> None:
     config = make(grid, pipeline)

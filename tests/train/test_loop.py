@@ -322,7 +322,7 @@ def test_a_start_that_has_made_no_step_keeps_no_batch(config: Config) -> None:
     assert metrics(config.run.folder)[-1]["consumed_tokens"] == 2 * 1 * 16
 
 
-def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> None:
+def test_automatic_settings_are_measured_again_on_another_grid(config: Config) -> None:
     auto = from_mapping(
         {"pipeline": {"early_switch": "auto"}, "memory": {"offload_activations": "auto"}},
         resolve(config, 1),
@@ -346,7 +346,7 @@ def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> 
 
 
 @pytest.mark.thorough
-def test_what_was_measured_stays(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_settings_stay(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that goes on has the plan that it began with."""
     pipeline = {"schedule": "gpipe", "num_microbatches": 5}
     auto = with_train(

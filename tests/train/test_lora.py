@@ -248,7 +248,7 @@ def test_layers_may_differ_if_patterns_name_them() -> None:
     assert [stage.optimizer > 0 for stage in stages].count(True) == 1
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_bad_values_are_named() -> None:
     def fields(**model: Any) -> list[tuple[str, str]]:
         return [(p.field, p.rule) for p in problems(make(model, parallel={"dp": 1}), 1)]
 

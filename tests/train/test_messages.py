@@ -171,7 +171,7 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
     ],
     ids=str,
 )
-def test_what_saves_nothing_is_refused(
+def test_useless_codecs_are_refused(
     compression: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     assert [str(problem) for problem in problems(make(compression, **sections), 6)] == [message]

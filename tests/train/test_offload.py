@@ -89,7 +89,7 @@ def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
     ],
     ids=str,
 )
-def test_the_same_bits_in_less_memory(
+def test_equal_bits_in_less_memory(
     model: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     whole, some, most = (
@@ -101,7 +101,7 @@ def test_the_same_bits_in_less_memory(
     assert 0 == whole.moved < some.moved < most.moved
 
 
-def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
+def test_returned_tensors_are_held_by_nobody_else(tmp_path: Path) -> None:
     """Nor by the thread that read it: a backward that goes on at once gives it up."""
     tier = FileTier(tmp_path)
     gone = []
@@ -118,7 +118,7 @@ def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
     assert gone == 20 * [True]
 
 
-def test_the_same_bits_by_way_of_the_host_of_a_gpu(
+def test_equal_bits_by_way_of_the_host_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose device here is a CPU."""
@@ -212,7 +212,7 @@ def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: P
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((0.0, 1e3), (0,))])
-def test_as_many_as_cost_no_time(
+def test_most_micro_batches_that_cost_no_time(
     seconds: tuple[float, float],
     away: tuple[int, ...],
     tmp_path: Path,
@@ -229,7 +229,7 @@ def test_as_many_as_cost_no_time(
     assert f"memory.offload_activations: {list(away)}" in said[0]
 
 
-def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
+def test_first_measurement_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
     """Else a run with a budget would have two of each; an engine that one rank cannot build, none
     of them has."""
     config = make(
@@ -344,7 +344,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(
     ],
     ids=str,
 )
-def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
+def test_unsupported_combinations(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in conflicts(from_mapping(sections))]
     assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), (
         problems

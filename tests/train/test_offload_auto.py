@@ -79,9 +79,7 @@ def moved_bytes(config: Config) -> int:
     return predict(JobPlan(with_away(config, 99)), device=CUDA)[0].moved
 
 
-def test_the_same_bits_where_copies_run_as_late_as_they_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_bits_with_the_latest_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of the host's memory for them is taken before training."""
 
     def outcome(away: int) -> tuple[Outcome, list[int]]:
@@ -108,7 +106,7 @@ def test_the_same_bits_where_copies_run_as_late_as_they_may(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("share", "slower"), [(0.01, 1.0), (0.7, 1.0), (0.01, 1.1)])
-def test_as_many_as_a_modelled_link_lets_go(
+def test_most_micro_batches_that_a_modelled_link_takes(
     share: float, slower: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """share: of a forward that a copy takes. slower: by what factor actions take longer where any
@@ -196,7 +194,7 @@ def found_with(
     return (*find_numbers_for(JobPlan(config), ProcessGrid(), CPU, try_out), tried)
 
 
-def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_for_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was compared, and what to set for whoever needs the memory more than the time."""
     config = make(tmp_path, "auto")
     away, line, tried = found_with(config, monkeypatch)
@@ -263,7 +261,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch, config: Config, *rooms: int) -> Itera
         ((19 + 2 * 4 * 48, 10_000), (2, 2, 2)),
     ],
 )
-def test_as_much_as_the_fullest_host_takes(
+def test_room_of_the_fullest_host(
     rooms: tuple[int, int], most: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A micro-batch of 40 MiB takes 48, as does the one that leaves beside those away, and

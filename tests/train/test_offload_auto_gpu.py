@@ -37,7 +37,7 @@ def settled() -> tuple[Config, str]:
     return found, "\n".join(said)
 
 
-def test_the_same_bits_with_as_many_as_are_found() -> None:
+def test_equal_bits_with_the_found_number() -> None:
     """As with none away, and no CUDA graphs."""
     found, said = settled()
     (number,) = found.memory.offload_activations  # type: ignore[misc]

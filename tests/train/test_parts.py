@@ -342,7 +342,7 @@ def test_memory_that_is_not_there_is_one_line(allocate: Callable[[], object]) ->
     assert "\n" not in said
 
 
-def test_what_else_a_lack_of_memory_says_is_one_line() -> None:
+def test_other_lacks_of_memory_are_one_line() -> None:
     loader = "_image.so: failed to map segment from shared object"
     for error in (RuntimeError("could not create a primitive"), ImportError(loader)):
         assert str(describe_failure(error, "rank 1")).startswith(

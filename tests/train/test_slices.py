@@ -157,7 +157,7 @@ def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_of_odd_sizes(tp: int, pp: int, model: dict[str, Any], dtype: str) -> None:
+def test_odd_sizes(tp: int, pp: int, model: dict[str, Any], dtype: str) -> None:
     """Slices of unequal length, heads that several ranks have, and the two together."""
     same(make(tp, pp, model=model, train={"dtype": dtype}, pipeline={"schedule": "2bw"}))
 

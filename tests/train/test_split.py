@@ -125,7 +125,7 @@ def test_in_every_precision_with_tied_embeddings(dtype: str, pp: int) -> None:
 @pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["all", "0", "stage"])
-def test_with_recomputation(recompute: str) -> None:
+def test_recomputation(recompute: str) -> None:
     same(
         2,
         pp=2,
@@ -146,7 +146,7 @@ def test_with_recomputation(recompute: str) -> None:
     ],
     ids=str,
 )
-def test_of_other_models(model: dict[str, Any]) -> None:
+def test_other_models(model: dict[str, Any]) -> None:
     same(2, pp=2, model=model, train={"dtype": "bf16"})
 
 
@@ -157,9 +157,7 @@ def test_of_other_models(model: dict[str, Any]) -> None:
     ("tp", "pp", "dp", "schedule"),
     [(2, 1, 1, "1f1b"), (1, 1, 2, "2bw"), (1, 2, 2, "2bw"), (2, 2, 1, "interleaved")],
 )
-def test_with_tensor_and_data_parallelism(
-    tp: int, pp: int, dp: int, schedule: str, zero: int
-) -> None:
+def test_tensor_and_data_parallelism(tp: int, pp: int, dp: int, schedule: str, zero: int) -> None:
     same(
         tp * pp * dp,
         tp=tp,

@@ -114,7 +114,7 @@ time.sleep(600)  # longer than pytest waits
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
 
 
-def test_where_there_are_no_others_all_is_as_it_was_after_an_error() -> None:
+def test_handlers_are_restored_after_an_error() -> None:
     done = run("""
 try:
     with noting_signals(noted.append, alone=True): raise RuntimeError

@@ -85,7 +85,7 @@ def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
 
 
 @pytest.mark.ranks
-def test_what_messages_lose_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_losses_of_messages_are_seen(monkeypatch: pytest.MonkeyPatch):
     """Without the layer in the one process the two trainings differ."""
     monkeypatch.setattr(oracle_module, "add_boundaries", lambda blocks, config: None)
     report = verify(make(INT8), {"pp": 2}, 1)

@@ -91,7 +91,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any], packing: s
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA | DROPOUT], ids=["gpt", "llama"])
-def test_with_sequence_parallelism(tp: int, model: dict[str, Any]) -> None:
+def test_sequence_parallelism(tp: int, model: dict[str, Any]) -> None:
     """The ranks of tp divide the tokens of their rank of cp."""
     holds({"cp": 2, "tp": tp}, make(model, parallel={"sequence": True}, data=PACKED))
 

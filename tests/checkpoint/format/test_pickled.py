@@ -62,7 +62,7 @@ def test_tensors_and_plain_values(tmp_path: Path, is_zip: bool) -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda e: e, lambda e: {"w": torch.ones(1), "x": [e]}], ids=["bare", "inside"]
 )
-def test_what_could_run_code_is_refused_and_does_not_run(
+def test_code_in_a_pickle_is_refused_and_does_not_run(
     tmp_path: Path, wrap: Callable[[object], object], is_zip: bool
 ) -> None:
     made = tmp_path / "made"
@@ -97,7 +97,7 @@ def test_stand_ins_keep_attributes_alone(tmp_path: Path, is_zip: bool) -> None:
     assert list(tensors_in(found, tmp_path)) == ["w"]
 
 
-def test_what_others_declare_safe_is_not(tmp_path: Path) -> None:
+def test_globals_that_others_declare_safe_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.pt", Evil(tmp_path / "made", tempfile.mkdtemp))
     theirs = [tempfile.mkdtemp, (Evil, "some.name")]
     with torch.serialization.safe_globals(theirs):

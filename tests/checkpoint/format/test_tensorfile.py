@@ -80,7 +80,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
 
 
 @given(st.data())
-def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
+def test_read_parts_alone_are_compared(data: st.DataObject) -> None:
     """Chunks of 16 bytes. One byte of the file is damaged."""
     tensors = {
         "a": torch.arange(13.0),

@@ -225,7 +225,7 @@ def test_a_file_of_plain_text_is_left_out_as_a_whole(
         ("b.csv", b"id,body\n", "has no column 'text'"),
     ],
 )
-def test_what_is_wrong_with_a_whole_file_is_an_error_in_any_case(
+def test_damage_of_a_whole_file_is_always_an_error(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -233,7 +233,7 @@ def test_what_is_wrong_with_a_whole_file_is_an_error_in_any_case(
         taken(tmp_path)
 
 
-def test_where_all_records_are_bad_their_number_is_said(tmp_path: Path) -> None:
+def test_number_of_records_is_said_if_all_are_bad(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"body": "a"}\n' * 7)
     with pytest.raises(
@@ -320,7 +320,7 @@ def test_preprocess_and_later_runs_say_it(
     assert "corpus: 9 bad records were left out" in capsys.readouterr().err
 
 
-def test_those_of_validation_are_said_too(corpus: Path, tmp_path: Path) -> None:
+def test_bad_records_of_validation_are_said_too(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "fine.jsonl").write_text(
         "\n".join(json.dumps({"text": f"Stone {i}. " * 9}) for i in range(40))
     )

@@ -63,7 +63,7 @@ LONG = b'{"id": 1, "text": "' + b"x" * HEAD
         ("a.txt", b"ORC shamans, BZh and %PDF- are words here\n", "plain text"),
     ],
 )
-def test_what_a_file_is(name: str, head: bytes, kind: str) -> None:
+def test_format_of_a_file(name: str, head: bytes, kind: str) -> None:
     assert str(format_of(Path(name), head, "text")) == kind
 
 
@@ -87,12 +87,12 @@ def test_another_key_makes_other_records_of_it() -> None:
         ("a.arrow", LINES, "is JSON lines, not Arrow as its name says"),
     ],
 )
-def test_what_is_refused(name: str, head: bytes, message: str) -> None:
+def test_refused_files(name: str, head: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         format_of(Path(name), head, "text")
 
 
-def test_what_is_inside_a_compressed_file_is_named_too() -> None:
+def test_contents_of_a_compressed_file_are_named_too() -> None:
     assert str(format_of(Path("a.csv.gz"), b"text,id\na,1\n", "text", "gzip")) == "gzip of CSV"
     with pytest.raises(DataError, match="is zstandard of parquet; decompress it"):
         format_of(Path("a"), b"PAR1", "text", "zstandard")

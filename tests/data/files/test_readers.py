@@ -162,7 +162,7 @@ def test_a_file_that_expands_to_nothing_is_empty(tmp_path: Path, name: str, cont
     ],
     ids=["lz4", "prose", "cut", "cut header", "cut behind", "prose behind", "png"],
 )
-def test_what_is_behind_a_skippable_frame_is_named(
+def test_data_behind_a_skippable_frame_are_named(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     (tmp_path / "a").write_bytes(content)
@@ -307,9 +307,7 @@ def test_a_hugging_face_dataset(tmp_path: Path) -> None:
         ("a.arrow", _arrow(_table(), pa.ipc.new_file)[:-30], "is damaged Arrow"),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_unreadable_data_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
@@ -360,7 +358,7 @@ for path in sys.argv[1:]:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="reads the peak of its memory there"
 )
-def test_what_a_small_file_expands_to_takes_no_memory(tmp_path: Path) -> None:
+def test_expanding_a_small_file_takes_no_memory(tmp_path: Path) -> None:
     for compress in (gzip.compress, _zstd):
         paths = [tmp_path / name for name in ("small", "large")]
         for path, repeats in zip(paths, (1000, 10_000_000), strict=True):

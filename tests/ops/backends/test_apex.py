@@ -214,7 +214,7 @@ def test_adamw(fused_adam, scale, nesterov, in_place, working_type):
         )
 
 
-def test_what_apex_has_not_is_the_references(fused_adam):
+def test_reference_runs_cases_that_apex_lacks(fused_adam):
     for name in ("adam_directions", "move", "extrapolate", "sum_squares"):
         assert getattr(apex.FusedAdam, name) is getattr(Passes, name)
     assert (

@@ -72,7 +72,7 @@ def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
     assert StepCost(sweeping, on).step_time > 2.5 * cost.step_time  # once for each micro-batch
 
 
-def test_what_moves_take_beside_computing_is_the_ranks_own() -> None:
+def test_moves_beside_computing_take_the_ranks_own_time() -> None:
     """Though the link is fast, gpipe's step is longer by a gather of all weights for the forwards,
     and for the backwards, and by a sum of all gradients."""
     base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
@@ -205,7 +205,7 @@ def test_a_host_hides_only_where_cores_are_idle(
         ({"memory": {"host_optimizer": True}}, "memory.host_optimizer"),
     ],
 )
-def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], field: str) -> None:
+def test_immovable_state_has_no_costs(changes: dict[str, dict[str, object]], field: str) -> None:
     base = made.config(dp=2, m=4)
     config = replace(
         base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()}
@@ -288,7 +288,7 @@ def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.thorough
-def test_with_a_slow_link_blocks_go_one_by_one() -> None:
+def test_blocks_go_one_by_one_over_a_slow_link() -> None:
     base = made.config(dp=2, m=2, b=1, **{**LARGE, "seq_length": 4})
     split = replace(
         base,

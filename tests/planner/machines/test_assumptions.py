@@ -60,7 +60,7 @@ def test_shares_of_links_kernels_and_memory_are_said(tmp_path: Path) -> None:
     assert "slower than the fastest by 5%" in said(tmp_path, "stragglers = 0.05\n" + SERVERS)
 
 
-def test_of_a_measured_machine_only_memory_is_assumed() -> None:
+def test_only_memory_of_a_measured_machine_is_assumed() -> None:
     config = made.config()
     (line,) = assumption_lines(measured_machine(made.profile(config)))
     assert line.startswith("memory: ")

@@ -80,7 +80,7 @@ def test_the_slower_way_counts(there: float, slower: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.3, 2.6, 6.0])
-def test_as_many_more_layers_as_it_says_make_it_compute_bound_and_one_less_does_not(
+def test_said_number_of_layers_is_the_least_that_is_compute_bound(
     factor: float,
 ) -> None:
     needs = link_needs(cost())[0].needs

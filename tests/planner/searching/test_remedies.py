@@ -47,7 +47,7 @@ def test_each_remedy_fits_and_says_what_it_costs() -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_not_in_the_profile_has_no_time() -> None:
+def test_blocks_missing_in_the_profile_have_no_time() -> None:
     base = made.config(m=4, b=2, **{**LARGE, "seq_length": 256})
     found = {r.settings: r for r in Fitting(0.97 * peak(base), CPU, machine(base)).remedies(base)}
     assert found['train.dtype = "bf16"'].slower is None  # the profile is of fp32

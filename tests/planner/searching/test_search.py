@@ -121,7 +121,7 @@ def test_zero_is_preferred_where_it_gains_more_than_predictions_err(
     assert result.ranked[0].config.parallel.zero == first
 
 
-def test_what_is_given_stays() -> None:
+def test_given_settings_stay() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     assert grids(config, made.any_grid(config), {"pp": 2}) == [(1, 2, 2), (2, 2, 1)]
     assert {
@@ -168,7 +168,7 @@ def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
     assert found.peak <= tight.memory_limit
 
 
-def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
+def test_cheap_outputs_are_recomputed_if_that_is_enough() -> None:
     """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer
     more, or more."""
     config = replace(big(), parallel=made.ParallelConfig(1, 1, 1))
@@ -222,7 +222,7 @@ def test_says_what_does_not_fit_and_what_would() -> None:
     assert len(nothing.failed) == nothing.considered
 
 
-def test_what_cannot_be_planned_is_said() -> None:
+def test_unplannable_settings_are_said() -> None:
     config = replace(made.config(m=7, b=1), parallel=made.ParallelConfig(dp=0))
     with pytest.raises(
         ConfigError,

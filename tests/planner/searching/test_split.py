@@ -65,14 +65,14 @@ def test_recomputes_only_where_memory_asks_for_it(
     assert [size > room[s] for s, size in enumerate(found.sizes)] == list(found.recomputed)
 
 
-def test_of_equal_splits_takes_that_with_fewer_blocks_at_the_end() -> None:
+def test_equal_splits_are_decided_by_fewer_blocks_at_the_end() -> None:
     found = best_split(BlockCosts([1.0] * 5, [0.0] * 5, [0.0] * 5), 2)
     assert found is not None
     assert found.sizes == (3, 2)
 
 
 @given(TIMES, st.lists(st.integers(0, 9).map(float), min_size=8, max_size=8), st.integers(1, 5))
-def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
+def test_equal_splits_are_decided_by_the_fullest_stage(
     times: list[float], bytes_of: list[float], stages: int
 ) -> None:
     """Stage s has as many micro-batches in flight as there are stages from it to the end."""

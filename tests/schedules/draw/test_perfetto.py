@@ -50,7 +50,7 @@ def test_actions_and_idle_time_fill_the_first_track_of_each_rank(entries):
         assert idle == pytest.approx(sum(w.end - w.start for w in waits(TIMELINE, stage)))
 
 
-def test_what_goes_on_beside_is_below_without_overlap(entries):
+def test_concurrent_work_is_below_without_overlap(entries):
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     for (pid, tid), slices in tracks(entries).items():
         assert names[pid, tid] == ("communication" if tid else "actions")

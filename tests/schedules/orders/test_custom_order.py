@@ -119,7 +119,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
         (("F0 B0", "F0 B0"), 1, None),
     ],
 )
-def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | None) -> None:
+def test_orders_that_cannot_run_are_named(order: tuple[str, ...], m: int, text: str | None) -> None:
     sizes = PipelineShape(len(order), m)
     if text is None:
         make_schedule(ScheduleOptions("own", order=order)).check_shape(sizes)

@@ -58,7 +58,7 @@ def peak(report: CheckReport) -> float:
     return max(live.activations for live in report.peaks) / 2
 
 
-def test_which_rank_has_which_stage() -> None:
+def test_stages_of_each_rank() -> None:
     for p in range(2, 9):
         sizes = PipelineShape(p, 1, 2, "v")
         held = [list(sizes.stages_of(rank)) for rank in range(p)]
@@ -420,7 +420,7 @@ def test_picture() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_run_is_named(pipeline: dict[str, Any], field: str, works: str) -> None:
+def test_orders_that_cannot_run_are_named(pipeline: dict[str, Any], field: str, works: str) -> None:
     config = from_mapping(
         {
             "parallel": {"pp": 2, "dp": 1},

@@ -228,7 +228,7 @@ def test_a_split_backward_changes_nothing_else(name, p, m, clip, gather, ahead):
 
 
 @given(st.lists(st.sampled_from([Kind.F, Kind.B]), min_size=1, max_size=12), st.data())
-def test_what_stays_together_is_merged(kinds, data):
+def test_actions_that_stay_together_are_merged(kinds, data):
     """Splitting undone on a stage that sends no gradient, but where something has come in between,
     or another's W."""
     actions = [Action(kind, 0, k, 0) for k, kind in enumerate(kinds)]

@@ -142,7 +142,7 @@ def test_nothing_to_move() -> None:
 @pytest.mark.parametrize(
     ("offload", "reload", "takes"), [(0, 0, 18), (1, 1, 20), (2, 1, 25), (4, 1, 36)]
 )
-def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
+def test_costs_of_offload(offload: float, reload: float, takes: float) -> None:
     """A rank alone, gpipe with six micro-batches, a forward 1, a backward 2: it waits where the
     last one must be out before the first comes back, and wherever a copy takes longer than what it
     goes on beside."""
@@ -155,7 +155,7 @@ def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
 
 
 @pytest.mark.parametrize("takes", [0.0, 0.1, 0.5, 1.0, 2.0, 100.0])
-def test_as_many_as_cost_no_time(takes: float) -> None:
+def test_most_micro_batches_that_cost_no_time(takes: float) -> None:
     """One more on the rank that it was counted on last takes longer; none where a copy takes for
     ever."""
     costs, schedule_options = Costs(1, 2, offload=takes, reload=takes), ScheduleOptions("gpipe")
@@ -211,7 +211,7 @@ BACKWARD = (2.0, 2.1, 1.4)
 @pytest.mark.parametrize("at_most", [None, (3, 3, 3)])
 @pytest.mark.parametrize("takes", [0.1, 0.8, 1.5])
 @pytest.mark.parametrize("slower", [1.0, 1.015, 1.1, 1.5])
-def test_what_ranks_lose_where_any_leave_is_a_cost(
+def test_time_lost_by_leaving_is_a_cost(
     slower: float, takes: float, at_most: tuple[int, ...] | None
 ) -> None:
     """CUDA graphs, say. The last of these three ranks has time to spare, and may be slower at no

@@ -31,7 +31,7 @@ def test_a_chunk_is_in_the_least_settled_state_of_its_tensors():
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
-def test_what_ranks_send_each_other(p):
+def test_messages_between_ranks(p):
     """Weights of two bytes: 6 (p-1)/p bytes a parameter with chunks gathered, 10 (p-1)/p with each
     broadcast."""
     params = 1000 * p
@@ -54,7 +54,7 @@ def test_the_authors_case_of_eviction():
         )
 
 
-def test_where_a_batch_repeats_itself_the_choices_are_the_same():
+def test_a_repeating_batch_has_equal_choices():
     batch = [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0, 0, 1, 2, 3, 4, 5]
     accesses = batch * 4
     capacity = 3

@@ -72,7 +72,7 @@ def test_the_one_that_is_touched_last_gives_way():
     )
 
 
-def test_what_is_next_overwritten_is_dropped_first():
+def test_items_overwritten_next_are_dropped_first():
     accesses = [
         [Access(0, WRITE)],
         [Access(0, READ), Access(1, READ)],
@@ -86,7 +86,7 @@ def test_what_is_next_overwritten_is_dropped_first():
     )
 
 
-def test_what_is_elsewhere_is_added_to_and_made_anew():
+def test_evicted_items_are_added_to_and_made_again():
     """0: weights of which each rank has a share, 1 and 2: gradients that are summed into shares."""
     accesses = [
         [Access(0, READ)],
@@ -107,7 +107,7 @@ def test_what_is_elsewhere_is_added_to_and_made_anew():
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
-def test_of_equals_what_need_not_be_written_back_gives_way():
+def test_clean_items_give_way_among_equals():
     accesses = [
         [Access(0, UPDATE), Access(1, READ)],
         [Access(2, READ)],
@@ -125,7 +125,7 @@ def test_small_items_stay_where_a_large_one_makes_room_enough():
     )
 
 
-def test_what_is_there_at_the_start_and_what_always_is():
+def test_items_resident_at_the_start_and_always():
     actions, touches = string_of(reads([3, 0, 1, 2]))
     residency = Residency(touches, [1] * 4, Budget(3), pinned={3}, resident={0: False, 2: True})
     moves = list(add_residency(actions, residency))
@@ -162,7 +162,7 @@ def test_no_choice_fetches_less(items, capacity, ahead):
     st.integers(0, 3),
     st.integers(0, 6),
 )
-def test_with_spare_room_no_choice_in_the_rest_fetches_less(items, capacity, spare, ahead):
+def test_spare_room_leaves_the_fewest_fetches(items, capacity, spare, ahead):
     actions, touches = string_of(reads(items))
     residency = Residency(touches, [1] * 8, Budget(capacity + spare), spare=spare)
     moves = list(add_residency(actions, residency, ahead=ahead))
@@ -258,7 +258,7 @@ def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, 
 
 
 @given(st.lists(TOUCHES, max_size=30), st.integers(2, 4))
-def test_what_leaves_does_so_behind_its_last_use(accesses, capacity):
+def test_eviction_follows_the_last_use(accesses, capacity):
     actions, residency = with_residency(accesses, [1] * 5, capacity, ahead=len(accesses))
     last = None
     for action in actions:
@@ -360,7 +360,7 @@ def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
         ("FETCH0@0 FETCH1@0 B0@0v0", "B0@0v0: 4 bytes are in the fast tier, of 3"),
     ],
 )
-def test_what_may_not_move(faulty, fault):
+def test_items_that_may_not_move(faulty, fault):
     def touches(action):
         return [Access(0, READ)] if action.kind is Kind.F else [Access(2, WRITE)]
 

@@ -58,7 +58,7 @@ def large(draw):
 
 
 @given(large())
-def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
+def test_a_small_plan_that_can_run_stands_for_a_large_one(setting):
     name, options, p, m, chunks = setting
     try:
         sizes = PipelineShape(p, m, chunks)

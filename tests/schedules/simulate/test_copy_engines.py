@@ -50,7 +50,7 @@ def test_a_part_waits_for_its_item():
     assert simulate({0: parse_actions(SWEEP)}).makespan == 3, "no transfer, no wait"
 
 
-def test_what_was_changed_is_written_before_what_takes_its_room_comes():
+def test_changed_items_are_written_before_their_room_is_taken():
     timeline = run(SWEEP, UPDATE, fetch=3.0, release=2.0)
     shown = starts(timeline)
     assert (shown["RELEASE0@0"], shown["FETCH1@0"], shown["F0@0.1v0"]) == (3.5, 5.5, 8.5)
@@ -63,7 +63,7 @@ def test_what_was_changed_is_written_before_what_takes_its_room_comes():
     )
 
 
-def test_what_is_made_waits_for_its_room():
+def test_new_items_wait_for_their_room():
     timeline = run("FETCH0@0 F0@0v0 RELEASE0@0 F0@0.1v0", WRITE, fetch=3.0, release=2.0)
     assert starts(timeline)["F0@0.1v0"] == 5.5
 
@@ -84,7 +84,7 @@ def test_the_engines_work_at_once_and_each_in_order():
     assert times["RELEASE1@0"] == (5.5, 9.5)
 
 
-def test_what_has_room_comes_while_other_leaves():
+def test_items_with_room_arrive_while_others_leave():
     text = "FETCH0@0 F0@0v0 RELEASE0@0 FETCH1@0 FETCH2@0 F0@0.1v0 F0@0.2v0"
     shown = starts(run(text, UPDATE, room=2, fetch=1.0, release=4.0))
     left = shown["RELEASE0@0"]
@@ -114,7 +114,7 @@ def test_spare_room_hides_moves():
     assert time(3, 2) <= 48 + 2
 
 
-def test_what_is_never_fetched_is_waited_for_forever():
+def test_a_missing_fetch_is_waited_for_forever():
     with pytest.raises(StuckError, match=r"F0@0\.1v0: item 1 is not in the fast tier"):
         run("FETCH0@0 F0@0v0 F0@0.1v0")
 

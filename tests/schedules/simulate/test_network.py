@@ -147,7 +147,7 @@ def test_a_blocking_reduction_takes_the_ranks_time() -> None:
     ) == pytest.approx(11)
 
 
-def test_what_never_ends_is_said() -> None:
+def test_endless_flows_are_said() -> None:
     plan = {0: parse_actions("F0@0v0"), 1: parse_actions("RECV_F0@1 F0@1v0")}
     with pytest.raises(StuckError, match="rank 1, step 1: F0@1v0"):
         simulate_on(links_of_their_own(2, 1.0), plan, Costs())

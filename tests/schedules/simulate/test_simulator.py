@@ -195,7 +195,7 @@ def test_links_have_costs_of_their_own():
     assert timeline.makespan == 3 * 3 + 2 * (0.5 + 1.25)
 
 
-def test_what_varies_has_its_turn_and_begins_again():
+def test_varying_times_take_turns_and_repeat():
     plan = {0: parse_actions("F0@0 F1@0 F2@0 B2@0 REDUCE0@0 UPDATE0@0v1")}
     varying = {Kind.F: [[0.5, 1.5]]}
     times = times_of(simulate(plan, Costs(2, 1, update=0.25, variation=varying)))

@@ -97,9 +97,7 @@ def test_rows_of_several_ranks_stay_equal(precision: str) -> None:
 
 
 @pytest.mark.parametrize(("precision", "share"), [("int8", 1 / 254), ("int4", 1 / 7)])
-def test_what_a_message_of_integers_leaves_out_goes_with_the_next(
-    precision: str, share: float
-) -> None:
+def test_rounding_of_an_integer_message_goes_with_the_next(precision: str, share: float) -> None:
     """Of constant differences the mean message is right to a last rounding, one alone to half a
     step of its tiles."""
     settings = OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision)  # type: ignore[arg-type]
@@ -186,7 +184,7 @@ def test_check_counts_what_an_outer_step_keeps() -> None:
         ),
     ],
 )
-def test_what_does_not_go_with_sites_says_what_does(
+def test_settings_unsupported_with_sites_name_others(
     changed: dict[str, dict[str, object]], text: str
 ) -> None:
     config = from_mapping({"parallel": {"sites": 2, "dp": 1}})

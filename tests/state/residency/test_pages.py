@@ -47,7 +47,7 @@ def test_a_region_gets_its_own_pages_back() -> None:
 @pytest.mark.parametrize(
     "moves", [True, False], ids=["handed on", "by a kernel that does not move pages"]
 )
-def test_what_is_in_use_stays(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_use_stay(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions of several sizes are taken and given up at random, beside a limit."""
     if not moves:
         monkeypatch.setattr(pages, "_DONTUNMAP", 1 << 10)  # no such flag

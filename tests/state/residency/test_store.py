@@ -57,7 +57,7 @@ def test_content_comes_back(direct: bool, tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
-def test_what_was_never_written_is_zeros(tmp_path: Path) -> None:
+def test_unwritten_items_are_zeros(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, [PAGE, PAGE])
     memory = memory_of(PAGE)
     memory[:] = b"\1" * PAGE

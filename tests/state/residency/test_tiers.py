@@ -107,7 +107,7 @@ def test_content_follows_its_item(seed: int, budget: int) -> None:
     tiers.close()
 
 
-def test_what_was_not_changed_is_not_written() -> None:
+def test_unchanged_items_are_not_written() -> None:
     tiers = tiers_of(2, store := SlowStore())
     user = User(tiers)
     for changing in (True, False, False):

@@ -197,7 +197,7 @@ def test_a_single_stage_has_nothing_to_choose() -> None:
     assert settled(make(1, 4)) == replace(make(1, 4).pipeline, schedule="1f1b")
 
 
-def test_what_it_finds_is_not_given() -> None:
+def test_found_settings_are_not_given() -> None:
     wrong = conflicts(make(2, 4, virtual_stages=2, zero_bubble=True))
     assert {problem.field for problem in wrong} == {
         "pipeline.virtual_stages",

@@ -85,7 +85,7 @@ def test_too_many_anomalies_end_the_run() -> None:
     )
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_impossible_actions_are_refused() -> None:
     def wrong(**sections: Any) -> list[str]:
         return [p.field for p in problems(from_mapping(sections), 1)]
 

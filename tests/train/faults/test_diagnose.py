@@ -119,7 +119,7 @@ def test_a_rank_that_has_lost_another_does_not_hang() -> None:
     assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("link", 1)
 
 
-def test_where_ranks_wait_for_messages_of_each_other_plan_and_link_are_suspects() -> None:
+def test_plan_and_link_are_suspects_if_ranks_wait_for_each_other() -> None:
     ranks = [
         Seen(0, waiting(0, "recv", "pp_reverse", 2), None, 7.0),
         Seen(1, waiting(1), None, 7.0),
@@ -272,7 +272,7 @@ def test_an_action_of_an_evaluation_is_in_no_step() -> None:
     assert found.text.endswith("nothing for 9.0 s in an evaluation during F7@0v3 (micro-batch 7)")
 
 
-def test_what_all_agreed_on_is_nobodys() -> None:
+def test_nobody_is_blamed_for_an_agreed_stop() -> None:
     text = "rank 1 cannot write the checkpoint\nand more"
     ranks = [
         Seen(rank, record(rank, phase=FAILED, error=text), 1 if rank else None) for rank in range(4)
@@ -303,7 +303,7 @@ def test_there_is_no_use_in_starting_again(ranks: list[Seen], kind: str) -> None
     assert diagnose(ranks).is_final
 
 
-def test_of_those_that_refuse_the_lowest_counts_which_has_said_it() -> None:
+def test_lowest_rank_that_said_its_refusal_counts() -> None:
     """Also where another one has left no record, as if it had been silent for longer."""
     assert diagnose([Seen(0, record(0, phase=REFUSED), 1), Seen(1, None, 1)]).rank == 0
     assert diagnose([Seen(0, None), Seen(1, None, 1)]).rank == 1
@@ -347,5 +347,5 @@ def test_a_rank_that_dies_before_it_begins_may_start_again() -> None:
         ([Seen(0, None, None, 9.0), Seen(1, None, None, 9.0)], False),
     ],
 )
-def test_what_is_a_stall(ranks: list[Seen], stalls: bool) -> None:
+def test_recognition_of_a_stall(ranks: list[Seen], stalls: bool) -> None:
     assert find_stall(ranks) == stalls

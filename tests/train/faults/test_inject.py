@@ -43,7 +43,7 @@ CONFIG = from_mapping(
         ("outage stage 1 at step 4 for 1.5 s", ("outage", 2, 4, -1, -1, 1.5)),
     ],
 )
-def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
+def test_valid_faults(text: str, fault: tuple[object, ...]) -> None:
     found = parse_fault(text, CONFIG)
     assert (found.kind, found.rank, found.step, found.microbatch, found.peer, found.seconds)[
         : len(fault)
@@ -69,7 +69,7 @@ def test_what_can_be_said(text: str, fault: tuple[object, ...]) -> None:
         ("corrupt shard rank 1 at step 3", "writes no checkpoint file"),
     ],
 )
-def test_what_cannot_is_explained(text: str, rule: str) -> None:
+def test_invalid_faults_are_explained(text: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_fault(text, CONFIG)
 
@@ -92,7 +92,7 @@ def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_fir
     ],
     ids=str,
 )
-def test_what_the_last_of_three_ranks_sends_to_another(
+def test_messages_of_the_last_of_three_ranks(
     sizes: PipelineShape, peer: int, sends: list[str]
 ) -> None:
     """By kind and stage; all meet in NORM and UPDATE."""

@@ -104,7 +104,7 @@ def test_bytes_of_all_ranks_of_a_host_are_added_up(
         watch.close()
 
 
-def test_what_all_say_tells_the_ranks_of_a_host() -> None:
+def test_reports_of_all_tell_the_ranks_of_a_host() -> None:
     said = [
         ["a", ["10.0.0.1"]],
         ["a", ["10.0.0.1", "10.1.0.1"]],

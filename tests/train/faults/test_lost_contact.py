@@ -203,7 +203,7 @@ def three_ranks(how: str) -> Iterator[list[Connection]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["is silent", "is gone"])
-def test_what_gloo_says_of_a_rank(how: str) -> None:
+def test_gloos_words_about_a_rank(how: str) -> None:
     """Two operations wait for the rank that is silent: the time-out of one closes the connections
     of the other."""
     with three_ranks(how) as ranks:

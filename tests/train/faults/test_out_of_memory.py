@@ -67,7 +67,7 @@ def test_the_kernels_log_tells(tmp_path: Path) -> None:
     killer.close()
 
 
-def test_where_the_kernel_says_nothing_the_free_memory_is_named(tmp_path: Path) -> None:
+def test_free_memory_is_named_if_the_kernel_says_nothing(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     killer = OomKiller((), tmp_path / "none", meminfo)
     killer.begin()

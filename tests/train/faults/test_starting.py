@@ -21,7 +21,7 @@ from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.starting import StartWatch
 
 
-def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starting, "_SAY_EVERY_S", 0.0)
     monkeypatch.setattr("hybridpar.cores.available_cores", lambda: 2)
     said: list[str] = []

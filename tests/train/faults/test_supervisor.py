@@ -387,7 +387,7 @@ def test_a_checkpoint_that_an_earlier_process_left_half_written_is_not_waited_fo
 
 
 @pytest.mark.thorough
-def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
+def test_hopeless_jobs_are_not_tried_again(tmp_path: Path) -> None:
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--data.corpus", "nowhere")
     assert code == 1
     assert out.count("hybridpar: nowhere: does not exist") == 1
@@ -424,7 +424,7 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None:
+def test_a_job_stopped_by_an_anomaly_does_not_restart(tmp_path: Path) -> None:
     code, out = train(
         2,
         write_config(tmp_path),

@@ -38,7 +38,7 @@ def as_counted(**other: object) -> Costs:
     return replace(scaled, **other)  # type: ignore[arg-type]
 
 
-def test_what_ran_as_counted_is_no_news() -> None:
+def test_results_as_counted_are_not_reported() -> None:
     assert differences(JobPlan(CONFIG), measured(as_counted())) == []
     assert differences(JobPlan(CONFIG), measured(as_counted(update=0.001, latency=0.0005))) == []
 

@@ -257,7 +257,7 @@ def test_a_token_costs_the_same_however_long_the_text(run: Path, room: int) -> N
     assert bool(anew) == (room > window)
 
 
-def test_of_a_long_prompt_the_last_window_counts(run: Path) -> None:
+def test_last_window_of_a_long_prompt_counts(run: Path) -> None:
     decoder = Generator.load(run, print).decoder
     tokens = list(range(1, 60))
     window = decoder.model.seq_length
@@ -382,7 +382,7 @@ def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.ranks
-def test_what_is_wrong_on_a_grid_is_said_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_on_a_grid_are_said_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the rank that says it is later than the others, whose end ends it."""
     part = launch.Job._part
 
@@ -414,7 +414,7 @@ def test_what_is_wrong_on_a_grid_is_said_once(run: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_generate(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is neither a run folder nor a checkpoint"):
         Generator.load(tmp_path / "none", print)
     with pytest.raises(CheckpointError, match="has no checkpoints"):

@@ -226,7 +226,7 @@ def test_a_signal_to_one_host_ends_all_and_saves_once(
         pytest.param('corpus = ["nothere"]', "nothere: does not exist", id="found together"),
     ],
 )
-def test_what_would_come_again_is_said_once_a_host_and_ends_all(
+def test_recurring_errors_are_said_once_a_host_and_end_all(
     setting: str, says: str, tmp_path: Path
 ) -> None:
     """Only the other host's configuration is wrong, and restarts are left."""

@@ -79,7 +79,7 @@ def fail_on(*ranks: int, same: bool = True) -> Callable[[Job], None]:
     return action
 
 
-def test_what_fails_on_one_fails_on_all_and_names_it() -> None:
+def test_a_failure_of_one_rank_fails_on_all_and_names_it() -> None:
     assert [str(e) for e in on_ranks(3, fail_on(1))] == ["rank 1: bad file"] * 3
     assert [str(e) for e in on_ranks(3, fail_on(1, 2))] == ["rank 1, 2: bad file"] * 3
     assert {str(e) for e in on_ranks(2, fail_on(0, 1, same=False))} == {
@@ -87,7 +87,7 @@ def test_what_fails_on_one_fails_on_all_and_names_it() -> None:
     }
 
 
-def test_what_rank_0_says_for_all_needs_no_rank() -> None:
+def test_messages_of_rank_0_for_all_name_no_rank() -> None:
     first, *others = on_ranks(3, fail_on(0, 1, 2))
     assert isinstance(first, DataError)
     assert {str(e) for e in (first, *others)} == {"bad file"}
@@ -109,7 +109,7 @@ def test_a_start_has_a_name_of_its_own_whatever_earlier_ones_have_left() -> None
 @pytest.mark.parametrize(
     "value", [b"{", b"\xff\x00", b"[" * 100_000], ids=["cut off", "not UTF-8", "deep"]
 )
-def test_what_another_program_writes_into_the_store_is_refused(value: bytes) -> None:
+def test_foreign_data_in_the_store_are_refused(value: bytes) -> None:
     store = dist.HashStore()
     store.set("0/1", value)
     job = Job(replace(Launch.from_environment(), rank=0, world_size=2), store)

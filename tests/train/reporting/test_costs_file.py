@@ -45,7 +45,7 @@ def measured() -> RunCosts:
     return run
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_costs_are_read_back(tmp_path: Path) -> None:
     run = measured()
     write_costs(run, tmp_path / "costs.json")
     again = read_costs(tmp_path / "costs.json")
@@ -236,7 +236,7 @@ def test_times_are_in_milliseconds_and_pictures_and_traces_too(
     assert next(e["dur"] for e in slices if e["name"] == "B0@1v0") == pytest.approx(40e3)
 
 
-def test_what_the_costs_depend_on_cannot_change(
+def test_settings_that_costs_depend_on_cannot_change(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags in (

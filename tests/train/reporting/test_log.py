@@ -106,7 +106,7 @@ def test_lines_that_wait_are_cut_back_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_waits_is_bounded_and_what_was_dropped_is_said_once(
+def test_waiting_records_are_bounded_and_drops_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:

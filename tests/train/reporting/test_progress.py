@@ -147,7 +147,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_what_stays_at_the_bottom_of_a_terminal_is_two_lines(width: int) -> None:
+def test_bottom_of_a_terminal_has_two_lines(width: int) -> None:
     """Of which a terminal wraps none: those would be left behind, bars among them."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))

@@ -204,9 +204,7 @@ def test_a_server_that_has_more_than_this_machine_knows_is_asked(
     assert found == [(5, 100), (5, 100), (6, 101)]
 
 
-def test_what_a_tracker_raises_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_tracker_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         id = "7"
         next_position = 0
@@ -235,7 +233,7 @@ def test_what_a_tracker_raises_ends_nothing(
     assert Trackers(tiny(tmp_path), said.append).ids == {}
 
 
-def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trackers_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = from_mapping({"run": {"trackers": ["wandb"]}}, tiny(tmp_path))
     assert "run.trackers = 'wandb': is not installed; try pip install wandb" in "".join(
