@@ -65,8 +65,8 @@ def _slice(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of hypothesis: how busy the machine is says nothing of the code, and a change's tests end
-    alike everywhere."""
+    """Settings of hypothesis: how busy the machine is says nothing of the code, and a change's
+    tests end alike everywhere."""
     with contextlib.suppress(ImportError):  # what tests a GPU does without it
         from hypothesis import HealthCheck, settings
 
@@ -132,8 +132,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: no collection looks through it again, nor copies it into a
-    fork."""
+    """Keep present objects: no collection looks through them again, nor copies them into a fork."""
     gc.freeze()
 
 

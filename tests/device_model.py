@@ -27,7 +27,7 @@ from hybridpar.schedules.schedule_table import Schedule
 
 
 class Wait(Enum):
-    """What a host waits for before it captures."""
+    """Events that a host waits for before it captures."""
 
     NOTHING = "nothing"
     STREAM = "stream"

@@ -77,7 +77,7 @@ def start(config: Config, device_type: str = "cpu", **of_engine: Any) -> tuple[E
 
 @dataclass
 class Outcome:
-    """What a rank's training has come to, and the bytes that have moved for it."""
+    """Results of a rank's training, and the bytes that have moved for it."""
 
     steps: list[StepResult]
     evaluated: dict[str, float]

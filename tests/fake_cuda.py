@@ -43,7 +43,7 @@ class Event:
 
     watched: Buffer | None = None
     awaited: Event | None = None
-    """By the stream that is current."""
+    """Work by the stream that is current."""
 
     def __init__(self, external: bool):
         assert external, "an event of a capture alone"
@@ -70,7 +70,7 @@ class Stream:
 
 
 class Allocator:
-    """What the caching allocator knows of captures."""
+    """The caching allocator's knowledge of captures."""
 
     def __init__(self) -> None:
         self.pools: Counter[int] = Counter()

@@ -128,7 +128,7 @@ class _Rank:
     """Calls that have not started."""
     over: set[int] = field(default_factory=set)
     before: dict[int, int] = field(default_factory=dict)
-    """By call, the one before it on its stream."""
+    """For each call the one before it on its stream."""
     reached: set[Any] = field(default_factory=set)
     """Connections that the host is at, or has made."""
 

@@ -20,7 +20,7 @@ TOLERANCE = {"rtol": 1e-11, "atol": 1e-12}
 
 
 def values(name: str, *shape: int) -> Tensor:
-    """The same float64 numbers on every rank, different for every name."""
+    """Equal float64 numbers on every rank, different for every name."""
     return torch.randn(
         shape,
         generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
@@ -77,7 +77,8 @@ def check_gradients(module: nn.Module, whole: dict[str, Tensor], axis: Axis) -> 
 
 @contextmanager
 def traffic(axis: Axis, **calls: int) -> Iterator[None]:
-    """What is inside makes exactly these calls over the axis (none at all where its size is 1)."""
+    """Assert that the code inside makes exactly these calls over the axis (none at all if its size
+    is 1)."""
     axis.traffic.clear()
     yield
     expected = {op: n for op, n in calls.items() if n} if axis.size > 1 else {}

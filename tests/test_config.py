@@ -198,7 +198,7 @@ def test_all_mistakes_at_once() -> None:
 
 
 def test_removed_keys_are_dropped_at_their_old_defaults() -> None:
-    """As every run folder and checkpoint lists them."""
+    """Keys in the form in which every run folder and checkpoint lists them."""
     document: dict = {}
     flags = ["runs/a.toml", "--train.num_steps", "5"]
     for name, removed in REMOVED.items():

@@ -1,4 +1,4 @@
-"""What Linux says of memory that the state lies in."""
+"""Linux's statements about memory that the state lies in."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def run_shortened(words: list[str]) -> int:
 def test_a_program_verifies_trains_evaluates_and_has_its_weights(
     tmp_path: Path, name: str, num_grids: int, ends_with: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a user starts it, but in a fork of this process, which imports nothing again."""
+    """Run an example like a user, but in a fork of this process, which imports nothing again."""
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 80
     monkeypatch.chdir(tmp_path)
@@ -328,7 +328,7 @@ def test_commands_that_predict_take_it(
 def test_a_trainer_tells_of_steps_evaluations_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it calls may go to another folder: files stay together."""
+    """A program that it calls may go to another folder: files stay together."""
 
     def on_save(folder: Path) -> None:
         told.append(folder.name)

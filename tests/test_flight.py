@@ -147,7 +147,7 @@ def test_a_record_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not HAS_MEMORY, reason="finds records in /proc")
 def test_a_second_record_of_one_name_is_found(tmp_path: Path) -> None:
-    """As where a program trains twice, in two run folders or in one."""
+    """A program trains twice, in two run folders or in one."""
     observer = Observer(os.getpid(), "rank_98765")
     records = []
     for folder in ("first", "second", "second"):

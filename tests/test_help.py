@@ -37,7 +37,7 @@ def test_every_flag_has_a_description(name: str) -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What a command prints before it ends with 0."""
+    """Output of a command that ends with 0."""
     with pytest.raises(SystemExit) as ended:
         parse(args)
     assert not ended.value.code

@@ -96,8 +96,8 @@ def _nodes(node: ast.AST, at_start: bool, for_types: bool) -> Iterator[ast.AST]:
 
 
 def _module(package: str, name: str) -> str:
-    """What `from package import name` imports: a module, or something that the package itself
-    holds."""
+    """The object that `from package import name` imports: a module, or something that the package
+    itself holds."""
     path = ROOT.joinpath(*package.split("."), name)
     return f"{package}.{name}" if path.is_dir() or path.with_suffix(".py").exists() else package
 
@@ -260,7 +260,7 @@ def test_the_executor_alone_waits_for_other_stages() -> None:
 
 
 def test_patterns_of_names_are_matched_in_one_place() -> None:
-    """What a parameter is follows from its placement: nothing else reads meaning from its name."""
+    """A parameter's placement says its use: nothing else reads meaning from its name."""
     importers = [
         path.relative_to(PACKAGE).as_posix()
         for folder in ("nn", "models", "optim", "state", "runtime", "train", "checkpoint")
@@ -282,7 +282,7 @@ def test_patterns_of_names_are_matched_in_one_place() -> None:
 
 
 def test_models_are_asked_for_capabilities_and_not_for_their_class() -> None:
-    """What builds blocks must tell GPT and BERT from other models; nothing else does."""
+    """The builder of blocks must tell GPT and BERT from other models; nothing else does."""
     places = {
         path.relative_to(PACKAGE).as_posix()
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="runs in a checkout"
 
 
 def launch(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """With `echo` instead of Python: shows the command that would run."""
+    """Run `echo` instead of Python, which shows the command that would run."""
     script = f"PYTHON=echo; source '{SCRIPT}'; launch some.toml --optim.lr 1 {' '.join(flags)}"
     return subprocess.run(
         ["bash", "-euc", script],

@@ -1,4 +1,4 @@
-"""What an installation must offer, and how setup.py behaves where something is missing."""
+"""An installation's contents, and how setup.py behaves if something is missing."""
 
 import importlib
 import importlib.util
@@ -167,7 +167,7 @@ def test_half_a_cuda_toolkit_fails_and_says_what_is_missing(tmp_path):
 @pytest.mark.thorough
 @needs_source
 def test_auto_goes_on_without_nvcc_and_says_so(tmp_path):
-    """With a torch that has CUDA; a name of it is enough here."""
+    """A torch that has CUDA; its name is enough here."""
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.version.cuda = '13.0'\n")
     status, stderr = build(HYBRIDPAR_BUILD="auto", PYTHONPATH=str(tmp_path), CUDA_HOME="/nowhere")
     assert status == 0, stderr

@@ -14,7 +14,7 @@ from hybridpar import scratch
 from hybridpar.scratch import remove_left_folders, scratch_folder
 
 KERNEL = 32 * "a"
-"""Of another machine."""
+"""A process of another machine."""
 HOLDER = """
 import os, sys, time
 from pathlib import Path

@@ -351,7 +351,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def said_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a command line that is refused; empty if it is not."""
+    """The error of a command line that is refused; empty if it is not."""
     try:
         parse(args)
     except SystemExit:

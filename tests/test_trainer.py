@@ -35,7 +35,7 @@ def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def trainer_of(folder: Path, **sections: Any) -> Trainer:
-    """Of a row on two stages, for 6 steps."""
+    """A trainer of a row on two stages, for 6 steps."""
     train = {
         "num_steps": 6,
         "micro_batch_size": 2,

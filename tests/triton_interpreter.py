@@ -38,7 +38,7 @@ attributes: dict[Any, dict[str, Any]] = {}
 
 
 def of_tensors(shape: Any) -> dict[str, Any]:
-    """What all tensors of a shape have in common."""
+    """Attributes that all tensors of a shape have in common."""
     sizes = [core.constexpr(size) for size in shape]
     numel = 1
     for size in sizes:

@@ -160,7 +160,7 @@ class Upcycle:
         )
         text = (
             f"{made.folder}: {made.num_parameters:,} parameters, of which a token visits "
-            f"{made.num_active:,}; hybridpar train {made.folder / 'config.toml'} goes on from it"
+            f"{made.num_active:,}; hybridpar train {made.folder / 'config.toml'} trains it"
         )
         return _exchanged(
             asdict(made), text, made.checkpoint, made.folder, verify=False, as_json=self.json

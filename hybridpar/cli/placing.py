@@ -33,7 +33,7 @@ class Place:
     --split). latency-milp, latency-greedy: minimize the latency of one sample. Piper instances:
     piper (default), or its baseline equi."""
     objective: str = "serial"
-    """What is minimized. serial (default): the largest load of a device, which computes and
+    """The minimized time. serial (default): the largest load of a device, which computes and
     transfers by turns. overlapped: the same, where transfers run beside computing. gpipe: the
     largest forward load plus the largest backward load, for schedules whose backwards begin when
     all forwards are done; milp minimizes it."""

@@ -49,7 +49,7 @@ class Options:
     split: Ints | None = None
     """expert: a device for each node, from `read_split`."""
     objective: str = "serial"
-    """What is minimized: one of OBJECTIVES (workload.py)."""
+    """The minimized quantity: one of OBJECTIVES (workload.py)."""
 
     def check(self) -> None:
         """Raise a ConfigError if an option is not valid."""

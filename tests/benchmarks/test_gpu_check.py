@@ -108,7 +108,7 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.mark.thorough
 def test_no_selection_of_tests_is_empty() -> None:
-    """As a rehearsal collects them, but in one process."""
+    """Checks collected like a rehearsal's, but in one process."""
     context = Context("cpu", "cpu", Path("out"))
     chosen = {step.name: step.commands(context)[0][3:] for step in STEPS if step.runs_tests}
     selections = [*map(list, dict.fromkeys(map(tuple, chosen.values())))]
@@ -396,7 +396,7 @@ def test_a_step_whose_program_is_missing_is_left_out_on_a_gpu(
 
 @pytest.mark.thorough
 def test_pytest_s_lines_are_counted_with_and_without_workers(tmp_path: Path) -> None:
-    """As this machine's pytest and pytest-xdist print them."""
+    """Lines that this machine's pytest and pytest-xdist print."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("""
 import pytest

@@ -30,7 +30,7 @@ def servers(number: int) -> Cluster:
 def test_chooses_what_the_paper_ran_on_64_gpus(
     size: str, depth: int, width: int, batch: int
 ) -> None:
-    """With recomputation, as there: or what is as fast, within 2 %. Without it, if that is chosen,
+    """The plan recomputes as the paper's does, or is as fast within 2 %. If it does not recompute,
     at most a tenth is gained. Source: arXiv 2006.09503v3, section 5.2."""
     recomputed = [c for c in ranked(model(size), servers(8), batch) if c.recompute]
     theirs = next(c.throughput for c in recomputed if (c.depth, c.width) == (depth, width))
@@ -44,7 +44,7 @@ def test_one_server_holds_the_smaller_model_at_depth_8() -> None:
 
 
 def test_takes_few_steps_on_512_devices() -> None:
-    """Of Python, some milliseconds."""
+    """Python alone takes some milliseconds."""
     events: list[str] = []
     sys.setprofile(lambda frame, event, value: events.append(event))
     try:

@@ -59,7 +59,7 @@ SLOW = {
     "vee": "--rounds 1 --ranks 2 --microbatches 3 --batches 1 --pace-ms 1",
     "zero": "--rounds 1 --shapes tiny --microbatches 1 --zero 2",
 }
-"""The same for what takes longer; only --thorough runs these."""
+"""Like the above, for what takes longer; only --thorough runs these."""
 NO_RESULT = {"fp8_estimate"}
 ELSEWHERE = {
     "__main__": "runs the others",

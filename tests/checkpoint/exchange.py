@@ -71,8 +71,8 @@ OURS = {
 
 
 def random_like(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same numbers for the same name, some 0.2 in size: biases and norms, too, so that nothing
-    can be mixed up."""
+    """Equal numbers for equal names, some 0.2 in size: biases and norms, too, so that nothing can
+    be mixed up."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return (0.2 * torch.randn(shape, generator=generator)).to(dtype)
 

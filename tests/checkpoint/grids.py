@@ -42,13 +42,13 @@ def engines(config: Config, sizes: AxisSizes | None = None) -> Iterator[Engine]:
 
 @lru_cache(maxsize=4096)
 def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The same ones for the same name, exact in bf16."""
+    """Numbers that a name determines, exact in bf16."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
 class Truth(Mapping[str, Tensor]):
-    """What every tensor of a rank's state ought to be, whatever the grid; tied weights are one."""
+    """Expected value of every tensor of a rank's state, on any grid; tied weights are one."""
 
     def __init__(self, engine: Engine):
         self.engine = engine

@@ -194,7 +194,7 @@ def order(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int, version: flo
 
 
 def shard(model: Model, layer: dict[str, Tensors], rank: int, layout: Layout) -> dict[str, Tensors]:
-    """What a tensor rank has of a layer, in neutral words."""
+    """A tensor rank's part of a layer, in neutral words."""
     tp = layout.tp
 
     def rows(x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def chunk_of(model: Model, numbers: range, tp_rank: int, layout: Layout) -> Tens
 
 
 def nested(flat: Tensors, style: str, *, tied: bool) -> dict[str, Any]:
-    """As older versions put them: mappings of the parts of the language model."""
+    """The form of older versions: mappings of the parts of the language model."""
     encoder = "encoder" if style == "legacy" else "transformer"
     parts: dict[str, Any] = {}
     whole: dict[str, Any] = {"language_model": parts}

@@ -57,7 +57,7 @@ CHOICES: dict[str, list[Any]] = {
     "init_method_std": [0.02, 0.006],
     "rotary_percent": [1.0, 0.5],
 }
-"""What hybridpar has, beside the sizes."""
+"""Arguments that hybridpar has, beside the sizes."""
 
 HARMLESS: dict[str, list[Any]] = {
     "apply_query_key_layer_scaling": [True],
@@ -91,7 +91,7 @@ HARMLESS: dict[str, list[Any]] = {
     "use_flash_attn": [True],
     "a_flag_of_a_fork": [False, None],
 }
-"""What changes no logits."""
+"""Arguments that change no logits."""
 
 REFUSED: dict[str, list[Any]] = {
     "qk_l2_norm": [True],
@@ -120,7 +120,7 @@ REFUSED: dict[str, list[Any]] = {
     "use_alibi": [True],
     "linear_attention_freq": [2],
 }
-"""What it has not, or does not know: the last ones are forks'."""
+"""Arguments that it lacks, or does not know: the last ones are forks'."""
 
 
 def random_arguments(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -280,7 +280,7 @@ def core_logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def save_core(root: Path, model: Any, args: Mapping[str, Any]) -> Path:
-    """As Megatron-LM saves a model on one rank."""
+    """Save a model on one rank like Megatron-LM."""
     folder = root / "iter_0000007" / "mp_rank_00"
     folder.mkdir(parents=True)
     torch.save(

@@ -229,7 +229,7 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
 
 
 def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None:
-    """As when it was killed. The others leave their notes and go on."""
+    """A killed rank leaves no note. The others leave theirs and continue."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
     shards = [
         ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)

@@ -57,7 +57,7 @@ def flip_in_the_header(path: Path) -> None:
 
 
 def change_a_number(path: Path) -> None:
-    """That of the updates, to another possible one."""
+    """Change the type of the updates to another possible one."""
     path.write_text(path.read_text().replace('"num_updates": 3', '"num_updates": 2'))
 
 

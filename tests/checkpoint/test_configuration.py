@@ -1,5 +1,5 @@
-"""What a config.json means: as to transformers' own classes, also by its absent keys, and by two
-names of one thing."""
+"""A config.json means what it means to transformers' own classes, also by its absent keys, and by
+two names of one thing."""
 
 from __future__ import annotations
 
@@ -360,8 +360,8 @@ def test_two_names_with_one_value_are_read(
 
 
 def test_other_names_of_gpt2_keys_are_read(tmp_path: Path) -> None:
-    """As transformers does; without them 3 heads would be its default of 12, on tensors of equal
-    shapes."""
+    """Absent keys mean what they mean to transformers; 3 heads would be its default of 12, on
+    tensors of equal shapes."""
     folder = folder_of(tmp_path, "gpt2")
     names = {
         "n_layer": "num_hidden_layers",

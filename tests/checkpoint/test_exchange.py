@@ -164,8 +164,8 @@ def test_models_that_transformers_has_not(
 
 @pytest.mark.parametrize("kind", OURS)
 def test_positions_beyond_the_sequences_are_kept(tmp_path: Path, kind: str) -> None:
-    """As imported, then trained at a shorter length: the whole table goes back, and config.json
-    names it."""
+    """After training at a shorter length the whole imported table goes back, and config.json names
+    it."""
     folder = save_ours(tmp_path / "made", replace(OURS[kind], seq_length=8, max_positions=20))
     made = export_folder(folder, tmp_path / "theirs")
     plain = json.loads((made.folder / "config.json").read_text())

@@ -128,7 +128,7 @@ def as_float64(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "qwen2-window", "olmo2-biased"])
 def test_adapters_windows_and_packed_documents_on_a_grid(tmp_path: Path, name: str) -> None:
-    """With sequence parallelism, replicas and dropout, too."""
+    """It holds with sequence parallelism, replicas and dropout, too."""
     start = import_folder(made(tmp_path / "theirs", name), tmp_path / "ours").checkpoint
     sections = {
         "data": {"packing": "best_fit"},

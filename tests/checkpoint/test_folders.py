@@ -1,5 +1,5 @@
-"""Which checkpoints stay, and that one appears whole or not at all, whenever the process that
-writes it is killed."""
+"""Checkpoints that stay; one appears whole or not at all, whenever the process that writes it is
+killed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_losses_of_another_validation_set_do_not_count(tmp_path: Path) -> None:
 
 
 def test_checkpoints_ahead_of_the_one_that_is_saved_stay(tmp_path: Path) -> None:
-    """As where the newest was damaged and training went back."""
+    """The newest one was damaged, and training went back."""
     for step in (7, 8, 3, 4, 5):
         save_at(tmp_path, step)
     assert checkpoint.saved_steps(tmp_path) == [8, 7, 5, 4]
@@ -273,7 +273,7 @@ def save_beside(root: Path, newest: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: int) -> None:
-    """Of both, or of one, which the other may outlive for a while."""
+    """Locks of both, or of one, which the other may outlive for a while."""
     draw = random.Random(1)
     newest = 0
     root = tmp_path / "root"

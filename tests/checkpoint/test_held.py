@@ -127,7 +127,7 @@ def test_a_killed_reader_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reader_whose_hold_is_not_seen_starts_over_with_the_newest(tmp_path: Path) -> None:
-    """As where the job is on another machine."""
+    """The job may be on another machine."""
     root = tmp_path / "checkpoints"
     save_at(root, 1, ALL)
     seen: list[str] = []

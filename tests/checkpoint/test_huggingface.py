@@ -96,7 +96,7 @@ OF_FLOAT32 = 1e-4  # logits of up to 10 and more, by other kernels and in anothe
 
 
 def logits_on_grid(engine: Engine, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As our_logits, block by block over the stages of a grid."""
+    """Logits like our_logits', block by block over the stages of a grid."""
     blocks = engine.stage.blocks
     model = engine.config.model
     grid = engine.grid
@@ -303,8 +303,8 @@ def test_berts_tokenizer_puts_pairs_together_as_in_training(tmp_path: Path) -> N
 
 
 def test_files_of_the_base_model_and_of_older_versions_are_known(tmp_path: Path) -> None:
-    """As openai-community/gpt2 and google-bert/bert-base-uncased are: other prefixes and endings,
-    masks, positions."""
+    """Published files such as openai-community/gpt2 and google-bert/bert-base-uncased: other
+    prefixes and endings, masks, positions."""
     theirs = make_theirs(tmp_path / "gpt2", "gpt2", **GPT2)
 
     def as_base(tensors: dict[str, Tensor]) -> None:

@@ -1,5 +1,4 @@
-"""What import refuses, and how: one clear error, before anything is allocated or written. No
-transformers."""
+"""Refusals of import: one clear error, before anything is allocated or written. No transformers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NEOX = BERT | {"rotary_pct": 0.25}
 
 
 def test_a_rotary_gpt_is_a_gpt_neox_there(tmp_path: Path) -> None:
-    """As gpt_tiny.toml: with its own tokenizer, it writes the same text there."""
+    """Like gpt_tiny.toml: with its own tokenizer, it writes the same text there."""
     path = write_config(tmp_path)
     path.write_text(path.read_text().replace("[model]", '[model]\nposition = "rotary"'))
     run = train(load_toml(path), Launch(0, 0, 1, 1)).folder

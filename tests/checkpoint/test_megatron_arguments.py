@@ -1,4 +1,4 @@
-"""Which arguments of Megatron-LM are translated, passed over and refused, without Megatron Core."""
+"""Arguments of Megatron-LM that are translated, passed over and refused, without Megatron Core."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from hybridpar.cli import main
 from hybridpar.errors import CheckpointError, ConfigError
 
 TOLERANCE = 1e-4
-"""Of logits up to some 50, both in float32."""
+"""Tolerance of logits up to some 50, both in float32."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What of Megatron-LM's checkpoints is refused, and what the error says."""
+"""Refused checkpoints of Megatron-LM, and the errors' words."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_half_a_head_is_no_head(tmp_path: Path) -> None:
 
 
 def test_a_masked_language_model_with_a_pooler(tmp_path: Path) -> None:
-    """As transformers 3 saved BertForMaskedLM."""
+    """A BertForMaskedLM in the form in which transformers 3 saved it."""
     theirs = make_theirs(tmp_path / "theirs", "bert", **BERT)
     edit_tensors(theirs, lambda t: [t.pop(f"cls.seq_relationship.{n}") for n in ("weight", "bias")])  # type: ignore[func-returns-value]
     made = import_folder(theirs, tmp_path / "ours")
@@ -117,7 +117,7 @@ def test_a_masked_language_model_with_a_pooler(tmp_path: Path) -> None:
 def test_a_folder_that_names_no_model_type(
     tmp_path: Path, kind: str, sizes: dict[str, Any]
 ) -> None:
-    """As prajjwal1/bert-tiny, whose files are of torch.save, too."""
+    """Like prajjwal1/bert-tiny, whose files are of torch.save, too."""
     theirs = make_theirs(tmp_path / "theirs", kind, **sizes)
     expected = import_folder(theirs, tmp_path / "expected")
     edit_config(theirs, model_type="REMOVE", architectures="REMOVE")

@@ -163,7 +163,7 @@ def save_and_merge(config: Config, root: Path) -> None:
 def test_shards_are_put_together(
     tmp_path: Path, schedule: str, dtype: str, sections: dict[str, Any]
 ) -> None:
-    """With ZeRO-1 the parts of a tied master are on both end stages."""
+    """Parts of a tied master are on both end stages with ZeRO-1."""
     run_ranks(
         save_and_merge, 4, from_mapping(sections, make_config(schedule, dtype, tp=2)), tmp_path
     )

@@ -50,7 +50,7 @@ def test_one_process_to_a_grid(tmp_path: Path, kind: str, grid: tuple[int, int, 
 
 
 def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
-    """What tp=2 dp=2 has trained, taken by pp=4."""
+    """Weights that tp=2 dp=2 has trained, taken by pp=4."""
     train = TrainConfig(2, 2, dtype)  # type: ignore[arg-type]
     config = Config(
         OURS["gpt2"], ParallelConfig(2, 1, 2, zero), PipelineConfig("1f1b", 2), train=train

@@ -76,7 +76,7 @@ def test_the_command_makes_a_folder_that_trains(
         ({}, {"layers": "0x"}, "model.moe_layers = '0x': must be digits 0 and 1"),
     ],
 )
-def test_what_cannot_be_upcycled_is_refused(
+def test_impossible_upcycling_is_refused(
     tmp_path: Path, model: dict[str, Any], settings: dict[str, Any], says: str
 ) -> None:
     folder = save_ours(tmp_path / "dense", replace(DENSE, **model))

@@ -115,7 +115,7 @@ def test_ranks_have_the_objects_of_all_in_order() -> None:
 
 
 def gathered() -> list[tuple[str, int, Kind]]:
-    """Of lengths that differ."""
+    """Objects of lengths that differ."""
     grid = ProcessGrid(dp=3)
     before = grid.dp.traffic.calls["all_gather"]
     found = gather_objects(("x" * grid.dp.rank, grid.dp.rank, Kind.F), grid.dp)

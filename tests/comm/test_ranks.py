@@ -44,7 +44,7 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended(how: str, says: 
 def test_ranks_over_nccl_start_with_a_hardware_queue_for_each_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `hybridpar train` has it; CUDA reads the number when a rank sets it up."""
+    """The number that `hybridpar train` sets; CUDA reads it when a rank sets it up."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     seen = []
 

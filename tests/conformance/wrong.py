@@ -363,7 +363,7 @@ class OwnMasks(nn.Dropout):
 
 
 class Repeated(nn.Dropout):
-    """The same masks at every step."""
+    """Masks that are equal at every step."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(3)

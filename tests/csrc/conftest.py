@@ -22,8 +22,8 @@ CACHE = (
 
 
 def made_of() -> str:
-    """Of all that compiled code follows from: sources, how they are compiled, compilers, torch,
-    Python."""
+    """Checksum of all that compiled code follows from: sources, how they are compiled, compilers,
+    torch, Python."""
     digest = hashlib.sha256(
         repr((torch.__version__, torch.__file__, sys.version, os.environ.get("CXX"))).encode()
     )

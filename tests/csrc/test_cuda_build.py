@@ -131,8 +131,8 @@ def test_compiles_without_spills(built, architectures, record_property):
 
 @pytest.mark.parametrize("newer", ["100", "120"])
 def test_newer_gpus_compile_what_the_default_has(built, architectures, newer, tmp_path):
-    """As their driver does when it loads the extension, for which a build has PTX of the GPUs that
-    it is for."""
+    """Compile PTX like a driver that loads the extension, for which a build has PTX of the GPUs
+    that it is for."""
     tools = Path(os.path.realpath(NVCC)).parent, triton_tools()
     cuobjdump, ptxas = (
         next((folder / name for folder in tools if (folder / name).exists()), None)

@@ -1,4 +1,4 @@
-"""What is compiled for AVX512-BF16 stays where only such CPUs come: functions that several files
+"""Code compiled for AVX512-BF16 stays where only such CPUs come: functions that several files
 define (templates, inline ones), of which the linker keeps one for all, must have none of its
 instructions."""
 

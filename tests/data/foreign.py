@@ -43,8 +43,8 @@ _LLAMA_3 = (
 
 
 def llama(scheme: str = "") -> tokenizers.Tokenizer:
-    """As LLaMA's: <s> before a text, "▁" before its first word. `scheme`: by a Metaspace; empty: by
-    a normalizer."""
+    """A tokenizer like LLaMA's: <s> before a text, "▁" before its first word. `scheme`: by a
+    Metaspace; empty: by a normalizer."""
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     parts: list[Any]
     if scheme:

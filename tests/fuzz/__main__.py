@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def numbers_of(target: Target, first: int, each: float) -> range:
-    """Which inputs of a target, where one with a whole share has `each`."""
+    """Inputs of a target; a target with a whole share has `each`."""
     return range(first, first + math.ceil(each * target.share))
 
 
@@ -100,7 +100,7 @@ def run(target: Target, numbers: range, seed: int) -> Tally:
 
 
 def child(target: Target, numbers: range, seed: int) -> tuple[Tally, int, str]:
-    """What became of them, the first that was not finished, and how the process ended."""
+    """Results of the inputs, the first unfinished one, and how the process ended."""
     board = mmap.mmap(-1, 1 << 20)  # progress, then the tally
     board[:8] = numbers.start.to_bytes(8, "little")
     pid = os.fork()

@@ -81,7 +81,7 @@ BESIDE: dict[str, Any] = {
     "generation_config.json": {"eos_token_id": [1, 2]},
     "config.json": {"pad_token_id": 3},
 }
-"""What may be beside a tokenizer.json."""
+"""Files that may be beside a tokenizer.json."""
 
 
 def make_tokenizers(folder: Path) -> list[Path]:

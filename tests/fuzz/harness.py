@@ -32,7 +32,7 @@ LONGEST_MESSAGE = 30_000
 
 @dataclass
 class Tally:
-    """What came of many inputs. `failures`: (number of the input, what went wrong)."""
+    """Results of many inputs. `failures`: (number of the input, what went wrong)."""
 
     inputs: int = 0
     rejected: int = 0
@@ -148,7 +148,7 @@ def run_one(
 
 
 def _unclear(message: str) -> str:
-    """What is wrong with an error's message; empty: nothing."""
+    """The fault of an error's message; empty: none."""
     if not message or len(message) > LONGEST_MESSAGE:
         return f"a message of {len(message)} characters"
     if not message.replace("\n", "").replace("\t", "").isprintable():

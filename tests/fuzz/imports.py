@@ -53,7 +53,7 @@ def make_theirs(folder: Path) -> list[Path]:
 
 
 def make_pickled(folder: Path) -> list[Path]:
-    """The same with files of torch.save: in one file, in an old one, in several."""
+    """Folders with files of torch.save: one file, an old one, several."""
     made = []
     for i, (name, is_zip) in enumerate((("gpt2", True), ("gpt2", False), ("llama", True))):
         (made_here := folder / str(i)).mkdir()
@@ -177,7 +177,7 @@ def megatron(layers: range, rank: int = 0, tp: int = 1) -> dict[str, Tensor]:
 
 
 def reads(convert: Callable[[Path, Path], Any]) -> Callable[[Path], None]:
-    """What it makes of a folder, which is then removed."""
+    """Result of an import of a folder, which is then removed."""
 
     def read(folder: Path) -> None:
         output = folder / "imported"

@@ -71,7 +71,7 @@ _NAMES = (
     "builtins getattr",
 )
 _STOP_US = "raise KeyboardInterrupt"
-"""What is executed if `exec` is called: nothing that reads files catches it."""
+"""Code that runs if `exec` is called: nothing that reads files catches it."""
 _SIZES = ((), (0,), (3,), (2, 2), (1,) * 70, (-1,), (2**31 - 1,), (2**62, 4), (2**20, 2**12))
 
 
@@ -171,7 +171,7 @@ def mutate_program(program: bytes, random: Random) -> bytes:
 
 
 def _near(operation: bytes, random: Random) -> bytes:
-    """The same operation on something else."""
+    """An equal operation on something else."""
     code = operation[:1]
     argument = operation[1:]
     if code in (b"K", b"M", b"J", b"\x8a"):

@@ -1,4 +1,4 @@
-"""What valid files of the readers hold, as small as it can be."""
+"""Contents of valid files of the readers, as small as possible."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def read_config(folder: Path) -> None:
 
 
 def read_run(folder: Path) -> None:
-    """What a run looks at when it goes on."""
+    """State that a run reads when it resumes."""
     read_metrics(folder / "metrics.jsonl")
     here = replace(TINY, run=replace(TINY.run, dir=str(folder.parent), name=folder.name))
     measured(replace(here, pipeline=replace(here.pipeline, early_switch="auto")))

@@ -1,4 +1,4 @@
-"""What a target is: a reader, and how its files are made and mutated."""
+"""A target of fuzzing: a reader, and how its files are made and mutated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
     """Whether files are also taken away, put elsewhere and exchanged: where names mean
     something."""
     share: float = 1.0
-    """Of the inputs that others get: slow readers get fewer."""
+    """Share of the inputs that others get: slow readers get fewer."""
 
     def mutator_of(self, name: str) -> Mutator | None:
         return next((mutator for end, mutator in self.mutators.items() if name.endswith(end)), None)

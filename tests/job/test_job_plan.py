@@ -1,4 +1,4 @@
-"""What follows from a configuration is derived in one place."""
+"""One place derives everything that follows from a configuration."""
 
 import ast
 from pathlib import Path

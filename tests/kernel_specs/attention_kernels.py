@@ -25,7 +25,7 @@ LIMITS = [
     ((80, 128, "bf16", True, False, 1, False, False), ("first", "window")),
     ((90, 64, "bf16", True, False, 0, False, True), ("first", "position", "window")),
 ]
-"""With first keys, positions of queries, a window."""
+"""Cases with first keys, positions of queries, a window."""
 GPUS = (80, 89, 90, 100, 120)
 """A GPU of each group of tiles_of, and of those with 99 KiB one without and one with a copy
 engine."""

@@ -87,7 +87,7 @@ def test_other_widths_against_float64(case):
 
 
 def test_norms_have_the_same_bits_where_fewer_stages_fit(monkeypatch):
-    """As on a GPU with less shared memory, which Triton says before anything runs."""
+    """A GPU with less shared memory, which Triton says before anything runs."""
     from triton.runtime.errors import OutOfResources
 
     from hybridpar.kernels import norm, options
@@ -178,7 +178,7 @@ def test_compiled_without_breaks():
 
 @pytest.mark.parametrize("layout", ["by position", "by head", "in one product"])
 def test_attention_by_the_copy_engine(layout, monkeypatch):
-    """The same bits as through pointers, whatever matrix the tensors are."""
+    """Bits are equal to a load through pointers, whatever matrix the tensors are."""
     from hybridpar.kernels import attention
 
     b = 2
@@ -453,8 +453,7 @@ def test_attention_compiled_once_for_all_steps():
 def test_layers_take_the_bias_gradient_from_the_split(
     heads, kv_heads, fraction, frozen, monkeypatch
 ):
-    """The same gradients as by torch's operators, recomputed or not; the linear layer sums no
-    bias."""
+    """Gradients equal torch's operators', recomputed or not; the linear layer sums no bias."""
 
     def gradients(backend, again):
         layer = ParallelAttention(
@@ -575,7 +574,7 @@ def test_attention_within_limits(limits, p, rows, keys, monkeypatch):
 
 
 def test_attention_of_queries_from_two_places():
-    """As of a rank that has two pieces of a sequence, with keys of all of it."""
+    """Queries of a rank that has two pieces of a sequence, with keys of all of it."""
     places = torch.cat([torch.arange(5, 27), torch.arange(60, 90)]).int()
     tensors = tensors_of(Case("", "", ((2, 2, 90, 16),) * 3, None), torch.float32)
     mask = AttentionMask(True, None, 33, FIRST[:, places.long()], places)

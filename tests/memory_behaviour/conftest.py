@@ -7,7 +7,7 @@ from hybridpar import native
 
 @pytest.fixture(params=["C++", "Python"])
 def observer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What observes operators."""
+    """The observer of operators."""
     if request.param == "Python":
         monkeypatch.setattr(native, "missing_recorder", lambda: "the test wants the other one")
     elif reason := native.missing_recorder():

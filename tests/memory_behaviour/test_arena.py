@@ -96,7 +96,7 @@ def test_known_answers() -> None:
 
 
 def test_lives_that_meet_are_apart() -> None:
-    """Of two lives with one time in common nobody knows which was first."""
+    """Nobody knows which of two lives with one time in common was first."""
     spans = list(random_spans(Random(3), 40))
     check(
         plan(lives(spans)), [Block(life.num_bytes, life.born, life.died) for life in lives(spans)]

@@ -87,7 +87,7 @@ def test_levels_end_at_nothing_and_peak_at_the_peak() -> None:
 
 
 def test_a_level_that_lasts_no_time_is_seen() -> None:
-    """As scratch space of an operator is: made and given back at once."""
+    """Scratch space of an operator: made and given back at once."""
     at_once = [
         Span(
             1,

@@ -1,4 +1,4 @@
-"""What the recorder tells of operators one by one, whichever observer stands at dispatch."""
+"""The recorder's events of single operators, whichever observer stands at dispatch."""
 
 from __future__ import annotations
 

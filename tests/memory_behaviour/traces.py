@@ -25,7 +25,7 @@ KEPT = {
     "gelu": 64,
     "mask": 5,
 }
-"""What a layer keeps for its backward, in sixteenths of an activation."""
+"""Memory that a layer keeps for its backward, in sixteenths of an activation."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Rank:
         )
 
     def spans(self) -> Iterator[Span]:
-        """What was there, then one span for each action."""
+        """The blocks at the start, then one span for each action."""
         stages = self.sizes.stages_of(self.rank)
         self.state = {
             (name, stage): self.new(12 * 16 * self.num_layers, "", name)

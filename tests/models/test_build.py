@@ -1,4 +1,4 @@
-"""What pipeline.recompute and the keys of [model] mean for the blocks."""
+"""Blocks that follow from pipeline.recompute and the keys of [model]."""
 
 from __future__ import annotations
 

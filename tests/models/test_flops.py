@@ -76,7 +76,7 @@ def test_a_convolution_counts_its_weights_at_each_place_of_its_output() -> None:
 
 
 class Products(nn.Module):
-    """What torch's own counter knows of besides linear layers."""
+    """Operators that torch's own counter knows besides linear layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.baddbmm(x, x, torch.einsum("bij,bjk->bik", x, x))

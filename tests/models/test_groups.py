@@ -1,4 +1,4 @@
-"""Which group decides on which parameter."""
+"""The group that decides on a parameter."""
 
 from __future__ import annotations
 

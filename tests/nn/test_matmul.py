@@ -93,7 +93,7 @@ def test_split_in_working_precision(dtype: torch.dtype, tolerance: float) -> Non
 def test_products_by_float32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: tuple[int, ...]
 ) -> None:
-    """Where a CPU has no fast instructions for a type: float32's products of the same numbers,
+    """A CPU without fast instructions for a type takes float32's products of the same numbers,
     rounded once."""
     monkeypatch.setattr(matmul, "_has_fast_instructions", lambda dtype: dtype == torch.float32)
     inputs = [
@@ -116,7 +116,7 @@ def test_products_by_float32(
 )
 @pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
 def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
-    """Where oneDNN is the faster one, at any size: the same numbers, the weight's gradient added in
+    """If oneDNN is the faster one, at any size, numbers are equal, the weight's gradient added in
     blocks of rows."""
     monkeypatch.setattr(matmul, "_onednn", lambda: matmul._OneDNN(1, 1))
     monkeypatch.setattr(matmul, "ONEDNN_BLOCK", 4 * 65)

@@ -23,7 +23,7 @@ BACKENDS = [
     ),
 ]
 LENGTHS = (1, 40, 1, 1, 33, 129, 64, 6)
-"""Of documents: alone, below, above and on the borders of the kernels' blocks."""
+"""Lengths of documents: alone, below, above and on the borders of the kernels' blocks."""
 SIZE = sum(LENGTHS)
 
 
@@ -195,7 +195,7 @@ def test_queries_that_see_no_key_are_zero(backend):
 
 @pytest.mark.parametrize("queries", [1, 2, 5])
 def test_windows_of_the_last_queries(queries):
-    """As generation asks, which has no positions."""
+    """Generation asks for them, without positions."""
     q, k, v = heads(2, 4, 2, 23, 6)
     whole = attention(q, k, v, causal=True, window=6)
     out = attention(q[:, :, -queries:], k, v, causal=True, window=6)

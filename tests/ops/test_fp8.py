@@ -35,7 +35,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def on(x: Tensor, backend: str) -> Tensor:
-    """The same numbers where a backend takes them: Triton's interpreter takes float32."""
+    """Equal numbers in a type that the backend takes: Triton's interpreter takes float32."""
     if backend == "cuda":
         return x.cuda()
     return x.float() if backend == "triton" else x

@@ -42,7 +42,7 @@ def there_and_back(x: Tensor, k: int, rounded: bool = False, backend: str = "tor
 def check(
     cases: list[tuple[tuple[int, int], int]], rounded: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """That all backends make the reference's bytes, and its numbers of them."""
+    """Assert that all backends make the reference's bytes, and its numbers of them."""
     for (shape, k), backend in ((case, name) for case in cases for name in backends(device, dtype)):
         x = (numbers(shape, torch.float32) * 4).round().to(dtype).to(device)  # many are equal
         reference = ops.largest(x, "torch")

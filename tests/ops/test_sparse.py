@@ -16,7 +16,7 @@ FIRST = places("sparse")
 
 
 def numbers(n: int, dtype: torch.dtype) -> Tensor:
-    """With zeros, equal sizes, and many large ones in a row."""
+    """Numbers with zeros, equal sizes, and many large ones in a row."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=dtype)
     x[::3] = 0
     x[5:9] = -2.5

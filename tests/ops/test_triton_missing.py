@@ -1,5 +1,5 @@
-"""Where Triton, or one of its kernel modules, cannot be used on a GPU: a warning, and the other
-operators run on it.
+"""If Triton, or one of its kernel modules, cannot be used on a GPU, there is a warning, and the
+other operators run on it.
 
 The GPU is pretended: nothing is launched.
 """

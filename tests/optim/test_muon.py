@@ -235,7 +235,7 @@ def test_only_what_is_no_matrix_is_divisible():
 
 
 def test_flat_pieces_do_for_the_rest():
-    """As ZeRO-1 gives them: one-dimensional slots of what is divisible, next to whole matrices."""
+    """Slots of ZeRO-1: one-dimensional parts of divisible parameters, next to whole matrices."""
     settings = Settings(name="muon")
     whole = train(settings)
     for i, slot in enumerate(slots(1, 0)):

@@ -55,7 +55,7 @@ def test_others_have_the_bits_of_an_optimizer_without_them(name: str, staleness:
 
 
 def test_they_go_into_another_buffer_and_a_working_copy() -> None:
-    """As 2BW has them with predicted weights."""
+    """2BW has them with predicted weights."""
     settings = OptimConfig("adamw")
     slots = [SLOTS[1]]
     optimizer = build_optimizer(settings, slots, Axis("tp"))

@@ -1,4 +1,4 @@
-"""What tests of placements share."""
+"""Fixtures that tests of placements share."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 def from_command_line(
     path: Path, solver: str, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any] | None:
-    """What `hybridpar place` prints; None where it has said in one line why there is nothing."""
+    """Output of `hybridpar place`; None if it has said in one line why there is nothing."""
     code = main(["place", str(path), "--solver", solver, "--time-limit", "20", "--json"])
     out, err = capsys.readouterr()
     if code:

@@ -36,7 +36,7 @@ NOT_CONTIGUOUS = {
 
 
 def printed(value: float) -> float:
-    """With six digits, as the authors' program prints."""
+    """Numbers with six digits, like the authors' program's."""
     return float(f"{value:.6g}")
 
 

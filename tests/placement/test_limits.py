@@ -66,7 +66,7 @@ class SlowClock:
         return run
 
     def free(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """As a trace, whose steps are few but for graphs as narrow as this one."""
+        """A graph like a trace's, whose steps are few but for graphs as narrow as this one."""
 
         def run(*args: Any) -> Any:
             now = self.now

@@ -299,7 +299,7 @@ def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
 def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(
     turns: str, sizes: list[int]
 ) -> None:
-    """By block, which device has it: as many turns each, always in one order."""
+    """The device of each block: as many turns each, always in one order."""
     config = made.config(num_layers=5)
     w = make_workload(operator_graph(config, measured(config, 3), training=True)).in_blocks()
     assert w.blocks is not None

@@ -1,4 +1,4 @@
-"""What is said of a placement: chunks, order, comparison."""
+"""The report of a placement: chunks, order, comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What searches ask of memory is traced once for all tests: they ask for the same stages again and
+"""Memory that searches ask for is traced once for all tests: they ask for the same stages again and
 again."""
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_outside_of_its_tracker_a_ghost_is_of_no_use() -> None:
 
 
 def in_both_worlds(work: Callable[[Callable[[], None]], Any]) -> list[Usage]:
-    """What `work(restart_peak)` takes: measured, and followed."""
+    """Peak of `work(restart_peak)`: measured, and followed."""
     found = []
     for counter in (measure(CPU), Tracker(CPU)):
         with counter as meter:

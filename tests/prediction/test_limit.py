@@ -1,4 +1,4 @@
-"""What training may take of the memory that there is."""
+"""The part of the memory that training may take."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_blocks_from_before_do_not_count_when_they_are_returned() -> None:
 
 
 def test_another_thread_may_be_the_last_to_hold_a_tensor() -> None:
-    """As Gloo's are: the allocator reports the return to nobody, but its next total shows it."""
+    """Returns like Gloo's: the allocator reports them to nobody, but its next total shows them."""
     with measure(CPU) as meter:
         box = [torch.empty(1000)]
         assert meter.read().current == 4000

@@ -136,8 +136,8 @@ def sent(part: int, whole: int) -> dict[str, int]:
 
 
 def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
-    """Of a micro-batch's 25 none is the update's, which takes 7; where that takes more than all of
-    it, all is added."""
+    """None of a micro-batch's 25 is the update's, which takes 7; if that takes more than all of it,
+    all is added."""
     footprint = replace(
         NOTHING, kept=5, forward=10, first_backward=20, backward=20, norm=3, update=7
     )
@@ -182,7 +182,7 @@ def test_messages() -> None:
 
 
 def test_messages_that_are_slices() -> None:
-    """What was taken is whole; posted, waiting and sent is one slice of each."""
+    """A taken message is whole; posted, waiting and sent is one slice of each."""
     found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), backward=1))
     assert (found.activations, found.communication) == (30, min_send_window(4) + 1 + 10)
     forward = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), forward=100))
@@ -191,7 +191,7 @@ def test_messages_that_are_slices() -> None:
 
 
 def test_a_stage_of_tensor_parallel_ranks_sends_a_part_of_its_output() -> None:
-    """Of 260 numbers the first of three ranks has 87."""
+    """The first of three ranks has 87 of 260 numbers."""
     config = make(
         pp=2,
         model={"hidden_size": 20, "num_heads": 5, "seq_length": 13},

@@ -1,4 +1,4 @@
-"""Which plans a capture that waits would bring to a stand, on ranks whose receives are kernels that
+"""Plans that a capture that waits would bring to a stand, on ranks whose receives are kernels that
 wait."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(
 def test_a_capture_that_waits_for_the_device_stands_still(
     name: str, p: int, stands_still: bool
 ) -> None:
-    """As captures with torch.cuda.graph do, which first synchronizes the device."""
+    """A capture like torch.cuda.graph's, which first synchronizes the device."""
     schedule = make_schedule(ScheduleOptions(name))
     sizes = PipelineShape(p, 2 * p)
     plan = make_plan(schedule, sizes, 0, 4)

@@ -24,7 +24,7 @@ from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
 CALLS = count()
-"""What no module has as an attribute."""
+"""A value that no module has as an attribute."""
 
 
 class Counts(nn.Linear):

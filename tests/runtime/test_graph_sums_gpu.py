@@ -31,8 +31,8 @@ pytestmark = [
 ]
 
 CYCLES = 2_000_000
-"""Of the sleep: about a millisecond, and a sum of the tiny gradients takes some 20 microseconds to
-begin."""
+"""Cycles of the sleep: about a millisecond, and a sum of the tiny gradients takes some 20
+microseconds to begin."""
 BATCHES = 8
 MICROBATCHES = 3
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}

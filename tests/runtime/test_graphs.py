@@ -133,8 +133,7 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replays_take_nothing_from_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on the CPU, by graphs that run again the operators that they saw: with the tensors
-    of then."""
+    """Graphs on the CPU that run again the operators that they saw: with the tensors of then."""
     config = make(**SETTINGS[name] | {"kernels": {}})
     expected_losses, expected = train(Engine(JobPlan(config), ProcessGrid(), CPU))
     fake_cuda.install(monkeypatch)
@@ -237,8 +236,8 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has trained: losses of 5 batches, sums of the weights, calls over tp; and how it
-    was captured."""
+    """Results of a rank's training: losses of 5 batches, sums of the weights, calls over tp; and
+    how it was captured."""
 
     losses: list[float]
     sums: list[float]

@@ -1,4 +1,4 @@
-"""What a recording makes of the looks at its clock."""
+"""A recording's use of the looks at its clock."""
 
 from __future__ import annotations
 

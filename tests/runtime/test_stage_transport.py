@@ -1,4 +1,4 @@
-"""What a rank sends of an activation, and how the ranks behind the link put it together."""
+"""A rank's part of an activation, and how the ranks behind the link put it together."""
 
 from __future__ import annotations
 

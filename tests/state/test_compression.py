@@ -75,7 +75,7 @@ class Scaled(BatchPolicy):
 
 @dataclass
 class Ran:
-    """What one rank has seen of every batch, by parameter."""
+    """One rank's gradients of every batch, by parameter."""
 
     rank: int
     axes: dict[str, tuple[int, ...]]

@@ -1,5 +1,4 @@
-"""With sbpca, weights of hybridpar's layers are sent as factors, and those of torch's layers
-whole."""
+"""sbpca sends weights of hybridpar's layers as factors, and weights of torch's layers whole."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ def make(model: hp.ModelSpec, gradients: str, zero: int = 0) -> Config:
 
 
 def gradients_of(config: Config) -> tuple[set[str], dict[str, Tensor]]:
-    """What this rank sends as factors, and the sums of the first batch."""
+    """Parameters that this rank sends as factors, and the sums of the first batch."""
     engine, loader = start(config)
     found: list[dict[str, Tensor]] = []
     engine.train(

@@ -1,5 +1,5 @@
-"""What replicas have not sent of their gradients: saved, resumed to the bit, handed on to other
-grids, predicted."""
+"""The unsent part of replicas' gradients: saved, resumed to the bit, handed on to other grids,
+predicted."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Ran:
-    """What one rank has seen of every batch, by parameter, and its state before each, and at the
+    """One rank's gradients of every batch, by parameter, and its state before each, and at the
     end."""
 
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def test_replicas_are_one_process_with_all_factors(case: str) -> None:
 
 
 def check_bytes(ran: list[Ran]) -> None:
-    """What ranks send are two thin matrices for each block, and all else as it is."""
+    """Ranks send two thin matrices for each block, and all else unchanged."""
     shapes = [ran[0].sums[0][name].shape for name in ran[0].axes]
     whole = sum(x.numel() for x in ran[0].sums[0].values()) - sum(m * n for m, n in shapes)
     assert {one.sent.num_bytes for one in ran} == {

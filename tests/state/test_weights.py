@@ -1,5 +1,5 @@
-"""What two versions of the weights cost, by the allocator: one copy of them and one gradient
-buffer, and no switch."""
+"""Costs of two versions of the weights, by the allocator: one copy of them and one gradient buffer,
+and no switch."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def make(schedule: str, dtype: str, pp: int = 1, **pipeline: Any) -> Config:
 
 
 def static_bytes(config: Config) -> tuple[int, int, int, int]:
-    """What this rank's allocator has handed out and not got back when the pipeline is drained; and,
-    from the engine's own buffers, bytes of a working copy and of a gradient buffer, and how many of
-    the latter there are."""
+    """Bytes that this rank's allocator has handed out and not got back when the pipeline is
+    drained; and, from the engine's own buffers, bytes of a working copy and of a gradient buffer,
+    and how many of the latter there are."""
     with measure(CPU) as meter:
         engine = Engine(JobPlan(config), ProcessGrid(pp=config.parallel.pp), CPU)
         engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda step: None)

@@ -28,7 +28,7 @@ from hybridpar.cli import main
 from hybridpar.train.faults.inject import Fault, Injector
 
 MAINS = {"hybridpar": main, "torch.distributed.run": torch.distributed.run.main}
-"""What `python -m` would start."""
+"""The command that `python -m` would start."""
 
 
 class Job:
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What has been said so far."""
+        """Output so far."""
         return Path(self._output.name).read_text()
 
     def wait_for(self, wanted: str | Path) -> str:

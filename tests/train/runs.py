@@ -60,7 +60,7 @@ dir = "{runs}"
 
 
 LONG_S = 250.0
-"""What takes longer hangs, however busy the machine is; pytest gives up later."""
+"""A job that takes longer hangs, however busy the machine is; pytest gives up later."""
 
 
 def write_corpus(path: Path) -> Path:
@@ -84,14 +84,14 @@ def write_config(folder: Path, schedule: str = "2bw") -> Path:
 
 
 def run_job(num_ranks: int, *args: str | Path) -> str:
-    """What `hybridpar *args` prints on so many local ranks, as `fork_ranks` runs them."""
+    """Output of `hybridpar *args` on so many local ranks, run by `fork_ranks`."""
     from hybridpar.cli import main  # here, as GPUs are tested where tyro is missing, too
 
     return fork_ranks(num_ranks, partial(main, list(map(str, args))))
 
 
 def fork_ranks(num_ranks: int, call: Callable[[], object]) -> str:
-    """What `call` prints on so many ranks that find the environment of torchrun. They are forks of
+    """Output of `call` on so many ranks that find the environment of torchrun. They are forks of
     this process: they import nothing again, and what the test has patched is patched in them.
 
     Raises: AssertionError with that text, where a rank fails or the job hangs.
@@ -150,7 +150,7 @@ def must_be_killed(call: Callable[[], object]) -> None:
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
-    """What `action(job)` returned or raised on each rank."""
+    """Results or errors of `action(job)` on each rank."""
     store = dist.HashStore()  # which rank 0 has
 
     def run(rank: int) -> Any:
@@ -174,7 +174,7 @@ def steps(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def tiny(folder: Path, schedule: str = "2bw", **sections: dict[str, Any]) -> Config:
-    """That configuration on one process, changed."""
+    """A configuration on one process, changed."""
     base = load_toml(write_config(folder, schedule))
     return from_mapping({"train": {"num_steps": 8, "eval_interval": 0}} | sections, base)
 

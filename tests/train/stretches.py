@@ -34,7 +34,7 @@ def run(
 def state(
     results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]],
 ) -> dict[str, Tensor]:
-    """Of all ranks together; what two of them have is the same."""
+    """Numbers of all ranks together; any two of them have the same."""
     found: dict[str, Tensor] = {}
     for _, tensors, _ in results:
         for name, tensor in tensors.items():

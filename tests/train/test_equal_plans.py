@@ -48,7 +48,7 @@ def make(zero: int = 3, parts: int = 0, m: int = 3) -> Config:
 
 
 def compare(changed: int, config: Config, other: Config) -> str:
-    """What a job says in which one rank has another configuration. Collectives: those of the
+    """The error of a job in which one rank has another configuration. Collectives: like the
     comparison."""
     grid = ProcessGrid(pp=2, dp=2)
     engine = Engine(JobPlan(other if grid.rank == changed else config), grid, torch.device("cpu"))

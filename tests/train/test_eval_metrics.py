@@ -248,7 +248,7 @@ def test_a_run_ends_when_it_does_not_get_better() -> None:
 
 
 def test_an_early_end_is_saved_and_stays(tmp_path: Path) -> None:
-    """With a learning rate of 0 nothing gets better. The run is interrupted in between."""
+    """Nothing gets better with a learning rate of 0. The run is interrupted in between."""
     write_corpus(tmp_path / "corpus.txt")
     settings = EVALUATED | {"stop_by": "accuracy", "stop_patience": 3, "num_steps": 20}
     config = tiny(tmp_path, train=settings, optim={"lr": 0.0})

@@ -278,7 +278,7 @@ print(there[0].endswith(b"\\n"), len(there[0]), there[1], said)
 """
 
 
-def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_goes_on_with_the_next(
+def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_resumes_with_the_next(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"

@@ -108,7 +108,7 @@ def trained(config: Config, grid: ProcessGrid, device: str) -> Steps:
 def on_grids(
     cases: list[Case], device: str, backend: str
 ) -> list[tuple[Config, Steps, Steps, Steps]]:
-    """Of each case: on its grid, in one process on the same device, in one on a CPU."""
+    """Losses of each case: on its grid, in one process on the same device, in one on a CPU."""
     found = []
     if backend == "nccl":  # before the first communicator
         os.environ.update(APART, NCCL_HOSTID=f"host{dist.get_rank()}")
@@ -309,7 +309,7 @@ def test_replicas_replay_all_but_the_first_of_each_kind_over_nccl() -> None:
 
 
 def on_both(cases: list[Case], device: str) -> list[tuple[Steps, Steps]]:
-    """Of each case: on its grid over Gloo, on the device and on a CPU."""
+    """Losses of each case: on its grid over Gloo, on the device and on a CPU."""
     torch.cuda.set_device(device)
     return [
         tuple(
@@ -335,7 +335,7 @@ def on_both(cases: list[Case], device: str) -> list[tuple[Steps, Steps]]:
 def test_codecs_are_those_of_a_cpu(
     sizes: dict[str, int], what: str, names: tuple[str, ...]
 ) -> None:
-    """As near as training is where some numbers are rounded to the other neighbour."""
+    """Nearness of trainings whose numbers are sometimes rounded to the other neighbour."""
     kept = {"messages_kept": 0.25, "gradients_kept": 0.1, "gradients_smallest": 64}
     cases = [
         (sizes, {"compression": {what: name, **kept}, **more})

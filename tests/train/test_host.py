@@ -137,7 +137,7 @@ def test_optimizers_models_and_skipped_steps(
     ids=str,
 )
 def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: str) -> None:
-    """With stages in equal parts: what is reduced together has another order of addition
+    """Stages are in equal parts: gradients that are reduced together have another order of addition
     otherwise."""
     config = make(
         parallel=parallel,
@@ -341,8 +341,8 @@ def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: 
 
 
 def test_forecast_before_a_run() -> None:
-    """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves
-    over."""
+    """Computed by hand: 1f1b waits for the first gradients and all of the host; 2bw for what a
+    batch leaves over."""
     config = resolve(
         hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2
     )

@@ -282,7 +282,7 @@ def test_a_skipped_step_keeps_the_weights(
 def test_a_skipped_step_makes_dropped_weights_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one version and one micro-batch, weights are dropped between backward and update."""
+    """Weights are dropped between backward and update with one version and one micro-batch."""
     poison_gradients(monkeypatch, {1})
     config = make(
         model={"tie_embeddings": False},

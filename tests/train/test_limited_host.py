@@ -171,7 +171,7 @@ def test_compressed_gradients(method: str, schedule: str, tmp_path: Path) -> Non
     ],
     ids=["zero", "fp16"],
 )
-def test_what_compression_needs_at_once(sections: dict[str, Any], message: str) -> None:
+def test_room_that_compression_needs_at_once(sections: dict[str, Any], message: str) -> None:
     compression = {"gradients": "int8"}
     config = make(**sections, compression=compression, memory={"budget": PLENTY})
     assert re.search(

@@ -61,7 +61,7 @@ def make(
 
 
 def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
-    """What a rank's training comes to, with the bytes that have left; and the allocator's peak."""
+    """Results of a rank's training, with the bytes that have left; and the allocator's peak."""
     steps: list[StepResult] = []
     with measure(CPU) as meter:
         engine, loader = start(config)
@@ -194,7 +194,7 @@ LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128,
     ids=str,
 )
 def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    """The same bits, and as much less memory as predicted."""
+    """Equal bits, and as much less memory as predicted."""
     whole, away = (make(tmp_path, away, LARGE, **sections) for away in (0, 99))
     ranks = whole.parallel.num_ranks
     grid = whole.parallel
@@ -218,7 +218,7 @@ def test_most_micro_batches_that_cost_no_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a tier that takes no time all leave, with one that takes for ever, if only one way,
+    """All leave over a tier that takes no time, over one that takes for ever, if only one way,
     none."""
     monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
     monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
@@ -262,7 +262,7 @@ def settled(config: Config) -> object:
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_all_ranks_find_the_same(tmp_path: Path) -> None:
-    """Of three stages, the last of which has nothing to send away; the other two may."""
+    """A pipeline of three stages, the last of which has nothing to send away; the other two may."""
     first, *others = run_ranks(settled, 4, make(tmp_path, "auto", parallel={"pp": 2, "dp": 2}))
     assert len(first) == 2
     assert all(0 <= number <= M - 2 for number in first)

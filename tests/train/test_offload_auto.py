@@ -75,7 +75,7 @@ def with_costs(monkeypatch: pytest.MonkeyPatch, costs_of: Callable[[Config], Cos
 
 
 def moved_bytes(config: Config) -> int:
-    """What leaves of a micro-batch, as predicted."""
+    """Bytes of a micro-batch that leave, as predicted."""
     return predict(JobPlan(with_away(config, 99)), device=CUDA)[0].moved
 
 
@@ -195,7 +195,7 @@ def found_with(
 
 
 def test_output_for_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compared, and what to set for whoever needs the memory more than the time."""
+    """Compared numbers, and what to set for whoever needs the memory more than the time."""
     config = make(tmp_path, "auto")
     away, line, tried = found_with(config, monkeypatch)
     assert (away, tried) == ((M - 2,), [(M - 2,), 0])

@@ -38,7 +38,7 @@ def settled() -> tuple[Config, str]:
 
 
 def test_equal_bits_with_the_found_number() -> None:
-    """As with none away, and no CUDA graphs."""
+    """Equal to a run with none away, and no CUDA graphs."""
     found, said = settled()
     (number,) = found.memory.offload_activations  # type: ignore[misc]
     assert 0 <= number <= MOST

@@ -39,7 +39,7 @@ def chat_flags(folder: Path) -> list[str]:
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("source", ["conversations", "best_fit", "stream"])
 def test_a_packed_run_resumes_on_another_grid(tmp_path: Path, source: str) -> None:
-    """With the samples that it would have had: losses of validation, too."""
+    """A resumed run has the samples that it would have had: losses of validation, too."""
     flags = text_flags(tmp_path, source) if source != "conversations" else chat_flags(tmp_path)
     path = write_config(tmp_path, "1f1b")
     flags += ["--train.dtype", "fp64", "--train.log_interval", "1", "--train.num_steps", "4"]

@@ -248,7 +248,7 @@ def test_pictures_show_the_last_batches_and_begin_at_0() -> None:
 
 
 class Executing:
-    """What a recorder sees of an executor."""
+    """The executor that a recorder sees."""
 
     def __init__(self, num_microbatches: int = 4):
         self.recording: Recording | None = None

@@ -17,7 +17,7 @@ from hybridpar.train.reporting.log import TensorBoard
 pytestmark = pytest.mark.full_report
 
 OPENBLAS = b"OpenBLAS error: Memory allocation still failed after 10 retries, giving up.\n"
-"""What OpenBLAS says before it ends the process."""
+"""OpenBLAS's message before it ends the process."""
 
 
 def out_of_memory(*args: Any, **options: Any) -> NoReturn:

@@ -94,7 +94,7 @@ with stop.noting_signals(("HUP", "USR1"), noted.append):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_rank_ends_with_its_supervisor() -> None:
-    """Which is killed; or was, before the rank could ask for it."""
+    """The rank is killed; or was, before it could ask for a stop."""
     program = """
 import os, time
 from hybridpar.train.stop import end_with

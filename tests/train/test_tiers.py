@@ -150,7 +150,7 @@ def on_host(config: Config, folder: Path) -> int:
 
 @pytest.mark.ranks
 def test_shares_on_the_host(tmp_path: Path) -> None:
-    """As above, with chunks that replicas share."""
+    """Like the test above, with chunks that replicas share."""
     config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, pipeline={"schedule": "2bw"})
     assert min(run_ranks(on_host, 2, config, tmp_path)) > 0
 
@@ -292,7 +292,7 @@ def test_saved_with_a_budget_and_gone_on_with_without_one_and_back(
 
 
 def gone_on(config: Config, folder: Path, share: float | None) -> None:
-    """What was saved after two batches goes on to what a whole run without a budget comes to."""
+    """A run resumed after two batches ends like a whole run without a budget."""
     whole = run(config, folder, None, (2, 3))
     engine = build(config, folder, share)
     checkpoint.resume(folder, engine, "corpus", print)
@@ -374,7 +374,7 @@ def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_is_really_given_back(tmp_path: Path) -> None:
-    """What the system says that the state takes, after every step."""
+    """Bytes of the state by the system's count, after every step."""
     config = make({"hidden_size": 192, "vocab_size": 1001})
     engine = build(config, tmp_path, 0.1)
     memory = engine.state.memory

@@ -69,7 +69,7 @@ class Run:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """What is not equal to the bit."""
+    """Names of tensors that are not equal to the bit."""
     assert one.keys() == other.keys()
     return [
         key
@@ -165,7 +165,7 @@ def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
 
 
 def saves_and_goes_on(config: Config, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
-    """What differs in a run that was resumed from one that was not, and its weights."""
+    """Differences of a resumed run from an uninterrupted one, and its weights."""
     whole = Run(config).train(2).train(2)
     first = Run(config).train(2)
     second = Run(config)

@@ -1,4 +1,4 @@
-"""What ranks would have recorded, had they run as simulated."""
+"""Recordings that ranks would have made, had they run as simulated."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_staleness_corrections(optim: str, staleness: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
 def test_corrections_of_parts(staleness: str) -> None:
-    """With ZeRO-1, on early switch, both kinds of version in one batch."""
+    """Both kinds of version in one batch: ZeRO-1, on early switch."""
     holds(
         {"pp": 2, "dp": 2},
         config(parallel=ZERO, pipeline={"early_switch": 1}, optim={"staleness": staleness}),

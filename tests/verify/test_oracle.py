@@ -1,5 +1,5 @@
-"""What the oracle does beyond plain training: predicted weights, skipped batches, rates that depend
-on the delay."""
+"""The oracle beyond plain training: predicted weights, skipped batches, rates that depend on the
+delay."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_sharded_state(zero: int) -> None:
 
 @pytest.mark.ranks
 def test_compressed_messages() -> None:
-    """What stages say to each other is the same with and without documents: activations alone."""
+    """Stages exchange the same with and without documents: activations alone."""
     holds({"pp": 2}, make(compression={"messages": "int8"}, pipeline={"schedule": "2bw"}))
 
 
@@ -116,7 +116,8 @@ def test_a_row_has_the_losses_and_gradients_of_its_documents(model: dict[str, An
 
 
 def conversations(folder: Path) -> Conversations:
-    """Of 1 to 60 tokens, for rows of 37: turns of a person and answers, some of them empty."""
+    """Conversations of 1 to 60 tokens, for rows of 37: turns of a person and answers, some of them
+    empty."""
     random = np.random.default_rng(5)
     with IndexedWriter(folder / "chat", "int32") as writer:
         for turns in ((3, 4), (1, 1, 5, 2, 1), (20, 40), (2, 5), (0, 7, 3), (40, 9), (6, 3, 0, 4)):
@@ -160,7 +161,7 @@ def test_a_row_with_one_document_has_the_bits_of_a_plain_row(model: dict[str, An
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_other_documents_change_no_bit(model: dict[str, Any]) -> None:
-    """Of the logits of a document, and of the gradient of its embedded tokens."""
+    """Bits of the logits of a document, and of the gradient of its embedded tokens."""
     made = Model(make(model))
     texts = documents(9, 11, 17)
     inside = slice(9, 20)

@@ -124,8 +124,7 @@ FILES = (CONFIG, METRICS, NOTES, COSTS, "plan.svg", "flight/rank_00000", "failur
 
 
 def in_bounds(folder: Path) -> list[str]:
-    """What a look, the page and a server say of a folder: its problems. Fails if that takes
-    long."""
+    """Problems of a folder that a look, the page and a server name. Fails if that takes long."""
     begin = time.process_time()
     board = Board(folder)
     seen = board.look(4 << 20)

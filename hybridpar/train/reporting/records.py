@@ -203,9 +203,8 @@ class Records:
         if failed and self._failing is None:
             self._failing, cause = next(iter(failed.items()))
             self._say(
-                f"{self._failing}: cannot be written ({cause.strerror or cause}); training goes "
-                "on, and what is "
-                "to be there waits"
+                f"{self._failing}: cannot be written ({cause.strerror or cause}); training "
+                "continues, and what is to be there waits"
             )
         elif self._failing is not None and not failed:
             path = self._failing

@@ -1,4 +1,4 @@
-"""What a run has sent between stages and between replicas, by link and codec, over all ranks."""
+"""The bytes that a run has sent between stages and between replicas, by link and codec, over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file is taken for: by what is in it, and by its name where that leaves it open."""
+"""The format of a file: by its content, and by its name if the content leaves it open."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def chosen_on_gpu(dtype=torch.bfloat16):
 
 
 def test_without_triton_our_cuda_kernels_run(gpu):
-    """Those that are no faster than Triton's are what `auto` takes then, and only then."""
+    """`auto` takes kernels that are no faster than Triton's then, and only then."""
     gpu(triton=False)
     without = chosen_on_gpu()
     assert {op: name for op, name in without.items() if name != "torch"} == {

@@ -20,7 +20,7 @@ CONFIG = made.config(
 
 
 def best(speed: float, limit: float) -> Candidate:
-    """Of a machine whose file has that speed; a forward of a layer takes 2 seconds there."""
+    """Costs of a machine whose file has that speed; a forward of a layer takes 2 seconds there."""
     profile = replace(
         made.profile(CONFIG, remake=0.5, cores=16),
         state=StateSpeeds(read=speed, written=speed, read_work=0.0, written_work=0.0),

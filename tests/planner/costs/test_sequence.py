@@ -25,8 +25,8 @@ from hybridpar.prediction.fake_neighbours import silent_axis
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_messages_are_those_that_the_blocks_send(kind: str) -> None:
-    """Of the large ones; sums of the loss stay, and those of the rows that have a label, all that
-    BERT's head has."""
+    """Large all-reduces are replaced; sums of the loss stay, and sums of the rows that have a
+    label, all that BERT's head has."""
     config = made.config(tp=2, num_layers=2, kind=kind)
     sent = {}
     for one in (config, with_split_rows(config)):

@@ -177,8 +177,8 @@ def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> N
 def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(
     tp: int, dp: int, links: int
 ) -> None:
-    """By hand: 2 (n - 1) steps of 1 / n of the bytes, n = 2 dp, on a card that the rings of tp
-    share."""
+    """Computed by hand: 2 (n - 1) steps of 1 / n of the bytes, n = 2 dp, on a card that the rings
+    of tp share."""
     config = made.config(tp=tp, pp=2, dp=dp, m=4, b=1, split=(4, 4))
     outer = Link("outer", 1e6, 1e-3, share=1.0)
     cluster = Cluster(DEVICES["v100-16gb"], 4, 2, Link("inner", 1e12, 0.0), outer, links)

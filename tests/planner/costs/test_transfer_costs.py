@@ -58,7 +58,7 @@ def peak(config: Config) -> int:
 
 
 def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
-    """With a link so slow that nothing hides it, a step of ZeRO-3 is the time of its bytes: gpipe
+    """A step of ZeRO-3 over a link so slow that nothing hides it takes the time of its bytes: gpipe
     moves each block's weights twice, and sums its gradients once."""
     base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e4, layer=1e-6)
@@ -316,7 +316,7 @@ def test_state_goes_to_a_file_only_where_nothing_fits() -> None:
 
 @pytest.mark.thorough
 def test_shares_go_to_a_file_where_it_is_slower_than_links() -> None:
-    """Of what replicas share each process has less in its file."""
+    """Each process has less in its file of the state that replicas share."""
     base = made.config(dp=2, m=4, b=1, **LARGE)
     on = machine(base, memory=7e6 / 0.9)
     on = replace(on, profile=replace(on.profile, state=StateSpeeds(1e7, 1e9, 1e5, 1e5)))

@@ -1,4 +1,4 @@
-"""What `plan` says that it takes for granted."""
+"""Assumptions that `plan` states."""
 
 from __future__ import annotations
 

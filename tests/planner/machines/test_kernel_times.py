@@ -1,4 +1,4 @@
-"""What kernels take by their shapes: estimates."""
+"""Estimated times of kernels by their shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured is what a run has; and a machine on which other programs run is noticed."""
+"""Measurements are of what a run has; and a machine on which other programs run is noticed."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
 
 
 def test_messages_are_those_that_the_blocks_send() -> None:
-    """As all-reduces: a layer's gathers and reductions to owners are ten halves, where there were
-    four all-reduces."""
+    """In terms of all-reduces, a layer's gathers and reductions to owners are ten halves, before
+    there were four all-reduces."""
     config = from_mapping({"parallel": {"tp": 2}}, made.config())
     u = 2 * config.model.seq_length * config.model.hidden_size * 4
     totals = {}
@@ -70,7 +70,7 @@ def test_messages_are_those_that_the_blocks_send() -> None:
 
 
 class FakeClock:
-    """Of a rank that has a core for a share of the time."""
+    """Times of a rank that has a core for a share of the time."""
 
     def __init__(self, share: float):
         self.share = share

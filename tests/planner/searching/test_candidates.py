@@ -1,4 +1,4 @@
-"""What is tried: every grid, micro-batch size and schedule, with splits and bounds."""
+"""Candidates: every grid, micro-batch size and schedule, with splits and bounds."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_split_that_is_given_stays_with_its_pipeline() -> None:
 
 
 def test_drains_are_shortened() -> None:
-    """With zero bubbles, and on a V, which takes two blocks a rank; their bounds are below what
-    they take."""
+    """Candidates with zero bubbles, and on a V, which takes two blocks a rank; their bounds are
+    below what they take."""
     config = made.config(m=8, b=1)
     request = Request(
         keep={"pp": 2, "tp": 1}, micro_batches=(1,), schedules=("1f1b", "interleaved", "2bw")

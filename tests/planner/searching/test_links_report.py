@@ -1,5 +1,5 @@
-"""What links need and give: against the closed form, and against the simulated step on both sides
-of the bound."""
+"""Links' needs and gains: against the closed form, and against the simulated step on both sides of
+the bound."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_deep_model_is_told_on_how_many_stages_it_would_be_compute_bound() -> 
 
 
 def test_messages_as_much_smaller_as_it_says_make_the_step_that_of_computing_alone() -> None:
-    """By the simulated step of 2bw with warm-up for slow links; without them it is longer by the
-    factor."""
+    """Judged by the simulated step of 2bw with warm-up for slow links; without them it is longer by
+    the factor."""
     settings = {"schedule": "2bw", "m": 8}
 
     def step(bandwidth: float) -> float:

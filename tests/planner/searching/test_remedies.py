@@ -1,5 +1,4 @@
-"""What is said to make a configuration fit does, at the time that is said; the largest model is the
-largest."""
+"""Remedies make a configuration fit at the time that is said; the largest model is the largest."""
 
 from __future__ import annotations
 

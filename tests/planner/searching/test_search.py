@@ -68,7 +68,7 @@ def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
 def test_round_trips_bound_and_change_nothing_else(
     latency: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With slow links the time that micro-batches are on their way is the best bound; the search
+    """Over slow links the time that micro-batches are on their way is the best bound; the search
     finds the same."""
     config = replace(made.config(schedule="2bw", m=24, b=1), parallel=made.ParallelConfig(dp=0))
     profile = made.profile(config, layer=1.0, head=2.0, update=0.3, degrees=(1, 2, 4))
@@ -282,7 +282,7 @@ PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4, split_bac
 
 
 def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
-    """With free links more chunks are better, if blocks allow them; the plan can run and comes out
+    """Over free links more chunks are better, if blocks allow them; the plan can run and comes out
     as it is drawn."""
     config, on = made.even(1e11)
     result = search(config, on, PIPELINE)

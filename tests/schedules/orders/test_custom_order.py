@@ -135,7 +135,7 @@ def test_orders_that_cannot_run_are_named(order: tuple[str, ...], m: int, text: 
 
 
 def test_letters_name_the_stages_of_a_rank() -> None:
-    """What an order computes is what it says, in a loop and on a V, and it must have all of it."""
+    """An order computes what it says, in a loop and on a V, and it must have all of it."""
     lines = ("F0 F1 F0b B0b F1b B1b B0 B1", "F0 F0b F1 B0b F1b B0 B1b B1")
     for placement, chunks in (("v", 0), ("loop", 2)):
         sizes = PipelineShape(2, 2, 2, placement)

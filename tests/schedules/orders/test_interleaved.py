@@ -174,8 +174,7 @@ def test_2bw_of_several_stages_on_each_rank(
     ],
 )
 def test_2bw_of_several_stages_in_deep_pipelines(p: int, m: int, gather: bool) -> None:
-    """Where few orders of receives fit: just enough micro-batches, and transfers of a rank
-    queue."""
+    """Few orders of receives fit: just enough micro-batches, and transfers of a rank queue."""
     schedule = make_schedule(ScheduleOptions("2bw", virtual_stages=2))
     sizes = PipelineShape(p, m, 2)
     check(
@@ -236,8 +235,8 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
 
 @pytest.mark.parametrize(("warmup", "hidden"), [("depth", 0.1), ("latency", 0.25)])
 def test_2bw_of_several_stages_hides_some_of_a_links_latency(warmup: str, hidden: float) -> None:
-    """Of a stage's forward and backward: less than of one stage on each rank, as a ring posts
-    receives late."""
+    """The overlapped share of a stage's forward and backward is smaller than with one stage on each
+    rank, as a ring posts receives late."""
     schedule = make_schedule(ScheduleOptions("2bw", virtual_stages=2, warmup=warmup))
     sizes = PipelineShape(4, 12, 2)
     plan = make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 8)

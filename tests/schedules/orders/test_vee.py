@@ -123,7 +123,8 @@ def test_two_versions_are_enough(p: int, more: int, activations: str, gather: bo
 
 
 def test_fewer_micro_batches_would_need_a_third_version() -> None:
-    """What is refused is what `check` finds wrong: its pipeline would wait for itself."""
+    """Refused schedules are those that `check` finds wrong: their pipeline would wait for
+    itself."""
     schedule = replace(on_v("2bw", "half"), needs_full_pipeline=False)
     with pytest.raises(PlanError):
         proven(schedule, 4, 4, 5)
@@ -179,7 +180,7 @@ def test_bubbles_of_full(p: int, m: int, shares: tuple[float, ...]) -> None:
 def test_bubbles_where_less_is_held(
     p: int, m: int, activations: str, held: float, share: float
 ) -> None:
-    """Those of the authors' own search, or smaller (V-Min, p = 8: 14.1), at the memory of the
+    """Bubbles of the authors' own search, or smaller (V-Min, p = 8: 14.1), at the memory of the
     pattern."""
     schedule = on_v("1f1b", activations)
     assert 100 * bubble(schedule, p, m, 1, 1, 1) == pytest.approx(share, abs=0.06)

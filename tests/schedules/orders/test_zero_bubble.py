@@ -17,7 +17,7 @@ from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import simulate
 
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1), (1, 1.5, 0.5)]
-"""Of a forward, a backward to the input, and the gradients of weights; the latter never take
+"""Times of a forward, a backward to the input, and the gradients of weights; the latter never take
 longest in a layer."""
 
 

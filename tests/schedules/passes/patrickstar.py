@@ -1,5 +1,5 @@
-"""What PatrickStar does, in small: chunks of tensors, their states, their layout and what ranks
-send each other.
+"""PatrickStar, in small: chunks of tensors, their states, their layout and what ranks send each
+other.
 
 Source: Fang et al., PatrickStar, arXiv 2108.05818, and its code.
 """

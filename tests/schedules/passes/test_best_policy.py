@@ -1,4 +1,4 @@
-"""What moves is the least that any policy of replacement would move."""
+"""No policy of replacement would move less."""
 
 import pytest
 from hypothesis import given

@@ -180,8 +180,8 @@ RESIDENT = Costs((1.0, 1.1, 0.9), (2.0, 2.1, 1.9), update=0.2)
 def by_trial_and_error(
     slower: float, takes: float, sizes: PipelineShape, most: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What `free_to_leave` says, by simulating every number of one rank after the other. A rank of
-    which any leave computes by a factor `slower`."""
+    """The answer of `free_to_leave`, by simulating every number of one rank after the other. A rank
+    of which any leave computes by a factor `slower`."""
 
     def step(away: tuple[int, ...]) -> float:
         forward, backward = (
@@ -234,8 +234,8 @@ def test_time_lost_by_leaving_is_a_cost(
 
 
 def test_costs_of_some_ranks() -> None:
-    """By stage, of which a rank has two here; what both have in common and what goes on beside
-    stays."""
+    """Rows by stage, of which a rank has two here; rows that both have in common and concurrent
+    work stays."""
     one = Costs(
         (1, 1, 1, 1),
         2,

@@ -36,8 +36,8 @@ def fetches(actions):
 
 
 def fewest_fetches(accesses, num_items, capacity):
-    """By trying all: the least over what may be in the fast tier after each access, which it may
-    pick freely."""
+    """Found by trying all: the least over what may be in the fast tier after each access, which it
+    may pick freely."""
     least = {frozenset(): 0}
     for touches in accesses:
         needed = {touch.item for touch in touches}
@@ -199,7 +199,7 @@ def test_no_choice_fetches_less_where_items_are_made_and_several_touched(accesse
     st.integers(0, 5),
 )
 def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahead):
-    """Where every item is touched within each batch, to know two batches is to know which comes
+    """If every item is touched within each batch, to know two batches is to know which comes
     last."""
 
     def endless():

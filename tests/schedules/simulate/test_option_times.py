@@ -1,4 +1,4 @@
-"""What the options of a schedule cost, simulated, and against a simulation written apart."""
+"""Costs of a schedule's options, simulated, and against a simulation written apart."""
 
 from itertools import pairwise
 

@@ -138,7 +138,7 @@ def test_times_of_transfers_and_collectives():
 
 
 def times_of(timeline):
-    """By action: start, return, end."""
+    """Times of each action: start, return, end."""
     return {
         str(action): times for rank in timeline.plan for action, *times in timeline.actions(rank)
     }

@@ -98,7 +98,7 @@ def test_rows_of_several_ranks_stay_equal(precision: str) -> None:
 
 @pytest.mark.parametrize(("precision", "share"), [("int8", 1 / 254), ("int4", 1 / 7)])
 def test_rounding_of_an_integer_message_goes_with_the_next(precision: str, share: float) -> None:
-    """Of constant differences the mean message is right to a last rounding, one alone to half a
+    """The mean message of constant differences is right to a last rounding, one alone to half a
     step of its tiles."""
     settings = OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision)  # type: ignore[arg-type]
     outer = step(settings, [torch.zeros(70_001)])

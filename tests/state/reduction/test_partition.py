@@ -36,7 +36,7 @@ def rank_of(num_ranks: int, rank: int) -> Axis:
 def partitions(
     shapes: Shapes, num_ranks: int, whole: set[int], alone: set[int], bucket_bytes: int
 ) -> list[Partition]:
-    """That of every rank; parameters in `alone` are not sharded."""
+    """The partition of every rank; parameters in `alone` are not sharded."""
     layout = FlatLayout([f"p{i}" for i in range(len(shapes))], shapes, torch.float32)
     return [
         Partition(

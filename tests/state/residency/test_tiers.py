@@ -125,7 +125,7 @@ def test_unchanged_items_are_not_written() -> None:
 
 
 class Held:
-    """What is done once someone says so."""
+    """Work that is done once someone says so."""
 
     def __init__(self) -> None:
         self.over = self.waited_for = False
@@ -196,7 +196,7 @@ def test_an_error_of_the_store_is_raised_by_what_comes_next(
 
 
 class NoPages(SparePages):
-    """Of which there are none for what arrives once `fail` is set."""
+    """Pages, of which there are none for items that arrive once `fail` is set."""
 
     fail = False
 

@@ -100,8 +100,8 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
 
 
 def test_a_filled_order_keeps_no_more_bytes_than_the_fullest_rank() -> None:
-    """Of as many micro-batches on each stage the last would keep twice as much, where each of its
-    own takes twice."""
+    """Equally many micro-batches on each stage would make the last keep twice as much, as each of
+    its own takes twice."""
     config = make(3, 8, split_backward=True, schedule="1f1b")
     job = JobPlan(config)
     costs = Costs(1, 2, backward_input=1)
@@ -134,7 +134,7 @@ def test_all_ranks_find_the_same() -> None:
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
-    """Where it goes on nothing is tried again, and its own configuration names a schedule."""
+    """A resumed run tries nothing again, and its own configuration names a schedule."""
     path = tmp_path / "auto.toml"
     path.write_text(
         TOML.format(schedule="auto", corpus=write_corpus(tmp_path / "corpus.txt"), runs=tmp_path)

@@ -64,7 +64,7 @@ class Gpu:
         return self.us[self.launched[-1]]  # type: ignore[return-value]
 
     def run(self) -> None:
-        """What a layer does: launches of a class with one candidate, and twice of a class with
+        """A layer's launches: launches of a class with one candidate, and twice of a class with
         several."""
         OPTIONS.launch("one", [DEFAULT], lambda option: None)
         for _ in range(2):

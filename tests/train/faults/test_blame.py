@@ -1,4 +1,4 @@
-"""With ZeRO, several operations of a rank wait at once, and the time-out of one of them breaks the
+"""Several operations of a rank wait at once with ZeRO, and the time-out of one of them breaks the
 others."""
 
 from __future__ import annotations

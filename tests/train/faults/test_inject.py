@@ -95,7 +95,7 @@ def test_on_a_ring_a_rank_holds_several_stages_and_the_last_one_sends_to_the_fir
 def test_messages_of_the_last_of_three_ranks(
     sizes: PipelineShape, peer: int, sends: list[str]
 ) -> None:
-    """By kind and stage; all meet in NORM and UPDATE."""
+    """Actions by kind and stage; all meet in NORM and UPDATE."""
     axis = SimpleNamespace(rank=2, ranks=(0, 1, 2))
     actions = [Action(kind, stage, 0) for stage in sizes.stages_of(2) for kind in Kind]
     assert [

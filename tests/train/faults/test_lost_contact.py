@@ -90,7 +90,7 @@ OWN_MESSAGES = (
     "Gloo connectFullMesh failed with bind: Address already in use",
     "Gloo connectFullMesh failed with bind: Cannot assign requested address",
 )
-"""The same of a rank's own faults; the last are the C library's, in the order of their numbers in
+"""Messages of a rank's own faults; the last are the C library's, in the order of their numbers in
 the table."""
 
 

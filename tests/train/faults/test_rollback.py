@@ -232,7 +232,7 @@ def _outcome(config: Config) -> int:
 def test_replicas_that_differ_are_rolled_back_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what each has not sent of its gradients."""
+    """Replicas have unsent parts of their gradients."""
     config = write_config(tmp_path, "1f1b")
     flags = (
         "--parallel.dp",

@@ -1,4 +1,4 @@
-"""The same training on fewer ranks."""
+"""Training continues on fewer ranks."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_an_embedding_without_products_counts_by_what_was_measured() -> None:
 
 
 def test_the_update_counts() -> None:
-    """What a stage takes once a batch goes with its parameters."""
+    """The time that a stage takes once a batch grows with its parameters."""
     job, run = measured_by(Row(), [5, 3], [1.0] * 8, update=[40.0, 24.0], schedule="2bw")
     assert "pipeline.split = [4, 4]" in better_split(job, run)
 

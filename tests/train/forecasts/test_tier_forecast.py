@@ -1,4 +1,4 @@
-"""What is said to be moved between the tiers of the state is what a run moves."""
+"""The forecast of moves between the tiers of the state is what a run moves."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_several_prompts_are_each_as_alone(imported: tuple[Path, Path]) -> None:
 def texts_on_grid(
     folder: Path, tp: int, pp: int, ways: Sequence[Sampling]
 ) -> tuple[list[list[str]], int, bool]:
-    """What each rank has: the texts, the numbers of its weights, and whether there were
+    """Results of each rank: the texts, the numbers of its weights, and whether there were
     messages."""
     grid = ProcessGrid(tp=tp, pp=pp)
     generator = Generator.load(folder, print, grid)
@@ -281,7 +281,7 @@ def test_pieces_are_whole_characters_and_the_end_token_ends(
 def test_a_text_ends_at_any_end_that_the_folder_names(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As LLaMA 3's chat models have two."""
+    """LLaMA 3's chat models have two."""
     train_tokenizer(["plain text"], 300).save(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     x, y, first, second = (int(tokenizer.encode(word)[0]) for word in "xyAB")

@@ -92,7 +92,7 @@ def two_hosts(
 
 
 def _agent(output: Path, args: list[str]) -> None:
-    """As torchrun, but for ranks that are forks."""
+    """Like torchrun, but for ranks that are forks."""
     torch.multiprocessing._set_thread_name("pt_elastic")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     os.chdir(output.with_name(output.name.replace("host", "home")))

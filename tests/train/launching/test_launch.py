@@ -207,7 +207,7 @@ def test_matrices_of_fp32_on_a_gpu_in_tf32(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranks_that_compile_first_are_waited_for_longer(tmp_path: Path) -> None:
-    """What communicates afterwards gives up after the time that was set then, not that of the
+    """Later communication gives up after the time that was set then, not after the time of the
     start, on each group."""
     errors, _ = run_ranks(_waits, 2, tmp_path / "over")
     assert len(errors) == 2
@@ -381,8 +381,8 @@ def test_word_that_the_job_is_over_reaches_those_who_wait_or_come_later() -> Non
 
 
 def test_who_waits_for_ranks_that_have_been_started_again_starts_again_too() -> None:
-    """As when one is killed while the ranks of another host wait for what it was to say before
-    there is a group."""
+    """One is killed while the ranks of another host wait for its message, before there is a
+    group."""
     lobby = dist.HashStore()
 
     def connect(rank: int) -> Job:

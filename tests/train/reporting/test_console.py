@@ -130,7 +130,7 @@ def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
 
 
 def test_a_command_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
-    """As ever: what it is for is its output."""
+    """Its output is its purpose, as ever."""
     reads, writes = os.pipe()
     os.close(reads)
     job = Forked((*TRAIN[:3], "simulate", str(write_config(tmp_path))), os.environ, writes)

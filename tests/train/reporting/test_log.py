@@ -1,5 +1,4 @@
-"""What a run keeps of itself: logs that are long, TensorBoard's files, and a rollback while lines
-wait."""
+"""A run's own records: logs that are long, TensorBoard's files, and a rollback while lines wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows while training runs."""
+"""A terminal's lines while training runs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_bottom_of_a_terminal_has_two_lines(width: int) -> None:
-    """Of which a terminal wraps none: those would be left behind, bars among them."""
+    """A terminal wraps none of the lines: wrapped ones would be left behind, bars among them."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {

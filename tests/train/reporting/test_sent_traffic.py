@@ -1,5 +1,5 @@
-"""What a run says it has sent: each link's numbers and bytes by the codecs' formulas, in metrics, in
-the report and on the dashboard."""
+"""A run's report of sent traffic: each link's numbers and bytes by the codecs' formulas, in
+metrics, in the report and on the dashboard."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def make(compression: dict[str, Any], **parallel: int) -> Config:
 
 
 def train(config: Config) -> tuple[dict[Stream, Sent], tuple[int, int], dict[str, int]]:
-    """What all ranks say they sent, this rank's number of parameters, with and without what aligns
-    them, and the bytes that its axes counted."""
+    """All ranks' sent bytes, this rank's number of parameters, with and without what aligns them,
+    and the bytes that its axes counted."""
     grid = ProcessGrid(sizes_of(config.parallel))
     engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, B, M, grid.dp.rank, grid.dp.size)
