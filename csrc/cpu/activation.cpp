@@ -25,16 +25,14 @@ struct Rows {
     gelu_backward_any(a, begin, end, sums);                                                            \
   }                                                                                                    \
   ATTRIBUTES void swiglu_rows(const Rows<T>& a, int64_t begin, int64_t end) {                          \
-    gated_any<Silu>(a, begin, end);                                                                    \
+    swiglu_any(a, begin, end);                                                                         \
   }                                                                                                    \
   ATTRIBUTES void swiglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {  \
-    gated_backward_any<Silu>(a, begin, end, sums);                                                     \
+    swiglu_backward_any(a, begin, end, sums);                                                          \
   }                                                                                                    \
-  ATTRIBUTES void geglu_rows(const Rows<T>& a, int64_t begin, int64_t end) {                           \
-    gated_any<Gelu>(a, begin, end);                                                                    \
-  }                                                                                                    \
+  ATTRIBUTES void geglu_rows(const Rows<T>& a, int64_t begin, int64_t end) { geglu_any(a, begin, end); } \
   ATTRIBUTES void geglu_backward_rows(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {   \
-    gated_backward_any<Gelu>(a, begin, end, sums);                                                     \
+    geglu_backward_any(a, begin, end, sums);                                                           \
   }
 #define HYBRIDPAR_ACTIVATION_CLONES(T) HYBRIDPAR_ACTIVATION(HYBRIDPAR_CLONES, T)
 
@@ -127,27 +125,20 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& dy, const Tensor& x,
                       });
 }
 
-// Runs forward(args, begin, end) over the rows of x, gate then up; returns y.
-template <class F>
-Tensor run_gated(const char* op, const Tensor& x, const Optional& bias, const F& forward) {
-  check(op, x, bias);
+Tensor bias_swiglu(const Tensor& x, const Optional& bias) {
+  check("bias_swiglu", x, bias);
   const int64_t width = x.size(x.dim() - 1);
-  STD_TORCH_CHECK(width % 2 == 0, op, ": the last size of x must be even");
+  STD_TORCH_CHECK(width % 2 == 0, "bias_swiglu: the last size of x must be even");
   Tensor y = empty_rows(x, width / 2);
-  by_type(op, x, [&](auto element) {
+  by_type("bias_swiglu", x, [&](auto element) {
     using T = decltype(element);
     const Widened<T> shared(data<T>(bias), width);
     const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), width / 2};
-    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) { forward(a, begin, end); });
+    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, swiglu_rows, a, begin, end);
+    });
   });
   return y;
-}
-
-Tensor bias_swiglu(const Tensor& x, const Optional& bias) {
-  return run_gated("bias_swiglu", x, bias, [](const auto& a, int64_t begin, int64_t end) {
-    using T = typename std::decay_t<decltype(a)>::Element;
-    HYBRIDPAR_RUN(has_bfloat16(), T, swiglu_rows, a, begin, end);
-  });
 }
 
 std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& x, const Optional& bias) {
@@ -159,10 +150,19 @@ std::tuple<Tensor, Tensor> bias_swiglu_backward(const Tensor& dy, const Tensor& 
 }
 
 Tensor bias_geglu(const Tensor& x, const Optional& bias) {
-  return run_gated("bias_geglu", x, bias, [](const auto& a, int64_t begin, int64_t end) {
-    using T = typename std::decay_t<decltype(a)>::Element;
-    HYBRIDPAR_RUN(has_bfloat16(), T, geglu_rows, a, begin, end);
+  check("bias_geglu", x, bias);
+  const int64_t width = x.size(x.dim() - 1);
+  STD_TORCH_CHECK(width % 2 == 0, "bias_geglu: the last size of x must be even");
+  Tensor y = empty_rows(x, width / 2);
+  by_type("bias_geglu", x, [&](auto element) {
+    using T = decltype(element);
+    const Widened<T> shared(data<T>(bias), width);
+    const Rows<T> a{data<T>(x), nullptr, shared, data<T>(y), width / 2};
+    over_rows(num_rows(x), width, [&](int64_t begin, int64_t end) {
+      HYBRIDPAR_RUN(has_bfloat16(), T, geglu_rows, a, begin, end);
+    });
   });
+  return y;
 }
 
 std::tuple<Tensor, Tensor> bias_geglu_backward(const Tensor& dy, const Tensor& x, const Optional& bias) {

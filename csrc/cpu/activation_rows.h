@@ -46,36 +46,9 @@ HYBRIDPAR_INLINE void gelu_backward_any(const Rows<T>& a, int64_t begin, int64_t
   }
 }
 
-// The activations of a gate: their value, and the gradients of gate and up from d, the gradient of y.
-template <class W>
-struct GatedGradients {
-  W gate, up;
-};
-
-struct Silu {
-  template <class W>
-  static HYBRIDPAR_INLINE_MEMBER W value(W g) { return g * sigmoid(g).value; }
-
-  template <class W>
-  static HYBRIDPAR_INLINE_MEMBER GatedGradients<W> gradients(W g, W u, W d) {
-    const auto s = sigmoid(g);
-    return {d * u * multiply_add(g * s.value, s.rest, s.value), d * g * s.value};
-  }
-};
-
-struct Gelu {
-  template <class W>
-  static HYBRIDPAR_INLINE_MEMBER W value(W g) { return gelu(g); }
-
-  template <class W>
-  static HYBRIDPAR_INLINE_MEMBER GatedGradients<W> gradients(W g, W u, W d) {
-    return {d * u * gelu_derivative(g), d * gelu(g)};
-  }
-};
-
-// y = value(gate) * up; x: [rows, 2 cols], gate then up
-template <class Activation, class T>
-HYBRIDPAR_INLINE void gated_any(const Rows<T>& a, int64_t begin, int64_t end) {
+// x: [rows, 2 cols], gate then up
+template <class T>
+HYBRIDPAR_INLINE void swiglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
   const int64_t cols = a.cols;
   const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
@@ -84,19 +57,19 @@ HYBRIDPAR_INLINE void gated_any(const Rows<T>& a, int64_t begin, int64_t end) {
     if (bias)
       each(cols, [=](auto i, auto) {
         const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i);
-        put(y, i, Activation::value(g) * u);
+        put(y, i, g * sigmoid(g).value * u);
       }, ahead(gate), ahead(up), ahead(y));
     else
       each(cols, [=](auto i, auto) {
         const auto g = load(gate, i);
-        put(y, i, Activation::value(g) * load(up, i));
+        put(y, i, g * sigmoid(g).value * load(up, i));
       }, ahead(gate), ahead(up), ahead(y));
   }
 }
 
 // sums: [2 cols]
-template <class Activation, class T>
-HYBRIDPAR_INLINE void gated_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
+template <class T>
+HYBRIDPAR_INLINE void swiglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
   const int64_t cols = a.cols;
   const Wide<T>* bias = a.bias;
   for (int64_t row = begin; row < end; ++row) {
@@ -105,18 +78,65 @@ HYBRIDPAR_INLINE void gated_backward_any(const Rows<T>& a, int64_t begin, int64_
     if (bias)
       each(cols, [=](auto i, auto) {
         const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i), d = load(dy, i);
-        const auto gradients = Activation::gradients(g, u, d);
-        put(sums, i, load(sums, i) + gradients.gate);
-        put(sums, cols + i, load(sums, cols + i) + gradients.up);
-        put(dgate, i, gradients.gate);
-        put(dup, i, gradients.up);
+        const auto s = sigmoid(g);
+        const auto along = d * u * multiply_add(g * s.value, s.rest, s.value), across = d * g * s.value;
+        put(sums, i, load(sums, i) + along);
+        put(sums, cols + i, load(sums, cols + i) + across);
+        put(dgate, i, along);
+        put(dup, i, across);
       }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
     else
       each(cols, [=](auto i, auto) {
         const auto g = load(gate, i), d = load(dy, i);
-        const auto gradients = Activation::gradients(g, load(up, i), d);
-        put(dgate, i, gradients.gate);
-        put(dup, i, gradients.up);
+        const auto s = sigmoid(g);
+        put(dgate, i, d * load(up, i) * multiply_add(g * s.value, s.rest, s.value));
+        put(dup, i, d * g * s.value);
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
+  }
+}
+
+// gelu(gate) * up, of the same x
+template <class T>
+HYBRIDPAR_INLINE void geglu_any(const Rows<T>& a, int64_t begin, int64_t end) {
+  const int64_t cols = a.cols;
+  const Wide<T>* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols;
+    T* y = a.out + row * cols;
+    if (bias)
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i);
+        put(y, i, gelu(g) * u);
+      }, ahead(gate), ahead(up), ahead(y));
+    else
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i);
+        put(y, i, gelu(g) * load(up, i));
+      }, ahead(gate), ahead(up), ahead(y));
+  }
+}
+
+template <class T>
+HYBRIDPAR_INLINE void geglu_backward_any(const Rows<T>& a, int64_t begin, int64_t end, Wide<T>* sums) {
+  const int64_t cols = a.cols;
+  const Wide<T>* bias = a.bias;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = a.x + row * 2 * cols, *up = gate + cols, *dy = a.dy + row * cols;
+    T *dgate = a.out + row * 2 * cols, *dup = dgate + cols;
+    if (bias)
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i) + load(bias, i), u = load(up, i) + load(bias, cols + i), d = load(dy, i);
+        const auto along = d * u * gelu_derivative(g), across = d * gelu(g);
+        put(sums, i, load(sums, i) + along);
+        put(sums, cols + i, load(sums, cols + i) + across);
+        put(dgate, i, along);
+        put(dup, i, across);
+      }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
+    else
+      each(cols, [=](auto i, auto) {
+        const auto g = load(gate, i), d = load(dy, i);
+        put(dgate, i, d * load(up, i) * gelu_derivative(g));
+        put(dup, i, d * gelu(g));
       }, ahead(gate), ahead(up), ahead(dy), ahead(dgate), ahead(dup));
   }
 }
