@@ -143,6 +143,7 @@ def mlp_of(
         model.router_bias_rate,
     )
     experts = ExpertOptions(
+        model.hidden_size,
         model.num_experts,
         model.expert_ffn_size,
         model.shared_expert_ffn_hidden_size,
@@ -153,7 +154,6 @@ def mlp_of(
         build.kernels,
     )
     return MixtureOfExperts(
-        model.hidden_size,
         build.axis,
         experts,
         ep=build.ep,

@@ -95,6 +95,7 @@ class ExpertOptions:
     """The settings of a layer of experts.
 
     Attributes:
+        hidden: Features of a token.
         num_experts: Number of routed experts.
         ffn: Hidden size of each routed expert.
         shared_ffn: Hidden size of the shared expert. 0: there is none.
@@ -105,6 +106,7 @@ class ExpertOptions:
         kernels: Backends of the experts' operators.
     """
 
+    hidden: int
     num_experts: int
     ffn: int
     shared_ffn: int = 0
@@ -161,9 +163,8 @@ class Router(ParallelModule):
 
     def __init__(
         self,
-        hidden: int,
         axis: Axis,
-        options: ExpertOptions,
+        experts: ExpertOptions,
         *,
         sequence: bool = False,
         device: Device = None,
@@ -172,7 +173,7 @@ class Router(ParallelModule):
         super().__init__(axis, sequence)
         self.add_parameter(
             "weight",
-            Placement((options.num_experts, hidden), Init("normal", options.init_std)),
+            Placement((experts.num_experts, experts.hidden), Init("normal", experts.init_std)),
             device=device,
             dtype=dtype,
         )
@@ -186,7 +187,6 @@ class MixtureOfExperts(ParallelModule):
     """Routed experts, and optionally a shared expert that every token visits; none has biases.
 
     Args:
-        hidden: Features of a token.
         axis: The tp axis, over which every expert is split.
         experts: Number and sizes of the experts, and the rules by which they are chosen.
         ep: The ep axis, whose ranks share the experts and have tokens of their own. None: this rank
@@ -204,7 +204,6 @@ class MixtureOfExperts(ParallelModule):
 
     def __init__(
         self,
-        hidden: int,
         axis: Axis,
         experts: ExpertOptions,
         *,
@@ -218,11 +217,11 @@ class MixtureOfExperts(ParallelModule):
         self.options = experts.router
         self.ep = Axis(EXPERTS) if ep is None else ep
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.router = Router(hidden, axis, experts, sequence=sequence, **factory)
+        self.router = Router(axis, experts, sequence=sequence, **factory)
 
         def expert(size: int) -> ParallelMLP:
             return ParallelMLP(
-                hidden,
+                experts.hidden,
                 size,
                 axis,
                 activation=experts.activation,

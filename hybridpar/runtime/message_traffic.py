@@ -51,5 +51,4 @@ class MessageTraffic:
             elements = len(message) * codec.row_elements(columns)
             numel = len(message) * columns
         sent.add(elements, message.numel() * message.element_size())
-        sent.whole_elements += numel
-        sent.whole_bytes += numel * x.element_size()
+        sent.add_whole(numel, numel * x.element_size())

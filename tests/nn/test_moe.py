@@ -39,8 +39,8 @@ def build(
     router: RouterOptions = TOP2, activation: Any = "swiglu", shared_ffn: int = 0
 ) -> MixtureOfExperts:
     torch.manual_seed(1)
-    experts = ExpertOptions(E, FFN, shared_ffn, router, activation)
-    layer = MixtureOfExperts(H, AXIS, experts, **F64)
+    experts = ExpertOptions(H, E, FFN, shared_ffn, router, activation)
+    layer = MixtureOfExperts(AXIS, experts, **F64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer

@@ -27,7 +27,7 @@ from hybridpar.cpu import zeros
 from hybridpar.grid import Axis
 from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
-from hybridpar.state.compression.feedback import NONE, Feedback
+from hybridpar.state.compression.feedback import NONE, Feedback, FeedbackShapes
 from hybridpar.state.compression.method import Entry, Sent
 from hybridpar.state.compression.registry import gradient_method
 from hybridpar.state.layout import Bucket
@@ -117,14 +117,10 @@ class Compression:
             for name in kept
             for what, shape in method.learned(kept[name], settings).items()
         }
+        scaled = [name for name in learned if name.rpartition(".")[2] in method.scaled]
+        feedback = FeedbackShapes({} if self.takes_factors else kept, learned, scaled)
         self.feedback = Feedback(
-            {} if self.takes_factors else kept,
-            learned,
-            layout.dtype,
-            memory,
-            [name for name in learned if name.rpartition(".")[2] in method.scaled],
-            uses=partition.uses,
-            in_place=shared,
+            feedback, layout.dtype, memory, uses=partition.uses, in_place=shared
         )
         self._batch = 0
         self._start = settings.gradients_start

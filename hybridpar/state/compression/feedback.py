@@ -5,6 +5,7 @@ method has learned. Both are kept for the last update and for the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -19,6 +20,24 @@ FEEDBACK = "feedback/"
 """Prefix of the kinds of both states; their numbers follow."""
 
 
+@dataclass(frozen=True)
+class FeedbackShapes:
+    """The tensors of a state of error feedback.
+
+    Attributes:
+        kept: Shapes of the unsent rests, by parameter. Units: as the all-reduced gradient.
+        learned: Shapes of the learned tensors, by 'parameter.what'; all zeros means that nothing
+            was learned yet.
+        scaled: Learned tensors that have the units of the gradient. While a batch is being sent,
+            these and the unsent rests are multiplied by the loss scale; afterwards they are divided
+            again, because the next batch may have another scale.
+    """
+
+    kept: Shapes
+    learned: Shapes
+    scaled: Collection[str] = ()
+
+
 class Feedback:
     """Two states of error feedback: the committed state that a batch starts from, and the state
     that the batch produces.
@@ -26,16 +45,11 @@ class Feedback:
     `close` commits the new state if the batch's update was made; a skipped update changes nothing.
 
     Args:
-        kept: Shapes of the unsent rests, by parameter. Units: as the all-reduced gradient.
-        learned: Shapes of the learned tensors, by 'parameter.what'; all zeros means that nothing
-            was learned yet.
+        shapes: The tensors of each state.
         dtype: Type of the tensors.
         memory: Allocates buffers.
         uses: Returns a parameter's use by its name; unsent rests are cut into chunks of equal use.
             Learned tensors always stay in memory.
-        scaled: Learned tensors that have the units of the gradient. While a batch is being sent,
-            these and the unsent rests are multiplied by the loss scale; afterwards they are divided
-            again, because the next batch may have another scale.
         in_place: A batch's gradients become its unsent rest, which then needs no other memory.
 
     Attributes:
@@ -44,11 +58,9 @@ class Feedback:
 
     def __init__(
         self,
-        kept: Shapes,
-        learned: Shapes,
+        shapes: FeedbackShapes,
         dtype: torch.dtype,
         memory: Memory,
-        scaled: Collection[str] = (),
         *,
         uses: Callable[[str], BufferUsage] = lambda name: WHOLE,
         in_place: bool = False,
@@ -56,7 +68,8 @@ class Feedback:
         self.dtype = dtype
         self.device = memory.device
         layouts = [
-            FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)
+            FlatLayout(list(part), list(part.values()), dtype)
+            for part in (shapes.kept, shapes.learned)
         ]
         cuts = [cut(layouts[0], uses), cut(layouts[1], lambda name: BufferUsage(stays=True))]
         self._states = [
@@ -72,7 +85,7 @@ class Feedback:
         self._in_place = in_place
         self._gradients: Mapping[str, Tensor] = {}
         self._scale = 1.0
-        self._scaled = scaled
+        self._scaled = shapes.scaled
 
     @property
     def kept(self) -> dict[str, Tensor]:

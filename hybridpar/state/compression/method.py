@@ -69,11 +69,15 @@ class Sent:
         self.elements += elements
         self.num_bytes += num_bytes
 
+    def add_whole(self, elements: int, num_bytes: int) -> None:
+        """Count what a message would have been uncompressed."""
+        self.whole_elements += elements
+        self.whole_bytes += num_bytes
+
     def add_all(self, other: Sent) -> None:
         """Add the counts of `other`."""
         self.add(other.elements, other.num_bytes)
-        self.whole_elements += other.whole_elements
-        self.whole_bytes += other.whole_bytes
+        self.add_whole(other.whole_elements, other.whole_bytes)
 
 
 class Method(ABC):
@@ -183,12 +187,11 @@ class Method(ABC):
         `_whole`.
         """
         gradients = [] if self._is_absent else [entry.view(buffer) for entry in self.packed]
-        self.sent.whole_elements += self._numel
-        self.sent.whole_bytes += self._numel * self.dtype.itemsize
+        num_bytes = self._numel * self.dtype.itemsize
+        self.sent.add_whole(self._numel, num_bytes)
         if batch < self.settings.gradients_start:
-            self.sent.elements += self._numel
-            self.sent.num_bytes += self._numel * self.dtype.itemsize
-            self.uncoded_bytes += self._numel * self.dtype.itemsize
+            self.sent.add(self._numel, num_bytes)
+            self.uncoded_bytes += num_bytes
             yield from self._whole(buffer, bucket, gradients)
             return
         for entry, gradient in zip(
@@ -200,7 +203,7 @@ class Method(ABC):
         message = self.wire.own
         for entry in self.dense:
             message.take(entry.numel, self.dtype).copy_(entry.view(buffer).view(-1))
-        self.sent.elements += self._dense_numel
+        self.sent.add(self._dense_numel, 0)
         yield from self.exchange(gradients, batch, message)
         for rank, reader in enumerate(self.wire.readers()):
             for entry in self.dense:
