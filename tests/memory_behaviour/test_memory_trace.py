@@ -295,7 +295,7 @@ def test_short_batches_and_state_that_moves_are_traced_in_full(
 
 
 def test_a_trace_whose_micro_batches_differ_is_not_extended() -> None:
-    """The same plan, but the operators of one micro-batch in between are others."""
+    """An equal plan, but the operators of one micro-batch in between are others."""
     config = config_of(CASES[2], 12)
     done: list[Action] = []
     _, spans = predict_trace(config, steps=2, done=done)

@@ -151,8 +151,9 @@ def test_the_work_of_a_block_is_that_of_its_products() -> None:
 
 @pytest.mark.parametrize(("tp", "b"), [(1, 8), (4, 2)])
 def test_an_estimate_by_operators_is_that_by_formulas(tp: int, b: int) -> None:
-    """Estimates of a GPT: forward within 5 %, backward within 12 %, which formulas count fewer passes over
-    memory for. Kernels alone: an operator of ours may be several kernels, which formulas count."""
+    """Estimates of a GPT: forward within 5 %, backward within 12 %, which formulas count fewer
+    passes over memory for. Kernels alone: an operator of ours may be several kernels, which
+    formulas count."""
     at_once = replace(find_device("a100-80gb"), launch=0.0)
     a100 = Cluster(at_once, 8, 1, find_link("nvlink3"), find_link("nvlink3"))
     own = Config(model=Wrapped(), parallel=ParallelConfig(dp=1), train=TrainConfig(dtype="bf16"))

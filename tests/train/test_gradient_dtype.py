@@ -142,6 +142,6 @@ def test_saved_and_resumed_with_the_other(tmp_path: Path) -> None:
     ],
     ids=["dtype", "compression"],
 )
-def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
+def test_unsupported_combinations(sections: dict[str, dict[str, Any]], message: str) -> None:
     found = str(ConfigError(*conflicts(make(**sections))))
     assert re.search(rf"train\.gradient_dtype = 'bf16': .*{re.escape(message)}.*try .fp32", found)

@@ -238,7 +238,7 @@ def leaks(config: Config) -> None:
     ids=str,
 )
 def test_other_documents_change_no_bit(grid: dict[str, Any], model: dict[str, Any]) -> None:
-    """Of the loss of a document, and of its gradients of all parameters."""
+    """Bits of the loss of a document, and of its gradients of all parameters."""
     axes = {name: size for name, size in grid.items() if name in ("cp", "tp", "pp", "dp")}
     sections: dict[str, dict[str, Any]] = {
         "parallel": {"dp": 1} | grid,

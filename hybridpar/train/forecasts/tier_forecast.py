@@ -56,7 +56,7 @@ class TierForecast:
 
 @dataclass(frozen=True)
 class SegmentForecast:
-    """What a number of segments (memory.parts) costs on one rank, in bytes.
+    """The costs of a number of segments (memory.parts) on one rank, in bytes.
 
     Attributes:
         parts: The number.

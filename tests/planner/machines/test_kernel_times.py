@@ -203,7 +203,7 @@ def test_a_convolution_is_a_product_of_windows_and_weights() -> None:
 
 
 def test_thin_convolutions_reach_little_of_the_peak() -> None:
-    """As much work: 1024 channels, and 16 on 4096 times the pixels."""
+    """Equal work: 1024 channels, and 16 on 4096 times the pixels."""
     device = replace(H200, launch=0.0)
 
     def time(channels: int, side: int) -> float:

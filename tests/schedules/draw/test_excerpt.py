@@ -35,7 +35,7 @@ def test_a_small_picture_shows_all() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_window_of_the_steady_state_is_busy(schedule: str) -> None:
-    """Of 32 stages and 64 micro-batches a window of 30 pairs has no bubble, in 1f1b neither."""
+    """A window of 30 pairs of 32 stages and 64 micro-batches has no bubble, in 1f1b neither."""
     timeline = simulated(schedule, 32, 64)
     part = excerpt(timeline, 30.0)
     assert part.timeline.makespan == pytest.approx(30.0)
