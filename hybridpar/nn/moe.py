@@ -34,7 +34,7 @@ DeepSeek-V3, arXiv 2412.19437, section 2.1.2; loss-free balancing: arXiv 2408.15
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -58,6 +58,7 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, split_sizes
 from hybridpar.nn.recomputable import HiddenStates, recomputable, value_of
 
 Score = Literal["softmax", "sigmoid"]
+Watch = Callable[[Tensor, Tensor], None]
 _TINY = 1e-20
 """Added to a sum of scores before it divides them."""
 
@@ -239,6 +240,7 @@ class MixtureOfExperts(ParallelModule):
                 _set_apart(one, self.ep)
             self.experts.add_module(str(number), one)  # names are global
         self.shared = expert(experts.shared_ffn) if experts.shared_ffn else None
+        self._watch: Watch | None = None
         self.register_parameter("bias", None)
         if experts.router.bias_rate:
             placement = Placement(
@@ -248,6 +250,11 @@ class MixtureOfExperts(ParallelModule):
                 sign_step=experts.router.bias_rate,
             )
             self.add_parameter("bias", placement, **factory)
+
+    def watch_choices(self, watch: Watch) -> None:
+        """Have `watch` called in every backward pass, from now on, with the experts of the tokens
+        [T, k], and with the margins by which they were chosen [T]."""
+        self._watch = watch
 
     def recompute(self) -> None:
         """Compute the inputs of every `down` again in the backward pass from now on, instead of
@@ -281,6 +288,10 @@ class MixtureOfExperts(ParallelModule):
         logits = self.router(x, sizes).flatten(0, -2)
         scores = score(logits, self.options.score)
         routing = choose(scores, self.options, self.bias)
+        if self._watch is not None and torch.is_grad_enabled():
+            margins = margins_of(_wanted(scores, self.bias), self.options.topk)
+            gates = _Watched.apply(routing.gates, routing.experts, margins, self._watch)
+            routing = Routing(routing.experts, gates)
         if shares is not None and self.bias is not None and torch.is_grad_enabled():
             load = counted_loads(routing.experts, shares, self.num_experts, logits.dtype)
             gates = _CountLoads.apply(routing.gates, self.bias, load, self.binding("bias"))
@@ -350,13 +361,28 @@ def choose(scores: Tensor, options: RouterOptions, bias: Tensor | None = None) -
 
     A stable sort decides between equal scores, so that every rank and every recomputation agrees.
     """
-    wanted = scores.detach() if bias is None else scores.detach() + bias.detach().to(scores.dtype)
-    ranking = torch.sort(wanted, dim=-1, descending=True, stable=True).indices
+    ranking = torch.sort(_wanted(scores, bias), dim=-1, descending=True, stable=True).indices
     experts = ranking[:, : options.topk].contiguous()
     gates = scores.gather(1, experts)
     if options.normalize:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
     return Routing(experts, gates if options.scale == 1 else gates * options.scale)
+
+
+def margins_of(wanted: Tensor, topk: int) -> Tensor:
+    """Return by how much the score of each token's last expert exceeds the next one; infinite if
+    there is no other. Shapes: [T, E] -> [T]."""
+    if topk == wanted.shape[1]:
+        return torch.full_like(wanted[:, 0], torch.inf)
+    ranked = wanted.sort(dim=-1, descending=True).values
+    return ranked[:, topk - 1] - ranked[:, topk]
+
+
+def _wanted(scores: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the numbers by which experts are chosen. Shapes: scores [T, E], bias [E] -> [T, E]."""
+    if bias is None:
+        return scores.detach()
+    return scores.detach() + bias.detach().to(scores.dtype)
 
 
 def loads(experts: Tensor, num_experts: int) -> list[int]:
@@ -472,6 +498,23 @@ class _CountLoads(Function):
             return grad, overload.to(ctx.leaf.dtype), None, None
         ctx.consumer.add(Overload(overload))
         return grad, nothing(ctx.leaf), None, None
+
+
+class _Watched(Function):
+    """Returns the gates; the backward, which runs once also where forwards are computed again,
+    reports the choices."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, experts: Tensor, margins: Tensor, watch: Watch) -> Tensor:
+        ctx.save_for_backward(experts, margins)
+        ctx.watch = watch
+        return gates.view_as(gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.watch(*ctx.saved_tensors)
+        return grad, None, None, None
 
 
 class _Dispatch(Function):

@@ -28,6 +28,7 @@ _KINDS = {
     "collective",
     "init": "it starts from different values: its constructor draws from a generator other than "
     "torch's default one (numpy, random), or depends on the rank or the time",
+    "choice": "a token visits other experts: scores differ, or a near tie was decided by rounding",
     "loss": "the forward differs: it draws its own random numbers, keeps state between calls, "
     "depends on the rank, or its loss is not a sum over samples divided by the size of the "
     "global batch",

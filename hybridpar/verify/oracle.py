@@ -27,6 +27,7 @@ from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.random import RandomKey
 from hybridpar.verify.boundaries import add_boundaries
+from hybridpar.verify.choices import ChoiceRecorder
 from hybridpar.verify.rules import Tensors, build_rule
 
 GRADIENT_FLOOR = 1e-3
@@ -116,6 +117,8 @@ class Oracle:
                 for key, parameter in module._parameters.items()
                 if parameter is not None
             ]
+        self.choices = ChoiceRecorder()
+        self.choices.watch(self.blocks.items())
         add_boundaries(self.blocks, self.job)
         initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]

@@ -3,9 +3,9 @@ compare tensor by tensor.
 
 With several sites each is compared, including the outer step (verify/sites.py).
 
-Compared for every batch: loss, global gradient norm, every gradient (reduced over micro-batches and
-replicas, before clipping), every updated weight. Before the first batch all weights must start from
-the same bits.
+Compared for every batch: choices of experts (verify/choices.py), loss, global gradient norm, every
+gradient (reduced over micro-batches and replicas, before clipping), every updated weight. Before
+the first batch all weights must start from the same bits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hybridpar.scratch import scratch_folder
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.verify.causes import likely_causes
+from hybridpar.verify.choices import ChoiceRecorder, Choices, Flips, compare_choices
 from hybridpar.verify.oracle import GRADIENT_FLOOR, TOLERANCE, Oracle, OracleStep
 from hybridpar.verify.sites import SiteOracles
 
@@ -54,7 +55,8 @@ class Report:
     """The worst difference of each kind, and the first tensor beyond the tolerance (None if all
     agree).
 
-    `causes` are likely reasons. `str(report)` is the first difference with its causes.
+    `causes` are likely reasons, `choices` the comparison of choices of experts. `str(report)` is
+    the first difference with its causes.
     """
 
     grid: dict[str, int]
@@ -63,12 +65,14 @@ class Report:
     first_divergence: Difference | None = None
     tensors_compared: int = 0
     causes: list[str] = field(default_factory=list)
+    choices: Flips = field(default_factory=Flips)
 
     def __str__(self) -> str:
         where = " ".join(f"{axis}={size}" for axis, size in self.grid.items())
         first = self.first_divergence
         if first is None:
-            return f"{where}: {self.tensors_compared} tensors agree within {TOLERANCE:g}"
+            chosen = f"; {self.choices}" if self.choices.num_choices else ""
+            return f"{where}: {self.tensors_compared} tensors agree within {TOLERANCE:g}{chosen}"
         lines = [
             f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by "
             f"{first.error:.1e} "
@@ -104,7 +108,13 @@ class Report:
             "worst": {what: asdict(difference) for what, difference in self.worst.items()},
             "first_divergence": first and asdict(first),
             "causes": self.causes,
+            **({"choices": self._choices_as_json()} if self.choices.num_choices else {}),
         }
+
+    def _choices_as_json(self) -> dict[str, Any]:
+        found = asdict(self.choices) | {"near_tie": self.choices.is_near_tie}
+        margin = found["smallest_margin"]
+        return found | {"smallest_margin": margin if math.isfinite(margin) else None}
 
 
 @dataclass
@@ -119,6 +129,8 @@ class GridRun:
     weights: list[Tensors]
     disagreements: list[str]
     """Names of replicas (over dp, tp or of tied weights) that are not equal bit for bit."""
+    choices: list[Choices]
+    """Choices of experts of each replica."""
     other_sites: list[GridRun] = field(default_factory=list)
 
 
@@ -127,6 +139,7 @@ class _Part:
     """The results of one rank of a grid."""
 
     site: int
+    replica: int
     tp: int
     placements: dict[str, Placement]
     snapshots: list[Tensors]
@@ -135,6 +148,7 @@ class _Part:
     losses: list[float]
     metrics: list[dict[str, float]]
     norms: list[float]
+    choices: Choices
 
 
 @dataclass(frozen=True)
@@ -183,6 +197,8 @@ def verify(
     report = compare(config, run, num_batches, disturbance)
     if report.first_divergence is not None:
         report.causes = likely_causes(config, report.first_divergence.what)
+        if report.choices.flips:
+            report.causes.append(str(report.choices))
     return report
 
 
@@ -255,7 +271,15 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         policy = _Disturbed(job, disturbance.nan_batches if grid.dp.is_last else frozenset())
         return Engine(job, grid, torch.device("cpu"), policy=policy)
 
-    engine = make_engine()
+    recorder = ChoiceRecorder()
+
+    def watched(engine: Engine) -> Engine:
+        for segments in engine.executor.stages.values():
+            for stage in segments:
+                recorder.watch((int(number), block) for number, block in stage.blocks.items())
+        return engine
+
+    engine = watched(make_engine())
     loader = synthetic_loader(config, grid.replica, grid.num_replicas, seed=config.train.seed)
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
@@ -268,12 +292,13 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     if 0 < disturbance.resume_at < num_batches:
         engine.train(loader, disturbance.resume_at, steps.append, on_gradients)
         checkpoint.save(folder / "checkpoints", engine, "")
-        engine = make_engine()
+        engine = watched(make_engine())
         assert checkpoint.resume(folder / "checkpoints", engine, "", print) == disturbance.resume_at
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
     snapshots.append(_copy(engine.state.weights.full_weights()))
     return _Part(
         grid.site.rank,
+        grid.dp.rank,
         grid.tp.rank,
         engine.state.placements,
         snapshots,
@@ -281,6 +306,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         [step.loss for step in steps],
         [step.metrics for step in steps],
         [step.grad_norm for step in steps],
+        dict(recorder.experts),
     )
 
 
@@ -292,6 +318,7 @@ def _merge(parts: list[_Part]) -> GridRun:
 
     initial, *weights = assembled(part.snapshots for part in parts)
     gradients = assembled(part.gradients for part in parts)
+    choices = _choices_of(parts, disagreements)
     first = parts[0]
     return GridRun(
         initial,
@@ -301,7 +328,20 @@ def _merge(parts: list[_Part]) -> GridRun:
         gradients,
         weights,
         sorted(set(disagreements)),
+        choices,
     )
+
+
+def _choices_of(parts: list[_Part], disagreements: list[str]) -> list[Choices]:
+    """Return the choices of each replica; record ranks of tp that chose otherwise than others."""
+    found: dict[int, Choices] = {}
+    for part in parts:
+        of_replica = found.setdefault(part.replica, {})
+        for block, choices in part.choices.items():
+            known = of_replica.setdefault(block, choices)
+            if not all(map(torch.equal, known, choices)):
+                disagreements.append(f"choices of experts in block {block}")
+    return [found[replica] for replica in sorted(found)]
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -383,8 +423,14 @@ def compare(
             report.add(
                 0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0
             )
+    compares_choices = parallel.sites == 1 and config.pipeline.schedule != "own"
     for t in range(num_batches):
         steps = oracles.step(t, loader, [of_site.gradients[t] for of_site in sites])
+        if compares_choices:
+            flips = compare_choices(oracles.sites[0].choices, run.choices, t, m)
+            for block, count in flips.flips.items():
+                report.add(t, "choice", f"{count} tokens in block {block}", math.inf)
+            report.choices += flips
         for of_site, step in zip(sites, steps, strict=True):
             _compare_step(report, t, of_site, step)
     return report
