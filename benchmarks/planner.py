@@ -182,9 +182,8 @@ def _memory(config: Config, shape: Shape | OwnShape) -> tuple[int, int]:
     watch = MemoryWatch(JobPlan(config), device)
     engine = Engine(JobPlan(config), grid, device)
     engine.train(watch.loader(loader), 5, lambda result: None)
-    compared = watch.compare(grid, engine.tiers.peak if engine.tiers else 0)
-    if engine.tiers is not None:
-        engine.tiers.memory.close()
+    compared = watch.compare(grid, engine.moves.peak)
+    engine.state.memory.close()
     fullest = max(range(grid.pp.size), key=compared.measured.__getitem__)
     return compared.measured[fullest], compared.predicted[fullest]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ from hybridpar.runtime.message_traffic import MessageTraffic
 from hybridpar.runtime.recording import Recording
 from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
+from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, OFFLOAD_KINDS, PER_ITEM, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
@@ -88,31 +89,16 @@ class InFlight:
         return made
 
 
-class Tiers(Protocol):
-    """The state of a rank in a fast tier and a slow one."""
-
-    def move(self, action: Action) -> None:
-        """Start a FETCH, RELEASE or DROP."""
-
-    def are_here(self, action: Action) -> bool:
-        """Return whether all items that the action accesses are in the fast tier."""
-
-    def access(self, action: Action) -> None:
-        """Wait until all items that the action accesses are in the fast tier, and note which of
-        them it changes.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Offloading:
     """The movers of a rank's memory to a slower tier and back.
 
     Attributes:
-        state: Moves state; None: all state is always resident.
+        state: Moves state.
         activations: Offloads activations; None: none are offloaded.
     """
 
-    state: Tiers | None = None
+    state: StateMoves = field(default_factory=StateMoves)
     activations: ActivationOffloader | None = None
 
 
@@ -144,7 +130,7 @@ class Executor:
         self.stages = stages
         self.weights = weights
         self.transport = transport
-        self.tiers = offloading.state
+        self.moves = offloading.state
         self.offloader = offloading.activations
         self.graphs = graphs
         self.shape = shape
@@ -188,7 +174,7 @@ class Executor:
             for kind, row in ACTION_SPECS.items()
             if row.peer_offset
         }
-        self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(
+        self._table |= dict.fromkeys(PER_ITEM, self.moves.move) | dict.fromkeys(
             OFFLOAD_KINDS, self._move_activations
         )
 
@@ -205,11 +191,10 @@ class Executor:
             self._note(action)
             if (recording := self.recording) is not None:
                 recording.begin()
-            if self.tiers is not None:
-                if recording is None or self.tiers.are_here(action):
-                    self.tiers.access(action)
-                else:
-                    recording.wait_for_state(partial(self.tiers.access, action))
+            if recording is None or self.moves.are_here(action):
+                self.moves.access(action)
+            else:
+                recording.wait_for_state(partial(self.moves.access, action))
             self._table[action.kind](action)
             if recording is not None:
                 recording.end(action)
@@ -362,10 +347,6 @@ class Executor:
     def _weight_gradients(self, action: Action) -> None:
         self._batch.add_weight_gradients(action)
         self._batch.after_backward(action)
-
-    def _move(self, action: Action) -> None:
-        assert self.tiers is not None
-        self.tiers.move(action)
 
     def _move_activations(self, action: Action) -> None:
         assert self.offloader is not None

@@ -28,6 +28,7 @@ from hybridpar.runtime.graphs import MicroBatchGraphs
 from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import StageTransport
+from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.schedules.passes.lowering import forward_actions, lower
 from hybridpar.schedules.passes.segments import Division
@@ -151,24 +152,21 @@ class Engine:
         self.accesses = build_access_map(
             memory, self.state, self.segments, self.shape, self._division
         )
-        self.tiers = build_tiers(job, grid, memory, self.accesses)
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
-        self.replicas = None
+        self.moves = build_tiers(job, grid, memory, self.accesses)
         if self.whole is not None:
-            self.replicas = SharedChunks(
-                self.whole, self.state, self.segments, self.shape, self.tiers
-            )
+            self.moves = SharedChunks(self.whole, self.state, self.segments, self.shape, self.moves)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages,
             self.state.weights,
             StageTransport.of(job, grid, states.dtype, device),
             self.shape,
-            offloading=Offloading(self.replicas or self.tiers, self._build_offloader(residency)),
+            offloading=Offloading(self.moves, self._build_offloader(residency)),
             graphs=build_graphs(job, stages, self.segments, self.state, device),
         )
         self.batch_actions = BatchActions(
-            self.policy, self.state, self.executor, self.segments, self._division, self.tiers
+            self.policy, self.state, self.executor, self.segments, self._division
         )
         self.data_start = DataStart()
 
@@ -237,11 +235,11 @@ class Engine:
             context=self.context,
         )
         # Lazy, so that a stop request in a batch cuts off the batches that are not yet planned.
-        actions = self._wrap_plan(self._until_end(self._with_moves(self.plan(num_batches))))
+        actions = self._wrap_plan(self._until_end(self.moves.plan(self.plan(num_batches))))
         with stream:
             self.executor.run(actions, source, self.batch_actions)
             results.finish()
-        self._rest()
+        self.moves.rest()
 
     def close(self) -> None:
         """Close the offload files, free pinned memory and end the threads that copy."""
@@ -272,18 +270,6 @@ class Engine:
                 len(batches),
                 parts=self._division,
             )
-
-    def _with_moves(
-        self, actions: Iterator[Action], *, evaluates: bool = False
-    ) -> Iterator[Action]:
-        """Add the actions that move state between tiers, or gather it from replicas."""
-        moves = self.replicas or self.tiers
-        return actions if moves is None else moves.plan(actions, evaluates=evaluates)
-
-    def _rest(self) -> None:
-        """Note that no plan runs, for the movers of state."""
-        if (moves := self.replicas or self.tiers) is not None:
-            moves.rest()
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
         """Yield the plan without batches at or after `results.end`, which a stop request lowers.
@@ -339,7 +325,7 @@ class Engine:
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
-        actions = self._with_moves(
+        actions = self.moves.plan(
             forward_actions(
                 self.shape,
                 self.grid.pp.rank,
@@ -353,7 +339,7 @@ class Engine:
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
             source = LoaderSource(loader, self.config, self.device, evaluated, context=self.context)
             self.executor.run(actions, source)
-        self._rest()
+        self.moves.rest()
         has_accuracy = ACCURACY in self.config.train.eval_metrics
         names = (*self.number_names, *[ACCURACY] * has_accuracy)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
@@ -408,10 +394,10 @@ def build_tiers(
     grid: ProcessGrid,
     memory: ItemMemory | WholeChunks | None,
     accesses: AccessMap | None,
-) -> RankTiers | None:
-    """Create the tiers of the state, or None if all state stays resident."""
+) -> StateMoves:
+    """Create the moves of the state between tiers."""
     if accesses is None or not isinstance(memory, TieredMemory):
-        return None
+        return StateMoves()
     return RankTiers(memory, accesses, rooms_of(job, grid.pp.rank, device=memory.device))
 
 

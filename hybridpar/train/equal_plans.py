@@ -149,9 +149,9 @@ def plan_digest(engine: Engine) -> str:
     """
     actions: Iterable[Action] = engine.plan(_BATCHES)
     sizes: tuple[int, ...] = ()
-    if engine.replicas is not None:
-        actions = engine.replicas.items.moved(actions)
-        sizes = tuple(engine.replicas.items.weights.num_bytes)
+    if (shared := engine.moves.shared) is not None:
+        actions = shared.moved(actions)
+        sizes = tuple(shared.weights.num_bytes)
     digest = hashlib.sha256(repr(sizes).encode())
     for action in islice(actions, _MOST_ACTIONS):
         digest.update(f"{action};".encode())

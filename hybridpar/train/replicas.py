@@ -11,9 +11,10 @@ collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from hybridpar.comm import Works
+from hybridpar.comm import Waitable, Works
+from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import Action, Kind
 from hybridpar.schedules.passes.residency import Mode
 from hybridpar.schedules.passes.shared_items import SharedTiers, Sums
@@ -23,11 +24,10 @@ from hybridpar.state import RankState
 from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shared_access import SharedAccesses
 from hybridpar.state.residency.shares import FROZEN, WholeChunks
-from hybridpar.train.tiers import RankTiers
 
 
-class SharedChunks:
-    """Gather and release the sharded chunks of a rank; the executor sees it as its tiers.
+class SharedChunks(StateMoves):
+    """Gathers and releases the sharded chunks of a rank, and moves its shards between tiers.
 
     A backward that creates gradients first completes the reduce-scatters that were started before
     the previous such backward, which bounds the memory of gradients in flight.
@@ -37,8 +37,8 @@ class SharedChunks:
         state: This rank's state.
         parts: Segments of this rank's stages.
         shape: Shape of the pipeline.
-        tiers: Tiers that hold this rank's shards, or None if shards stay resident. A shard stays
-            until the reduce-scatter into it is complete.
+        tiers: Moves this rank's shards, if they do not stay resident. A shard stays until the
+            reduce-scatter into it is complete.
     """
 
     def __init__(
@@ -47,19 +47,18 @@ class SharedChunks:
         state: RankState,
         segments: Segments,
         shape: PipelineShape,
-        tiers: RankTiers | None = None,
+        tiers: StateMoves,
     ):
         self._state = state
         self._tiers = tiers
         self._m = shape.num_microbatches
-        shares = {} if tiers is None else tiers.accesses.shares
         self._accesses = SharedAccesses(memory, state, segments, shape)
         self._chunks = self._accesses.chunks
-        self.items = self._accesses.items()
+        self.shared = self.items = self._accesses.items()
         """The chunks as items of a plan."""
         self._arriving: dict[int, Works] = {}
         """All-gathers in progress, by chunk."""
-        self._sums: Sums[Works] = Sums(shares)
+        self._sums: Sums[Works] = Sums(tiers.shares)
         """Reduce-scatters of gradients in progress."""
         self._batches: dict[int, int] = {}
         """Batch whose gradients a chunk accumulates."""
@@ -70,18 +69,31 @@ class SharedChunks:
         """Add FETCH and RELEASE to the actions of a drained rank, on which no chunk is gathered."""
         self._drain()
         tiers = SharedTiers(self.items)
-        moved = self.items.moved(actions)
-        if self._tiers is not None:
-            moved = self._tiers.plan(moved, evaluates=evaluates)
-        for action in moved:
+        for action in self._tiers.plan(self.items.moved(actions), evaluates=evaluates):
             if fault := tiers.follow(action):
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
 
     def rest(self) -> None:
         """Note that no plan runs."""
-        if self._tiers is not None:
-            self._tiers.rest()
+        self._tiers.rest()
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes of shards that have been in the fast tier."""
+        return self._tiers.peak
+
+    def hold(self, action: Action, until: Sequence[Waitable]) -> None:
+        """See StateMoves."""
+        self._tiers.hold(action, until)
+
+    def hold_gradients(self, batch: int, part: int) -> None:
+        """See StateMoves."""
+        self._tiers.hold_gradients(batch, part)
+
+    def hold_weights(self, version: int, group: int) -> None:
+        """See StateMoves."""
+        self._tiers.hold_weights(version, group)
 
     # -- called by the executor
 
@@ -112,7 +124,7 @@ class SharedChunks:
         )
         sums = self._sums.first(self._sums.num_due(action, self._made(action)))
         return all(works.is_done() for works in (*arriving, *sums)) and (
-            self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action)
+            self._is_cut_off(action) or self._tiers.are_here(action)
         )
 
     def access(self, action: Action) -> None:
@@ -123,7 +135,7 @@ class SharedChunks:
                 self._await(item)
         made = self._made(action)
         self._complete(self._sums.num_due(action, made))
-        if self._tiers is not None and not self._is_cut_off(action):
+        if not self._is_cut_off(action):
             # room may depend on a shard that waits to leave
             if self._tiers.is_resized or not self._tiers.are_here(action):
                 self._complete(self._sums.num_into_leaving())
@@ -186,12 +198,10 @@ class SharedChunks:
             self._summed[number] = batch
             chunk.give_back()
             if leaves is not None:
-                assert self._tiers is not None
                 self._tiers.move(leaves)
 
     def _move_share(self, action: Action) -> None:
         """Start to move an item of the tiers."""
-        assert self._tiers is not None
         if action.kind is Kind.FETCH and action.microbatch in self._sums.leaving:
             self._complete(self._sums.num_into_leaving())
         if not self._sums.delays(action):

@@ -217,8 +217,7 @@ class Run:
                 stop = self._end_stretch(stop, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
-            peak = self.engine.tiers.peak if self.engine.tiers else 0
-            compared = self.watch.compare(self.grid, peak)
+            compared = self.watch.compare(self.grid, self.engine.moves.peak)
             tell = self.reporter.say if self.config.train.measure_memory else self.reporter.detail
             tell(str(compared))
         self.report.finish(stop.code)

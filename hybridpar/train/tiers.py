@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hybridpar.comm import Waitable
 from hybridpar.prediction.predict import Rooms
+from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import Action, Kind
 from hybridpar.schedules.passes.residency import FastTier, Mode, Tide, add_residency
 from hybridpar.schedules.proof.check import PlanError
@@ -13,8 +14,8 @@ from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.tiered import TieredMemory
 
 
-class RankTiers:
-    """The tiers of a rank's state, as the executor sees them.
+class RankTiers(StateMoves):
+    """Moves a rank's state between its tiers.
 
     Raises:
         ConfigError: Memory is too small for any plan.
@@ -29,6 +30,7 @@ class RankTiers:
         self.memory = memory
         self._tiers = memory.tiers
         self.accesses = accesses
+        self.shares = accesses.shares
         self._rooms = rooms
         self._room = self._idle_room = self._tiers.budget
         if isinstance(rooms.training, Tide):  # initial weights and checkpoints take copies
@@ -39,7 +41,7 @@ class RankTiers:
 
     @property
     def peak(self) -> int:
-        """Return the peak of resident state, in bytes."""
+        """Largest number of bytes of resident state so far."""
         return self._tiers.traffic.peak
 
     def plan(self, actions: Iterator[Action], *, evaluates: bool = False) -> Iterator[Action]:
@@ -93,7 +95,7 @@ class RankTiers:
             tiers.drop(number)
 
     def are_here(self, action: Action) -> bool:
-        """Return whether all items that the action accesses are resident."""
+        """Return whether all items that the action accesses are in memory."""
         first = self.accesses.first
         return all(self._tiers.is_here(access.item - first) for access in self.accesses(action))
 

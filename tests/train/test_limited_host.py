@@ -38,6 +38,7 @@ from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine, Residency
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 from hybridpar.train.forecasts.tier_forecast import forecast
+from hybridpar.verify.run import Disturbance, verify
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30
@@ -139,6 +140,22 @@ def test_grids(
     for outcome, whole in zip(outcomes, wholes, strict=True):
         outcome.check(whole)
     assert any(outcome.moved for outcome in outcomes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_grids_agree_with_one_process(zero: int, schedule: str) -> None:
+    """In float64, with a skipped batch, and resumed."""
+    config = make(
+        model={"dropout": 0.0},
+        parallel={"zero": zero},
+        pipeline={"schedule": schedule, "num_microbatches": 3},
+        memory={"host_optimizer": True, "budget": 1 << 20},
+    )
+    disturbance = Disturbance(frozenset({1}), 2)
+    report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 4, disturbance)
+    assert max(worst.error for worst in report.worst.values()) < 1e-9
 
 
 @pytest.mark.thorough(keep=1)
@@ -268,6 +285,43 @@ def test_a_kill_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
         checkpoint.resume(tmp_path / "saved", engine, "corpus", print)
         train(engine, 3, steps=whole.steps[:2]).check(whole)
         engine.close()
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("fetch", [0.5, 2.0])
+def test_under_2bw_it_costs_no_more_than_the_budget_alone(
+    fetch: float, dtype: str, tmp_path: Path
+) -> None:
+    """Simulated steps, from a tenth above the least budget on: two groups are held at a time."""
+    base = make(
+        model={"num_layers": 6, "tie_embeddings": False},
+        pipeline={"schedule": "2bw"},
+        train={"dtype": dtype},
+    )
+    hosted = limited(base, tmp_path, 0.1)
+    alone = replace(hosted, memory=replace(hosted.memory, host_optimizer=False))
+    assert simulated_step(hosted, fetch) <= 1.02 * simulated_step(alone, fetch)
+
+
+def simulated_step(config: Config, fetch: float) -> float:
+    """A steady step on a rank that updates alone, or waits for its host, in forwards."""
+    job = JobPlan(config)
+    rank = GhostRank.of(job, 0)
+    items = rank.residency(job.shape)
+    assert items is not None
+    plan = {0: tuple(rank.moved(ScheduleOptions.of(config), job.shape, 8))}
+    costs = Costs(
+        1.0,
+        3.0,
+        0.0 if rank.hosted else 1.0,
+        fetch=fetch,
+        release=fetch,
+        host=1.0,
+        host_shares=[rank.hosted] if rank.hosted else (),
+    )
+    starts = simulate(plan, costs, {0: items}).batch_starts(job.shape.num_microbatches)
+    return (starts[-2] - starts[2]) / (len(starts) - 4)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])

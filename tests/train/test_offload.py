@@ -30,6 +30,7 @@ from hybridpar.runtime.activation_offloader import STORAGES, Notes
 from hybridpar.runtime.slow_tier import FileTier, HostTier
 from hybridpar.state.host import CopyTime, HostWork
 from hybridpar.state.residency.store import DiskStore
+from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train import engine
 from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.engine import Engine, StepResult
@@ -246,7 +247,7 @@ def test_first_measurement_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
         return built[0]
 
     autotune(config, ProcessGrid(), CPU, print, build)
-    assert built[0].tiers is not None
+    assert isinstance(built[0].state.memory, TieredMemory)
     assert threading.active_count() == before
     assert not [
         link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)

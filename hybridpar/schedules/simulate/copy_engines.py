@@ -10,7 +10,7 @@ One engine of a rank with a fast tier loads items into it, the other writes them
 Both take their moves in the order of the list. A FETCH waits until earlier evictions have freed
 enough memory, and so does an action that creates an item. Unchanged items are evicted in no time.
 
-Offloaded activations move in the same way (OffloadEngines).
+Offloaded activations move in the same way (moved_state.py).
 
 With a host optimizer, gradients leave by one engine and new weights arrive by the other, group by
 group:
@@ -26,12 +26,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
 from hybridpar.schedules.passes.residency import FastTier, Residency
-from hybridpar.schedules.passes.shared_items import MIB, NO_CALLS, ReplicaEngines
+from hybridpar.schedules.passes.shared_items import MIB, NO_CALLS
 from hybridpar.schedules.simulate.shared_cores import Cores
 
 
@@ -129,62 +128,6 @@ class CopyEngines:
             excess -= num_bytes
             found = max(found, over)
         return found
-
-
-class TieredReplicaEngines:
-    """The copy engines of a rank's tiers, and of the chunks that it shares with replicas."""
-
-    def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
-        self._both = tiers, replicas
-
-    def work(self, kind: Kind) -> list[float]:
-        """Return the rank's own time by item, of both together."""
-        return [
-            sum(each)
-            for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)
-        ]
-
-    def ready(self, action: Action) -> float:
-        """Return the later of both times."""
-        return max(engines.ready(action) for engines in self._both)
-
-    def hold(self, action: Action, until: float) -> None:
-        """Keep the items of the tiers that an action accesses; see CopyEngines."""
-        self._both[0].hold(action, until)
-
-    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Go past an action; start and end are of the engines that move the item."""
-        (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
-        start, end = max(times, own, key=lambda span: span[1])
-        return fault or other, start, end
-
-
-class OffloadEngines:
-    """The two engines of a rank for activations.
-
-    Args:
-        offload: Time to write the activations of a micro-batch.
-        reload: Time to read them back.
-    """
-
-    def __init__(self, offload: float, reload: float):
-        self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
-        self._free = dict.fromkeys(self._takes, 0.0)
-        self._over: dict[
-            tuple[int, int], float
-        ] = {}  # when the last move of a micro-batch of a stage is over
-
-    def start(self, action: Action, now: float) -> float:
-        """Start an OFFLOAD or RELOAD, after earlier ones of its kind; return the time at which it
-        is complete.
-        """
-        over = max(now, self._free[action.kind]) + self._takes[action.kind]
-        self._free[action.kind] = self._over[action.stage, action.microbatch] = over
-        return over
-
-    def ready(self, action: Action) -> float:
-        """Return the time at which no move of this micro-batch is under way."""
-        return self._over.get((action.stage, action.microbatch), 0.0)
 
 
 class HostEngines:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import PER_ITEM, Kind
@@ -14,18 +15,10 @@ from hybridpar.schedules.passes.residency import Residency
 from hybridpar.schedules.passes.segments import PartCounts
 from hybridpar.schedules.passes.shared_items import ReplicaEngines, SharedItems
 from hybridpar.schedules.simulate.collectives import Collectives
-from hybridpar.schedules.simulate.copy_engines import (
-    BusyHost,
-    CopyEngines,
-    HostEngines,
-    OffloadEngines,
-    TieredReplicaEngines,
-)
+from hybridpar.schedules.simulate.copy_engines import BusyHost, CopyEngines, HostEngines
 from hybridpar.schedules.simulate.costs import Costs, expand
 from hybridpar.schedules.simulate.shared_cores import Cores
 from hybridpar.schedules.simulate.simulated_rank import Rank, StuckError, Wake
-
-Engines = CopyEngines | ReplicaEngines | TieredReplicaEngines
 
 
 def note_stall(rank: Rank, start: float, ready: float) -> float:
@@ -124,27 +117,37 @@ def _group_shares(costs: Costs, parts: PartCounts, rank: int) -> Sequence[float]
 
 
 class OffloadedActivations:
-    """The engines of all ranks that offload and reload activations."""
+    """The engines of all ranks that offload and reload activations: one for each direction, which
+    moves one micro-batch after the other.
+    """
 
     def __init__(self, ranks: Sequence[Rank], costs: Costs):
         p = len(ranks)
-        times = zip(expand(costs.offload, p), expand(costs.reload, p), strict=True)
-        self._engines = [OffloadEngines(offload, reload) for offload, reload in times]
+        self._takes = {
+            Kind.OFFLOAD: expand(costs.offload, p),
+            Kind.RELOAD: expand(costs.reload, p),
+        }
+        self._free = {(kind, rank): 0.0 for kind in self._takes for rank in range(p)}
+        # when the last move of a micro-batch of a stage is over
+        self._over: dict[tuple[int, int], float] = {}
 
     def ready(self, rank: Rank, action: Action, start: float) -> float:
         """Dependency of EVICT and of actions that read activations: no move of them is under
         way.
         """
-        return note_stall(rank, start, self._engines[rank.index].ready(action))
+        return note_stall(rank, start, self._over.get((action.stage, action.microbatch), 0.0))
 
     def move(self, rank: Rank, action: Action, step: int) -> None:
         """Effect of OFFLOAD and RELOAD: the copy starts."""
-        rank.ends[step] = self._engines[rank.index].start(action, rank.clock)
+        engine = action.kind, rank.index
+        over = max(rank.clock, self._free[engine]) + self._takes[action.kind][rank.index]
+        self._free[engine] = self._over[action.stage, action.microbatch] = over
+        rank.ends[step] = over
 
 
 class MovedItems:
     """The engines of all ranks that fetch and release items of their state, or gather and reduce
-    items that replicas shard.
+    items that replicas shard. A rank may have both kinds.
     """
 
     def __init__(
@@ -155,17 +158,28 @@ class MovedItems:
     ):
         self._num_ranks = num_ranks
         self._costs = costs
-        self._engines = {rank: self._engines_of(rank, items) for rank, items in residency.items()}
+        self._tiers: dict[int, CopyEngines] = {}
+        self._engines: dict[int, list[CopyEngines | ReplicaEngines]] = {
+            rank: [] for rank in range(num_ranks)
+        }
+        for rank, items in residency.items():
+            tiers = items.tiers if isinstance(items, SharedItems) else items
+            if tiers is not None:
+                self._tiers[rank] = CopyEngines(tiers, *self._times(costs, rank))
+                self._engines[rank].append(self._tiers[rank])
+            if isinstance(items, SharedItems):
+                times = self._times(costs.shared or costs, rank)
+                self._engines[rank].append(ReplicaEngines(items, *times))
 
     def __bool__(self) -> bool:
-        return bool(self._engines)
+        return any(self._engines.values())
 
     def ready(self, rank: Rank, action: Action, start: float) -> float:
         """Dependency of actions that access or move items: all items that they need are
         resident.
         """
-        engines = self._engines.get(rank.index)
-        return start if engines is None else note_stall(rank, start, engines.ready(action))
+        times = (engine.ready(action) for engine in self._engines[rank.index])
+        return note_stall(rank, start, max(times, default=start))
 
     def follow(self, rank: Rank, action: Action, step: int) -> None:
         """Effect of actions that access or move items: a move starts, and created items are in the
@@ -174,15 +188,15 @@ class MovedItems:
         Raises:
             StuckError: The action cannot run with the resident items.
         """
-        engines = self._engines.get(rank.index)
-        if engines is None:
-            return
-        fault, start, end = engines.follow(action, rank.clock)
-        if fault:
-            raise StuckError({rank.index: (step, fault)})
-        if action.kind is Kind.HOST and not isinstance(engines, ReplicaEngines):
-            engines.hold(action, rank.ends[step])
-        if action.kind in PER_ITEM:
+        start = end = rank.clock
+        for engine in self._engines[rank.index]:
+            fault, *span = engine.follow(action, rank.clock)
+            if fault:
+                raise StuckError({rank.index: (step, fault)})
+            start, end = max((start, end), tuple(span), key=lambda times: times[1])
+        if action.kind is Kind.HOST and (tiers := self._tiers.get(rank.index)) is not None:
+            tiers.hold(action, rank.ends[step])
+        if action.kind in PER_ITEM and self._engines[rank.index]:
             rank.ends[step] = end
             if start > rank.clock:
                 rank.stalls[step] = start - rank.clock
@@ -190,17 +204,8 @@ class MovedItems:
     def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
         """Return the rank's own time that a move takes, by stage and item. homes: ranks of the
         stages."""
-        return [self._engines[r].work(kind) if r in self._engines else [0.0] for r in homes]
-
-    def _engines_of(self, rank: int, items: Residency | SharedItems) -> Engines:
-        if isinstance(items, Residency):
-            return CopyEngines(items, *self._times(self._costs, rank))
-        replicas = ReplicaEngines(items, *self._times(self._costs.shared or self._costs, rank))
-        if items.tiers is None:
-            return replicas
-        return TieredReplicaEngines(
-            CopyEngines(items.tiers, *self._times(self._costs, rank)), replicas
-        )
+        each = [[engine.work(kind) for engine in self._engines[rank]] for rank in homes]
+        return [list(map(sum, zip_longest(*work, fillvalue=0.0))) or [0.0] for work in each]
 
     def _times(self, costs: Costs, rank: int) -> tuple[float, float, dict[Kind, float]]:
         """Return a rank's times to fetch and to release a MiB, and of its calls."""

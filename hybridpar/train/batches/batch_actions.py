@@ -22,7 +22,6 @@ from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.batches.batch_results import BatchResults
 from hybridpar.train.batches.batch_updates import UpdateAfterNorm, UpdateBeforeNorm, WeightUpdates
 from hybridpar.train.sites import SiteExchange
-from hybridpar.train.tiers import RankTiers
 
 
 class BatchActions:
@@ -36,7 +35,6 @@ class BatchActions:
         executor: Runs the plan.
         parts: Segments of this rank's stages.
         division: Segments of the plan: whether norms and updates come one per segment.
-        tiers: Tiers of the state, or None if all state stays resident.
     """
 
     def __init__(
@@ -46,17 +44,15 @@ class BatchActions:
         executor: Executor,
         segments: Segments,
         division: Division,
-        tiers: RankTiers | None,
     ):
         self._policy = policy
         self._state = state
         self._executor = executor
         self._parts = segments
-        self._tiers = tiers
         self._m = policy.shape.num_microbatches
         self._first_norm_part = state.num_groups - 1 if division.norms else 0
         self.results = BatchResults(policy, state, executor)
-        self.updates = WeightUpdates(policy, state, executor, tiers)
+        self.updates = WeightUpdates(policy, state, executor)
         if policy.config.norms_first:
             exchange = None if state.outer is None else SiteExchange(state.outer)
             self._rule: UpdateAfterNorm | UpdateBeforeNorm = UpdateAfterNorm(
@@ -102,8 +98,8 @@ class BatchActions:
         if self._parts.is_divided and index == self._m - 1:
             part = self._parts.number(action)
             self._state.finish(batch, part)
-            if self._tiers is not None and not self._state.is_alone(part):
-                self._tiers.hold_gradients(batch, part)
+            if not self._state.is_alone(part):
+                self._executor.moves.hold_gradients(batch, part)
 
     def _reduce(self, action: Action) -> None:
         self._state.reduce(action.microbatch)

@@ -11,7 +11,6 @@ from hybridpar.state import RankState
 from hybridpar.train.batches.batch_policy import BatchPolicy, StepResult
 from hybridpar.train.batches.batch_results import BatchResults
 from hybridpar.train.sites import SiteExchange
-from hybridpar.train.tiers import RankTiers
 
 
 class WeightUpdates:
@@ -20,9 +19,7 @@ class WeightUpdates:
     Args:
         policy: Gives the learning rate and the factor of the gradients.
         state: Weights, gradients and optimizer.
-        executor: Waits for other ranks within the current action.
-        tiers: Tiers of the state, which hold weights while they are gathered; None if there are
-            no tiers.
+        executor: Waits for other ranks within the current action, and holds state in memory.
     """
 
     def __init__(
@@ -30,12 +27,10 @@ class WeightUpdates:
         policy: BatchPolicy,
         state: RankState,
         executor: Executor,
-        tiers: RankTiers | None,
     ):
         self.policy = policy
         self.state = state
         self._executor = executor
-        self._tiers = tiers
         self.batches_done = 0
 
     def resume_at(self, batch: int) -> None:
@@ -63,8 +58,7 @@ class WeightUpdates:
             group=part,
             wait=self._executor.wait,
         )
-        if self._tiers is not None:
-            self._tiers.hold_weights(batch + 1, part)
+        self._executor.moves.hold_weights(batch + 1, part)
         if not self.is_last(part):
             return
         if self.state.partition.is_sharded:
@@ -81,10 +75,9 @@ class WeightUpdates:
             policy.learning_rate(batch),
             policy.factor(batch, result),
             predict=policy.predicts(batch),
-            group=None if self._tiers is None else action.part,
+            group=action.part if self.state.memory.is_limited else None,
         )
-        if self._tiers is not None:
-            self._tiers.hold(action, begun)
+        self._executor.moves.hold(action, begun)
         self._executor.watch(lambda: all(one.is_done() for one in begun))
 
     def show_gradients(self, results: BatchResults, batch: int) -> None:
