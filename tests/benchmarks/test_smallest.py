@@ -34,7 +34,9 @@ QUICK = {
 SLOW = {
     "host_optimizer": "--rounds 1 --shapes tiny --threads 1",
     "generate": "--rounds 1 --models tiny --threads 1 --batches 1 --tokens 4",
-    "budget": "--rounds 1 --shapes curve --schedules 1f1b --shares 1 --threads 1",
+    "budget": (
+        "--rounds 1 --shapes curve host --schedules 1f1b --shares 1 --threads 1 --turns 1"
+    ),
     "checkpoint": "--rounds 1 --shapes tiny --steps 1 --load-rounds 1",
     "estimates": "",
     "gpu_ops": "--device cpu --sizes tiny --rounds 2",
@@ -107,7 +109,8 @@ def test_smallest_form(
 ) -> None:
     if name in ("generate", "experts"):
         pytest.importorskip("transformers")
-    monkeypatch.setitem(budget.SHAPES, "curve", common.SHAPES["tiny"])
+    for shape in ("curve", "host"):
+        monkeypatch.setitem(budget.SHAPES, shape, common.SHAPES["tiny"])
     monkeypatch.chdir(tmp_path)  # some write their own files beside
     try:
         result = run(name, (QUICK | SLOW)[name], tmp_path, monkeypatch)
