@@ -180,14 +180,14 @@ def _spread(hosts: deque[Action], between: Sequence[Action]) -> Iterator[Action]
 
 def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
     """Move each part of an UPDATE to the place before the first forward that needs it, or before
-    the next action that is neither a forward nor a transfer, nor the NORM of a later batch. Parts
-    of a HOST between them stay one ahead.
+    the next action that is neither a forward nor a transfer. Parts of a HOST between them stay one
+    ahead, and a NORM stays behind them: a batch is reported before the sums of the next one start.
     """
     waiting = deque[Action]()
     # first segment of the rank, by stage: stages run forward in order
     first: dict[int, int] = {}
     for action in actions:
-        if action.kind is Kind.UPDATE or (action.kind is Kind.HOST and waiting):
+        if action.kind is Kind.UPDATE or (waiting and action.kind in (Kind.HOST, Kind.NORM)):
             waiting.append(action)
             continue
         if action.kind is Kind.F:
@@ -196,12 +196,18 @@ def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Ac
             )
             needed: float = first.setdefault(action.stage, parts) + action.part
         else:
-            passes = ACTION_SPECS[action.kind].peer_offset or action.kind is Kind.NORM
-            needed = -1 if passes else inf
-        while waiting and waiting[0].part - (waiting[0].kind is Kind.HOST) <= needed:
+            needed = -1 if ACTION_SPECS[action.kind].peer_offset else inf
+        while waiting and _earliest(waiting[0]) <= needed:
             yield waiting.popleft()
         yield action
     yield from waiting
+
+
+def _earliest(action: Action) -> float:
+    """Return the first segment whose forward a waiting action must precede."""
+    if action.kind is Kind.NORM:
+        return -inf
+    return action.part - (action.kind is Kind.HOST)
 
 
 def order(kind: Kind, num_parts: int) -> range:
