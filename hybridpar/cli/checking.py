@@ -34,7 +34,7 @@ class Check:
     cluster, else from this machine."""
     largest: bool = False
     """Also report how many layers of this width would fit, now and with each setting that saves
-    memory."""
+    memory, and the longest sequence of this model."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 

@@ -117,7 +117,7 @@ def fit_report(
     config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *, largest: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Report whether a resolved configuration fits, the settings that would make it fit, its
-    predicted step time, and the largest model that fits.
+    predicted step time, and the largest model and the longest sequence that fit.
 
     Args:
         memory: The predicted memory of the configuration.
@@ -149,6 +149,12 @@ def fit_report(
     if largest:
         sizes = fitting.largest(config)
         plain["largest"] = dict(sizes)
+        if longest := fitting.longest(config):
+            plain["longest_sequence"] = longest
+            lines.append(
+                f"the longest sequence of this model in {room.limit / _GB:.3g} GB a process, on "
+                f"this grid: {longest:,} tokens (parallel.cp divides them)"
+            )
         lines += [
             f"the largest model of this width in {room.limit / _GB:.3g} GB a process, on this grid",
             *(f"  {number:>5} layers  {settings}" for settings, number in sizes),

@@ -104,7 +104,7 @@ class Plan:
     replicas."""
     grid: str = ""
     """Axes of the grid to keep, such as tp=2,pp=1. Axes with more than one rank in the
-    configuration are kept, too."""
+    configuration are kept, too. Without cp, context parallelism is tried if nothing else fits."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from. Empty (default): the configuration's, 1f1b and interleaved. A
     schedule with stale gradients (2bw, pipedream) is chosen only if it is 5 % faster than all
@@ -126,6 +126,9 @@ class Plan:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
+        return self._with_context()._run(launch)
+
+    def _run(self, launch: Launch) -> int:
         from hybridpar.planner.measuring.local_profile import machine_for
         from hybridpar.planner.searching import plan_report as report
         from hybridpar.planner.searching.candidates import Request
@@ -253,7 +256,7 @@ class Plan:
             return None
         before = read_run_config(path)
         given = self._keep()
-        grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "pp", "dp")}
+        grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "cp", "pp", "dp")}
         if any(grid[axis] != size for axis, size in given.items()):
             return None  # `train` reports what is wrong with the folder
         return replace(
@@ -269,8 +272,8 @@ class Plan:
         parallel = self.config.parallel
         kept = {axis: size for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1}
         kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}
+        kept |= {"cp": parallel.cp} if parallel.cp > 1 else {}
         given = parse_grid(self.grid) if self.grid else {}
-        _require_whole_samples(given.pop("cp", 1))
         _require_all_experts(given.pop("ep", 1))
         return kept | given
 
@@ -283,6 +286,13 @@ class Plan:
         ]
         free = "" if set(kept) <= set(given) else "; 1 for tp and pp, 0 for dp leave them open"
         return f"kept as given, so not searched: {', '.join(named)}{free}"
+
+    def _with_context(self) -> Plan:
+        """Return the command with the grid's cp in its configuration."""
+        given = parse_grid(self.grid) if self.grid else {}
+        cp = given.get("cp", self.config.parallel.cp)
+        parallel = replace(self.config.parallel, cp=cp)
+        return replace(self, config=replace(self.config, parallel=parallel))
 
     def _draw(self, best: Candidate) -> None:
         from hybridpar.planner.searching.plan_report import describe
@@ -318,20 +328,12 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 def _require_known_costs(config: Config) -> None:
     """Raise a ConfigError for what the planner's costs do not know: several sites, which train
-    separately, so each one is planned separately, context parallelism and expert parallelism."""
+    separately, so each one is planned separately, and expert parallelism."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
         )
-    _require_whole_samples(config.parallel.cp)
     _require_all_experts(config.parallel.ep)
-
-
-def _require_whole_samples(cp: int) -> None:
-    """Raise a ConfigError for context parallelism."""
-    if cp > 1:
-        rule = "not supported by plan and by predicted step times, whose costs are of full samples"
-        raise config_error("parallel.cp", cp, rule, "1")
 
 
 def _require_all_experts(ep: int) -> None:

@@ -199,6 +199,7 @@ class TracedStage:
         self._buffers = buffers
         grid = silent_grid(config)
         self.axis = grid.tp
+        self.context_axis = grid.cp
         job = JobPlan(config)
         policy = job.state_policy(buffers.versions, buffers.gradients)
         self.stage = Stage(

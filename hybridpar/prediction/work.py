@@ -156,6 +156,27 @@ def block_messages(
         return messages, _messages(traced.axis)
 
 
+def context_traffic(config: Config, number: int, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that the first rank of cp receives in the forward and the backward of a
+    block.
+
+    A gather hands on what every rank contributes, of which the first has the most, and a reduction
+    over c ranks (c - 1) / c of the full tensor.
+    """
+    with _one_block(config, number, device) as (traced, batch):
+        axis = traced.context_axis
+        found = []
+        axis.traffic.clear()
+        for run in (lambda: traced.forward(batch), lambda: traced.backward(first=False)):
+            run()
+            sent = axis.traffic.num_bytes
+            shared = sent["reduce"] + sent["all_to_all"]
+            others = axis.size - 1
+            found.append(others * sent["all_gather"] + shared * others // axis.size + sent["recv"])
+            axis.traffic.clear()
+        return found[0], found[1]
+
+
 @lru_cache(maxsize=64)
 def messages_by_kind(
     model: ModelConfig, tp: int, sequence: bool = False

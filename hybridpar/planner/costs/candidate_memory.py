@@ -67,7 +67,7 @@ def host_shortage(candidate: Candidate) -> str:
     cost = candidate.cost
     stages = [stage.host for stage in candidate.memory or ()]
     machine = cost.machine
-    each = cost.tp * cost.dp
+    each = cost.tp * cost.replicas
     number = each * len(stages)
     per = machine.devices_per_server
     known = machine.profile.hardware.host_memory * per if machine.measured else 0.0
@@ -124,8 +124,8 @@ class MemoryCheck:
         whole = self._whole(cost)
         schedule = cost.schedule
         versions = min(map(cost.job.num_versions, range(cost.pp)))
-        of_gradients = cost.dp if cost.splits > 1 and not cost.config.feeds_back else 1
-        of_weights = cost.dp if cost.splits > 2 else 1
+        of_gradients = cost.replicas if cost.splits > 1 and not cost.config.feeds_back else 1
+        of_weights = cost.replicas if cost.splits > 2 else 1
         return _in_memory(
             cost,
             (
@@ -379,6 +379,7 @@ class MemoryCheck:
             config.optim.staleness,
             config.memory.host_optimizer,
             cost.tp,
+            config.parallel.cp,
             cost.zero_share,
             cost.splits,
             config.train.micro_batch_size,

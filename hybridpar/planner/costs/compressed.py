@@ -41,7 +41,7 @@ def with_codecs(config: Config) -> Iterator[Config]:
     compression = config.compression
     parallel = config.parallel
     messages = TRIED_MESSAGES if parallel.pp > 1 and compression.messages == "none" else ()
-    gradients = TRIED_GRADIENTS if parallel.dp > 1 and compression.gradients == "none" else ()
+    gradients = TRIED_GRADIENTS if parallel.dp_cp > 1 and compression.gradients == "none" else ()
     for message, gradient in product(
         (compression.messages, *messages), (compression.gradients, *gradients)
     ):

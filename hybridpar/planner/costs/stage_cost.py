@@ -2,7 +2,7 @@
 tp group.
 
     block        its times at this tp degree and micro-batch size, measured or estimated, and
-                 collectives over tp
+                 collectives over tp; with cp see context.py
     stage        its blocks; recomputed ones forward once more, or in part; gathers of what comes
                  from other stages, on the slowest link within a tp group; codecs; norm and
                  optimizer of its own parameters; ZeRO-1: a share
@@ -22,6 +22,7 @@ from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.models.cost import untied_parameters
+from hybridpar.planner.costs.context import context_waits, split_tokens
 from hybridpar.planner.costs.sequence import split_rows
 from hybridpar.planner.costs.transfer_costs import Moves
 from hybridpar.planner.machines.codec_costs import CodecCosts
@@ -80,10 +81,11 @@ class StageCosts:
         parallel = config.parallel
         self.tp = parallel.tp
         self.pp = parallel.pp
-        self.dp = max(parallel.dp, 1)
+        self.replicas = max(parallel.dp, 1) * parallel.cp
+        """Ranks that hold equal parameters: dp x cp."""
         self.moves = Moves.of(self.job, machine)
-        self.zero_share = self.dp if parallel.zero else 1
-        self.splits = parallel.zero if self.dp > 1 else 0
+        self.zero_share = self.replicas if parallel.zero else 1
+        self.splits = parallel.zero if self.replicas > 1 else 0
         """ZeRO stage that shards more than the optimizer state: 2 shards gradients, 3 also weights.
         These move block by block, except compressed gradients."""
         self.updates_here = not config.memory.host_optimizer
@@ -111,7 +113,7 @@ class StageCosts:
 
     def _kinds_on(self) -> list[dict[str, BlockCost]]:
         machine = self.machine
-        size = self.tp * self.dp
+        size = self.tp * self.replicas
         b = self.config.train.micro_batch_size
 
         def table(profile: Profile) -> dict[str, BlockCost]:
@@ -119,6 +121,8 @@ class StageCosts:
             with_it = profile.settings.get("parallel", {}).get("sequence", False)
             if self.config.parallel.sequence and self.tp > 1 and not with_it:
                 costs = split_rows(costs, self.config)
+            if self.config.parallel.cp > 1:
+                costs = split_tokens(costs, self.config)
             return (
                 {
                     kind: replace(
@@ -172,7 +176,7 @@ class StageCosts:
         """Bytes that training may use, by pipeline rank: the smallest limit of the rank's
         devices."""
         machine = self.machine
-        size = self.tp * self.dp
+        size = self.tp * self.replicas
         if not machine.others:
             return [machine.memory_limit] * self.pp
         return [min(machine.memory_limits(range(r * size, (r + 1) * size))) for r in range(self.pp)]
@@ -181,6 +185,14 @@ class StageCosts:
     def waits(self) -> dict[str, tuple[float, float]]:
         """Seconds of a block's collectives over tp, forward and backward, by kind."""
         return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
+
+    @cached_property
+    def context_waits(self) -> dict[str, tuple[float, float]]:
+        """Seconds of a block's exchange over cp, forward and backward, by kind; empty without
+        cp."""
+        if self.config.parallel.cp == 1:
+            return {}
+        return context_waits(self.config, self.machine)
 
     def _waits(self, cost: BlockCost) -> tuple[float, float]:
         if self.tp == 1:
@@ -212,7 +224,7 @@ class StageCosts:
     @property
     def _groups(self) -> int:
         """Number of tp groups that send out of a server at the same time."""
-        return min(self.machine.devices_per_server, self.tp * self.dp * self.pp)
+        return min(self.machine.devices_per_server, self.tp * self.replicas * self.pp)
 
     def gathers(self, blocks: Sequence[int]) -> tuple[float, float]:
         """Return the seconds in which tp ranks gather a stage's input, and the gradient of its
@@ -240,13 +252,14 @@ class StageCosts:
         return self.kinds_on[rank][self.kind(number)]
 
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a block, including collectives over tp.
+        """Return the seconds of forward and backward of a block, including collectives over tp and
+        cp.
 
         The CPU launches kernels while the device waits for a collective, so of both waits the
         longer counts.
         """
         cost = self.block(number, rank)
-        forward, backward = self.waits[self.kind(number)]
+        forward, backward = self._all_waits(number)
         return (
             cost.forward - cost.forward_idle + max(cost.forward_idle, forward),
             cost.backward - cost.backward_idle + max(cost.backward_idle, backward),
@@ -256,8 +269,15 @@ class StageCosts:
         """Return the seconds of forward and backward of a block in which the device waits for
         launches alone."""
         cost = self.block(number, rank)
-        forward, backward = self.waits[self.kind(number)]
+        forward, backward = self._all_waits(number)
         return max(0.0, cost.forward_idle - forward), max(0.0, cost.backward_idle - backward)
+
+    def _all_waits(self, number: int) -> tuple[float, float]:
+        """Return the seconds of a block's collectives over tp and cp, forward and backward."""
+        kind = self.kind(number)
+        forward, backward = self.waits[kind]
+        there, back = self.context_waits.get(kind, (0.0, 0.0))
+        return forward + there, backward + back
 
     @cached_property
     def stages(self) -> list[StageCost]:

@@ -4,7 +4,7 @@ simulated time.
 stages       stage_cost.py
 pp           messages, a slice from each tp rank, on links that all pipelines across them share;
              their CPU time
-dp           ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather),
+dp x cp      ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather),
              or compressed messages to all; tied weights over both ends; overlapped or not, as
              the schedule decides
 moves        state that is sharded over replicas (ZeRO-2 and 3), on a host, or in a file:
@@ -56,7 +56,7 @@ class StepCost(StageCosts):
 
     def ranks_of(self, stage: int) -> range:
         """Return the replicas of a stage, each by its first tp rank."""
-        size = self.dp * self.tp
+        size = self.replicas * self.tp
         return range(stage * size, (stage + 1) * size, self.tp)
 
     @cached_property
@@ -77,7 +77,7 @@ class StepCost(StageCosts):
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
-        size = self.dp * self.tp
+        size = self.replicas * self.tp
         sources = np.arange(self.shape.num_links * size).reshape(-1, size)
         targets = (sources + size) % (self.pp * size)
         crossed: list[list[tuple[AnyLink, float]]] = [
@@ -148,7 +148,7 @@ class StepCost(StageCosts):
         if self.config.feeds_back:
             return self._compressed(own, ranks, stage)
         seconds = self._in_buckets(own, ranks)
-        work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
+        work = machine.link(ranks).ring_work(own, self.replicas) if self.replicas > 1 else 0.0
         if stage.tied:
             ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
             seconds += self._in_buckets(self.gradient_bytes * stage.tied, ends)
@@ -241,7 +241,7 @@ class StepCost(StageCosts):
                 max(t - 0.5 * rank.backward, min(t, t * BUCKET_BYTES / max(4 * rank.parameters, 1)))
                 for t, rank in zip(reduce, ranks, strict=True)
             ]
-        world = self.tp * self.pp * self.dp
+        world = self.tp * self.pp * self.replicas
         norm = machine.all_reduce(_NORM_BYTES, range(world))
         cores = None
         if self.is_cpu:
@@ -291,7 +291,9 @@ class StepCost(StageCosts):
     def _half_duplex(self) -> bool:
         """Whether activations and gradients share a link between stages."""
         return any(
-            self.machine.link((r * self.tp * self.dp, (r + 1) * self.tp * self.dp)).half_duplex
+            self.machine.link(
+                (r * self.tp * self.replicas, (r + 1) * self.tp * self.replicas)
+            ).half_duplex
             for r in range(self.pp - 1)
         )
 

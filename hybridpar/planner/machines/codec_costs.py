@@ -25,7 +25,9 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
+from hybridpar.models.custom_blocks import context_of
 from hybridpar.planner.measuring.profile import CodecSpeeds, Profile
+from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.runtime.codecs import Codecs
 from hybridpar.state.compression.codec import Codec
 
@@ -101,6 +103,8 @@ class CodecCosts:
         self._sliced = not config.parallel.sequence
         self._item = DTYPES[config.train.dtype].itemsize
         self._num_blocks = config.model.num_blocks
+        if config.parallel.cp > 1:
+            rows[0] = max(context_of(config.model, silent_axis("cp", config.parallel.cp)).sizes)
         self._rows = config.train.micro_batch_size * prod(rows)
         self._speeds = [
             profile.codecs.get(name, CodecSpeeds()) for name in config.compression.both_ways

@@ -77,7 +77,7 @@ def _drawn(cost: StepCost, source: random.Random) -> list[float]:
     rate = 1 / cost.machine.stragglers
     replicas = [
         [1 + max(source.expovariate(rate) for _ in range(cost.tp)) for _ in range(cost.pp)]
-        for _ in range(cost.dp)
+        for _ in range(cost.replicas)
     ]
     return max(
         replicas,

@@ -51,7 +51,9 @@ def machine_for(
     if not devices and found.hardware.cores:
         kept = math.prod((keep or {}).values())
         every = found.hardware.devices_per_host * found.hardware.hosts
-        devices = kept if keep and len(keep) == 3 else kept * max(1, every // kept)
+        devices = (
+            kept if keep and {"tp", "pp", "dp"} <= keep.keys() else kept * max(1, every // kept)
+        )
     return measured_machine(found, devices)
 
 

@@ -22,6 +22,7 @@ from hybridpar.planner.searching.split import BlockCosts, Matrix, best_split, su
 from hybridpar.prediction import StageMemory
 from hybridpar.schedules.orders import vee
 from hybridpar.schedules.schedule_table import WARMUPS, find_schedule
+from hybridpar.validate import problems
 
 INTERLEAVED = "interleaved"
 CHUNKS = (2, 3, 4)
@@ -116,6 +117,7 @@ class Candidate:
 
 
 def candidates(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
+    """Yield every grid with the configuration's cp, micro-batch size and schedule."""
     batch = batch_size(config, request)
     split_rows = cache(partial(_split_rows_take_less, config, machine))
     for tp, pp, dp in grids(config, machine, request.keep):
@@ -141,6 +143,18 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                     yield Candidate(made, StepCost(made, machine))
                 else:
                     yield balanced(made, machine)
+
+
+def sharing_samples(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
+    """Yield candidates whose ranks share the tokens of samples (parallel.cp), with every cp that
+    divides the devices and that the model supports; none if the user has chosen cp."""
+    if "cp" in request.keep:
+        return
+    for cp in range(2, machine.num_devices + 1):
+        made = replace(config, parallel=replace(config.parallel, cp=cp))
+        alone = replace(made, parallel=ParallelConfig(cp=cp, dp=1), pipeline=PipelineConfig())
+        if machine.num_devices % cp == 0 and not problems(alone, cp):
+            yield from candidates(made, machine, request)
 
 
 def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> bool:
@@ -177,10 +191,12 @@ def batch_size(config: Config, request: Request) -> int:
 
 
 def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """Return (tp, pp, dp) of every grid that uses all devices. Tensor parallelism stays within a
-    server unless the user has set it."""
-    number = machine.num_devices
-    found = []
+    """Return (tp, pp, dp) of every grid that uses all devices with the configuration's cp. Tensor
+    parallelism stays within a server unless the user has set it."""
+    number, rest = divmod(machine.num_devices, config.parallel.cp)
+    found: list[tuple[int, int, int]] = []
+    if rest:
+        return found
     for tp in [t for t in range(1, number + 1) if number % t == 0]:
         if (
             tp != keep.get("tp", tp)

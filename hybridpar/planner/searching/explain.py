@@ -28,7 +28,9 @@ def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> 
     for other in ranked:
         t, p, _ = other.grid
         size = other.config.train.micro_batch_size
-        if (t, size) == (tp, b) and p > pp:
+        if other.config.parallel.cp > candidate.config.parallel.cp:
+            near.append(f"parallel.cp={other.config.parallel.cp}")
+        elif (t, size) == (tp, b) and p > pp:
             near.append(f"pp={p}")
         elif (p, size) == (pp, b) and t > tp:
             near.append(f"tp={t}")

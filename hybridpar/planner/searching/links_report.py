@@ -170,7 +170,7 @@ def link_needs(cost: StepCost) -> list[LinkNeed]:
     found = []
     if cost.pp > 1:
         found.append(_stage_link(cost))
-    if cost.dp > 1 or cost.costs.tied:
+    if cost.replicas > 1 or cost.costs.tied:
         found.append(_reduction(cost))
     return found
 
@@ -210,8 +210,8 @@ def _reduction(cost: StepCost) -> LinkNeed:
     stage = cost.ranks[rank]
     batch = cost.shape.num_microbatches * _period(cost)
     item = gradient_share(cost.config) * gradient_item(cost.config.train)
-    num_bytes = item * (stage.parameters if cost.dp > 1 else stage.tied)
-    name = f"replicas of {cost.shape.rank_name} {rank}" if cost.dp > 1 else _TIED
+    num_bytes = item * (stage.parameters if cost.replicas > 1 else stage.tied)
+    name = f"replicas of {cost.shape.rank_name} {rank}" if cost.replicas > 1 else _TIED
     return LinkNeed(name, num_bytes / batch, num_bytes / max(seconds, 1e-12), item)
 
 

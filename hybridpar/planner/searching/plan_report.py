@@ -41,6 +41,7 @@ class PredictedParts:
         compute: Its forward and backward.
         launches: The part of these in which the device waits for kernel launches.
         tensor: Its collectives over tp.
+        context: Its collectives over cp.
         optimizer: Its norm and update.
         reduction: Time that the step would save without gradient reductions.
         transfers: Time that the step would save without transfers between stages.
@@ -52,6 +53,7 @@ class PredictedParts:
     compute: float
     launches: float
     tensor: float
+    context: float
     optimizer: float
     reduction: float
     transfers: float
@@ -71,6 +73,7 @@ class PredictedParts:
             f"compute of {self.rank}",
             "launches of its kernels",
             "tensor-parallel collectives",
+            "context-parallel collectives",
             "norm and optimizer",
             "reduction of gradients",
             "links between stages",
@@ -104,7 +107,9 @@ def parts_of(cost: StepCost) -> PredictedParts:
         return max(0.0, step - cost.simulated(replace(costs, calls=calls, **free)))  # type: ignore[arg-type]
 
     reduction = (
-        saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0) if cost.dp > 1 or costs.tied else 0.0
+        saved([Kind.REDUCE], reduce=0.0, gather=0.0, norm=0.0)
+        if cost.replicas > 1 or costs.tied
+        else 0.0
     )
     free = {
         "transfer": 0.0,
@@ -119,14 +124,16 @@ def parts_of(cost: StepCost) -> PredictedParts:
         sum(cost.gathers(cost.stages[stage].blocks)) for stage in cost.shape.stages_of(slowest)
     )
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
+    context = m * sum(sum(cost.context_waits.get(cost.kind(n), ())) for n in rank.blocks)
     optimizer = rank.norm + rank.update
     launches = m * rank.idle
-    compute = m * rank.compute - tensor - launches
-    rest = step - compute - launches - tensor - optimizer - reduction - transfers - moves
+    compute = m * rank.compute - tensor - context - launches
+    rest = step - compute - launches - tensor - context - optimizer - reduction - transfers - moves
     return PredictedParts(
         compute,
         launches,
         tensor,
+        context,
         optimizer,
         reduction,
         transfers,
@@ -174,11 +181,12 @@ def describe(config: Config) -> str:
     """Return the plan as one line: 'tp=1 pp=2 dp=1, 8 micro-batches of 2, 2bw, blocks 3+3'."""
     parallel = config.parallel
     pipeline = config.pipeline
+    context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
     schedule, *rest = _how(config, pipeline.recompute)
     blocks = [f"blocks {'+'.join(map(str, pipeline.split))}"] if parallel.pp > 1 else []
     return ", ".join(
         [
-            f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}",
+            f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}",
             f"{pipeline.num_microbatches} micro-batches of {config.train.micro_batch_size}",
             schedule,
             *blocks,
@@ -232,9 +240,11 @@ def table(result: Result) -> Table:
         caption_justify="left",
     )
     counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
+    has_context = any(one.config.parallel.cp > 1 for one in result.ranked)
     for heading in (
         "",
         "tp",
+        *["cp"] * has_context,
         "pp",
         "dp",
         "micro-batches",
@@ -258,7 +268,10 @@ def table(result: Result) -> Table:
             memory += f", host {host / 1e9:.2f}"
         shown.add_row(
             str(place),
-            *map(str, candidate.grid),
+            str(config.parallel.tp),
+            *[str(config.parallel.cp)] * has_context,
+            str(config.parallel.pp),
+            str(config.parallel.dp),
             f"{cost.shape.num_microbatches} x {config.train.micro_batch_size}",
             ", ".join(_how(config, _short(pipeline.recompute))),
             _short("+".join(map(str, pipeline.split))),
@@ -345,6 +358,7 @@ def _choice(config: Config) -> dict[str, Any]:
     pipeline = config.pipeline
     return {
         "tp": parallel.tp,
+        "cp": parallel.cp,
         "pp": parallel.pp,
         "dp": parallel.dp,
         "zero": parallel.zero,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config, ModelConfig, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
 from hybridpar.planner.costs.candidate_memory import TIGHT, largest_budget
@@ -28,6 +28,10 @@ from hybridpar.validate import problems
 
 _TOGETHER = 4
 _MOST_LAYERS = 4096
+_LONGEST = 2**24
+"""Longest sequence that is tried."""
+_CLOSE = 0.01
+"""Share by which the reported longest sequence may be too low."""
 UNCHANGED = "unchanged"
 
 
@@ -115,6 +119,21 @@ class Fitting:
             )
         return sorted(found, key=lambda one: -one[1])
 
+    def longest(self, config: Config) -> int:
+        """Return the longest sequence with which a resolved configuration fits, to 1 %; 0 if not
+        even the shortest does, or if its model has no length that can be changed."""
+        model = config.model
+        if not isinstance(model, ModelConfig):
+            return 0
+
+        def fits(length: int) -> bool:
+            sized = replace(config, model=replace(model, seq_length=length))
+            return not problems(sized, sized.parallel.num_ranks) and self.peak(sized) <= self.limit
+
+        least = 2 * config.parallel.cp
+        start = max(least, model.seq_length)
+        return _most(fits, start, least, _LONGEST, _CLOSE)
+
     # -- internals
 
     def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
@@ -136,6 +155,13 @@ class Fitting:
                 {
                     "parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
                     "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split},
+                    **moved,
+                }
+            )
+            more.append(
+                {
+                    "parallel": {"cp": 2 * config.parallel.cp, "dp": config.parallel.dp // 2},
+                    "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches},
                     **moved,
                 }
             )
@@ -198,17 +224,7 @@ class Fitting:
             )
 
         least = max(1, 2 * config.parallel.pp * config.pipeline.num_virtual_stages - 2)
-        if not fits(least):
-            return 0
-        low = least
-        high = 2 * least
-        while high <= _MOST_LAYERS and fits(high):
-            low = high
-            high = 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return _most(fits, least, least, _MOST_LAYERS)
 
     def _in_file(self, config: Config) -> Config | None:
         """Return the configuration with memory.limit, or None if it does not fit even so."""
@@ -235,3 +251,27 @@ def last_values(rounds: Sequence[Changes]) -> list[Knob]:
         if any(kept.values()):
             found.insert(0, Knob(kept, 0))
     return found
+
+
+def _most(
+    fits: Callable[[int], bool], start: int, least: int, most: int, accuracy: float = 0.0
+) -> int:
+    """Return the largest number from `least` to `most` that fits, found by doubling or halving from
+    `start` and then by bisection; 0 if `least` does not fit.
+
+    Args:
+        accuracy: Share of the result by which it may be too low.
+    """
+    low = start
+    while not fits(low):
+        if low == least:
+            return 0
+        low = max(least, low // 2)
+    high = 2 * low
+    while high <= most and fits(high):
+        low = high
+        high = 2 * high
+    while high - low > max(1, accuracy * low):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

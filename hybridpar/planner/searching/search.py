@@ -4,7 +4,7 @@ among the best.
 1  every candidate gets the split that balances its stages' measured times          candidates, split
 2  the candidate with the lowest bound on its time is next                          bound
 3  if it needs too much memory: a new split, with recomputation where needed, and   memory,
-   also with sequence parallelism                                                   sequence
+   also with sequence parallelism; if nothing fits, also with context parallelism   sequence
 4  its step time is simulated; when no remaining candidate can be among the best,   cost, memory
    the memory of the best is predicted exactly, and reduced if it is too much
 5  the best are tried with the optimizer on the host, or activations in a file;     moves, offloaded,
@@ -20,7 +20,7 @@ import gc
 import heapq
 import math
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -33,7 +33,14 @@ from hybridpar.planner.costs.sequence import may_split_rows, with_split_rows
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.costs.transfer_costs import HOSTED
 from hybridpar.planner.machines.machine import Machine
-from hybridpar.planner.searching.candidates import Candidate, Request, balanced, candidates, on_v
+from hybridpar.planner.searching.candidates import (
+    Candidate,
+    Request,
+    balanced,
+    candidates,
+    on_v,
+    sharing_samples,
+)
 from hybridpar.planner.searching.explain import nothing_to_try, why_not
 from hybridpar.validate import problems
 
@@ -85,10 +92,14 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
 
 def _found(config: Config, machine: Machine, request: Request) -> Result:
     found = list(candidates(config, machine, request))
-    if not found:
+    shared = [] if found else list(sharing_samples(config, machine, request))
+    if not found and not shared:
         raise nothing_to_try(config, machine, request)
-    search = _Search(found, machine.memory_limit, request)
+    search = _Search(found or shared, machine.memory_limit, request)
     search.consider_all(request.top)
+    if not search.ranked and not shared:  # samples do not fit
+        search.add(sharing_samples(config, machine, request))
+        search.consider_all(request.top)
     search.host_updates()
     search.offloaded()
     if request.compression:
@@ -118,6 +129,10 @@ class _Search:
         self._too_large: dict[object, int] = {}
         self._seen: set[Config] = set()
         """Variants that were made; several candidates may lead to one."""
+        self.add(candidates)
+
+    def add(self, candidates: Iterable[Candidate]) -> None:
+        """Queue more candidates."""
         for candidate in candidates:
             self.considered += 1
             self._push(candidate)
@@ -168,7 +183,7 @@ class _Search:
         not fit."""
         parallel = candidate.config.parallel
         cost = candidate.cost
-        if parallel.zero == 3 or parallel.dp == 1 or candidate.tried_recomputation:
+        if parallel.zero == 3 or parallel.dp_cp == 1 or candidate.tried_recomputation:
             return
         if parallel.zero and (only_if_worth or cost.machine.device.type != "cpu"):
             return
@@ -209,6 +224,7 @@ class _Search:
         parallel = candidate.config.parallel
         kind = (
             candidate.grid,
+            parallel.cp,
             parallel.zero,
             parallel.sequence,
             pipeline.schedule,
@@ -331,7 +347,8 @@ class _Search:
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config = one.config
             if knows_files(one):
-                smallest.setdefault((one.grid, config.parallel.zero, config.pipeline.schedule), one)
+                kind = one.grid, config.parallel.cp, config.parallel.zero, config.pipeline.schedule
+                smallest.setdefault(kind, one)
         machines = {
             config: one.cost.machine
             for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]
