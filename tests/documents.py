@@ -11,25 +11,22 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.data.sample_rules import document_entries
-from hybridpar.grid import Axis
+from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import BlockOptions, build_blocks
-from hybridpar.nn.context import ALONE
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
-
-ONE_RANK = Axis("tp")
 
 
 class Model:
     """A GPT on the axes tp and cp of a grid, float64, whose losses and gradients can be looked at."""
 
-    def __init__(self, config: Config, tp: Axis = ONE_RANK, cp: Axis = ALONE.axis):
+    def __init__(self, config: Config, grid: ProcessGrid):
         self.config = config.model
         self.blocks = build_blocks(
             self.config,
-            tp,
+            grid.tp,
             range(self.config.num_blocks),
-            options=BlockOptions.of(config, cp),
+            options=BlockOptions.of(config, grid),
             device="cpu",
             dtype=torch.float64,
         )
@@ -40,7 +37,7 @@ class Model:
                     for name, parameter, placement in named_placements(block)
                 ],
                 3,
-                {"tp": tp.rank},
+                {"tp": grid.tp.rank},
             )
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ from hybridpar.comm.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from hybridpar.comm.p2p import irecv, isend
+from hybridpar.comm.p2p import exchange, irecv, isend
 
 __all__ = [
     "Parts",
@@ -45,6 +45,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "copy_to",
+    "exchange",
     "gather_from",
     "gather_objects",
     "gather_sequence",

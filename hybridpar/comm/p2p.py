@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.comm.collectives import Work, message, put_back, room_for
+from hybridpar.comm.collectives import Work, Works, message, put_back, room_for
 from hybridpar.grid import Axis
 
 
@@ -44,6 +44,27 @@ def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
     with waiting:
         handle = dist.irecv(taken, group=axis.group, group_src=source)
     return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=waiting)
+
+
+def exchange(x: Tensor, to: int, buffer: Tensor, source: int, axis: Axis) -> Works:
+    """Start to send `x` to axis rank `to`, and to receive from axis rank `source` into `buffer`.
+
+    Both may be one rank, and every rank of a ring may call this at once: with NCCL, which runs the
+    operations of a communicator in order, both transfers are one operation.
+    """
+    if axis.via_host or not x.is_cuda or dist.get_backend(axis.group) != "nccl":
+        return Works([irecv(buffer, source, axis), isend(x, to, axis)])
+    assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
+    sent = x.detach().contiguous()
+    axis.call("send", sent.nbytes, axis.ranks[to])
+    waiting = axis.call("recv", buffer.nbytes, axis.ranks[source])
+    operations = [
+        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=to),
+        dist.P2POp(dist.irecv, buffer, group=axis.group, group_peer=source),
+    ]
+    return Works(
+        Work(handle, sent, buffer, waiting=waiting) for handle in dist.batch_isend_irecv(operations)
+    )
 
 
 def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) -> None:

@@ -37,7 +37,7 @@ from hybridpar.models.groups import (
     require_matches,
 )
 from hybridpar.models.heads import BertHead, GPTHead
-from hybridpar.nn.context import ALONE
+from hybridpar.nn.context import ALONE, ContextComm
 from hybridpar.nn.placement import Placement, named_placements
 
 DTYPES = {
@@ -61,6 +61,7 @@ class BlockOptions:
         groups: `optim.groups`, which are written into the placements of parameters.
         cp: The cp axis, whose ranks share the tokens of each sample.
         ep: The ep axis, whose ranks share the experts of each layer; None: a rank has all.
+        cp_comm: How attention reaches the tokens of the other ranks of cp (parallel.cp_comm).
     """
 
     kernels: KernelsConfig = AUTO
@@ -68,11 +69,18 @@ class BlockOptions:
     groups: tuple[ParameterGroup, ...] = ()
     cp: Axis = ALONE.axis
     ep: Axis | None = None
+    cp_comm: ContextComm = "all_gather"
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid) -> BlockOptions:
+        parallel = config.parallel
         return cls(
-            config.kernels, config.parallel.sequence, config.optim.groups, grid.cp, grid.experts
+            config.kernels,
+            parallel.sequence,
+            config.optim.groups,
+            grid.cp,
+            grid.experts,
+            parallel.cp_comm,
         )
 
 
@@ -103,7 +111,7 @@ def build_blocks(
         ConfigError: Heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
     blocks = {}
-    context = context_of(model, options.cp)
+    context = context_of(model, options.cp, options.cp_comm)
     for number in numbers:
         build = Build(
             axis,

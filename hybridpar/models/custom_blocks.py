@@ -24,7 +24,7 @@ from hybridpar.grid import Axis
 from hybridpar.models.dropout import KEYED, KeyedDropouts
 from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
-from hybridpar.nn.context import ALONE, Context
+from hybridpar.nn.context import ALONE, Context, ContextComm
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.sequence import SequencePart
 
@@ -135,16 +135,16 @@ Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
 """The shape of one sample of a block's output: one tensor, or several by name."""
 
 
-def context_of(model: ModelSpec, cp: Axis) -> Context:
+def context_of(model: ModelSpec, cp: Axis, comm: ContextComm = "all_gather") -> Context:
     """Return the ranks of the axis as the ranks that share the tokens of the model's samples."""
     if cp.size == 1:
         return Context(cp)
     shape = model.activation_shape(0)
     assert not isinstance(shape, dict), "rows of several tensors are not split"
     if (formulas := model.cost_model) is None:
-        return Context(cp, shape[0])
+        return Context(cp, shape[0], comm=comm)
     windows = tuple(map(formulas.layer_window, range(formulas.num_layers)))
-    return Context(cp, shape[0], windows or (0,))
+    return Context(cp, shape[0], windows or (0,), comm)
 
 
 def local_message_shape(

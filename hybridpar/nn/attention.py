@@ -20,6 +20,7 @@ from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.context import ALONE, Context
+from hybridpar.nn.context_attention import context_attention, require_heads
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.norm import RMSNorm
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
@@ -240,7 +241,7 @@ class ParallelAttention(ParallelModule):
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real), first_key [b, s] int32
     (the first position that each token attends to) -> [b, s, h] replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: see column_linear and
-    row_linear. With a full qk_norm: see full_qk_norm. With a context: see Context.gather.
+    row_linear. With a full qk_norm: see full_qk_norm. With a context: see context_attention.
     Raises: ConfigError if counts do not fit (see HeadLayout), or for an odd number of rotary
     features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
@@ -297,6 +298,7 @@ class ParallelAttention(ParallelModule):
         self.group_sizes = [
             b - a for a, b in layout.group_heads(axis.rank).values()
         ]  # query heads in each local group
+        require_heads(context, len(self.group_sizes))
         uneven = len(set(self.group_sizes)) > 1
         self.kv_index = (
             [g for g, m in enumerate(self.group_sizes) for _ in range(m)] if uneven else None
@@ -380,7 +382,6 @@ class ParallelAttention(ParallelModule):
         assert has_rows or not self.context.is_split, "a rank's tokens need their rows"
         turn = self._turn(x, cache, tokens.sizes)
         q, k, v = self._heads(x, turn, tokens)
-        k, v = self.context.gather(k, v)
         mask = AttentionMask(
             self.causal, tokens.padding_mask, self.window, tokens.first_key, tokens.rows
         )
@@ -388,7 +389,12 @@ class ParallelAttention(ParallelModule):
             assert tokens.positions is not None
             k, v = cache.extend(k, v, tokens.positions)
             mask = self._window_of_positions(mask, tokens.positions, num_texts=q.shape[0])
-        y = ops.masked_attention(q, k, v, mask, self._options(key), backend=self.kernels.attention)
+        options = self._options(key)
+        backend = self.kernels.attention
+        if self.context.is_split:
+            y = context_attention(q, k, v, mask, options, self.context, backend=backend)
+        else:
+            y = ops.masked_attention(q, k, v, mask, options, backend=backend)
         y = rearrange(y, "b n s d -> b s (n d)")
         return self.out.without_bias(y, tokens.sizes), self.out.bias
 

@@ -10,7 +10,8 @@ as causal attention costs more the later a token is:
 
 Everything but attention acts on single tokens. For attention every rank receives the keys and
 values of the others, in the order of the positions, so that each query sees its keys in the order
-in which one process has them. `token_ranges` alone says which tokens a rank has.
+in which one process has them; context_attention.py has two other ways. `token_ranges` alone says
+which tokens a rank has.
 
 Sources: the cut: Megatron-LM's context parallelism; all-gathered keys: Llama 3, arXiv 2407.21783,
 section 3.3.2.
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ def token_ranges(
     return (*found, ((left, right),))
 
 
+ContextComm = Literal["all_gather", "ring", "ulysses"]
+
+
 class Piece(NamedTuple):
     """Neighbouring tokens of one rank.
 
@@ -95,11 +99,13 @@ class Context:
         axis: The cp axis.
         length: Tokens of a sample, over all ranks.
         windows: See `token_ranges`.
+        comm: How attention reaches the tokens of other ranks (parallel.cp_comm).
     """
 
     axis: Axis = field(default_factory=lambda: Axis("cp"))
     length: int = 0
     windows: tuple[int, ...] = (0,)
+    comm: ContextComm = "all_gather"
 
     @property
     def is_split(self) -> bool:

@@ -174,7 +174,7 @@ def masked_attention(
     )
     call = AttentionCall(
         mask.prepared(keys),
-        _kv_index(options.kv_index, n, n_kv),
+        key_heads(options.kv_index, n, n_kv),
         make_mask(spec, (b, n, keys, keys), q.device),
         options.scale,
         options.softcap,
@@ -188,7 +188,7 @@ def masked_attention(
     return code(q, k, v, call)
 
 
-def _kv_index(given: Sequence[int] | None, n: int, n_kv: int) -> list[int]:
+def key_heads(given: Sequence[int] | None, n: int, n_kv: int) -> list[int]:
     """Return the key head of each of n query heads.
 
     Raises:

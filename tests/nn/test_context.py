@@ -3,7 +3,11 @@ attention sends."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,11 +16,16 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from tensor_parallel import TOLERANCE, traffic, values
 
+from hybridpar import ops
+from hybridpar.config import KernelsConfig
+from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import Dropout, ParallelAttention, RMSNorm
-from hybridpar.nn.context import ALONE, Context, token_ranges
+from hybridpar.nn.context import ALONE, Context, ContextComm, token_ranges
+from hybridpar.nn.context_attention import HeadSplit, context_attention
 from hybridpar.nn.placement import named_placements, split_sizes
 from hybridpar.nn.sequence import SequencePart
+from hybridpar.ops.attention import AttentionMask, AttentionOptions
 from hybridpar.random import RandomKey
 
 F64 = torch.float64
@@ -118,71 +127,177 @@ def test_dropout_is_that_of_all_rows(cp: int, tp: int) -> None:
 
 
 B, S, HIDDEN, HEADS, KV = 3, 37, 24, 6, 2
+STARTS = (torch.arange(S, dtype=torch.int32) // 11 * 11).expand(B, S).contiguous()
 
 
-def attention(axis: Axis, context: Context, *, p: float = 0.0) -> ParallelAttention:
+def attention(axis: Axis, context: Context, **options: Any) -> ParallelAttention:
     layer = ParallelAttention(
         HIDDEN,
         HEADS,
         axis,
         num_kv_heads=KV,
         rotary_base=100.0,
-        attention_dropout=p,
         context=context,
         device="cpu",
         dtype=F64,
+        **options,
     )
     for name, parameter, place in named_placements(layer):
         parameter.data.copy_(place.take(values(name, *place.shape) / 4, axis.rank))
     return layer
 
 
-def shared_attention(cp: int, tp: int) -> None:
-    """Forwards are those of one process to the bit, dropout included; bytes are the formulas'."""
+class Sent(NamedTuple):
+    """Calls over cp, and the bytes that a rank contributes to all of one kind."""
+
+    calls: dict[str, int]
+    num_bytes: dict[str, int]
+
+
+def expected(context: Context, n: int, n_kv: int, *, documents: bool) -> tuple[Sent, Sent]:
+    """Return what a layer sends in forward and backward by the formulas, in float64."""
+    c = context.axis.size
+    if c == 1:
+        return Sent({}, {}), Sent({}, {})
+    own = context.sizes[context.axis.rank]
+    one = 8 * B * HIDDEN // HEADS  # bytes of a head of a token
+    if context.comm == "all_gather":
+        return (
+            Sent({"all_gather": 1}, {"all_gather": 2 * own * n_kv * one}),
+            Sent({"reduce": c}, {"reduce": 2 * S * n_kv * one}),
+        )
+    if context.comm == "ring":
+        # in c - 1 steps it hands on all keys but those of the next rank, which the last one has
+        there = 2 * (S - context.sizes[(context.axis.rank + 1) % c]) * n_kv * one
+        back = there + 2 * S * n_kv * one
+        return (
+            Sent({"send": c - 1, "recv": c - 1}, {"send": there}),
+            Sent({"send": 2 * c - 1, "recv": 2 * c - 1}, {"send": back}),
+        )
+    kept = HeadSplit.of([g * n_kv // n for g in range(n)], n_kv, c)
+    heads, kv_heads = (stop - start for start, stop in (of[context.axis.rank] for of in kept))
+    tokens = own * (n + 2 * n_kv) * one
+    results = S * heads * one
+    starts = {"all_gather": 4 * B * own} if documents else {}
+    return (
+        Sent(
+            {"all_to_all": 2} | dict.fromkeys(starts, 1), {"all_to_all": tokens + results} | starts
+        ),
+        Sent({"all_to_all": 2}, {"all_to_all": own * n * one + S * (heads + 2 * kv_heads) * one}),
+    )
+
+
+@contextmanager
+def sends(axis: Axis, sent: Sent) -> Iterator[None]:
+    axis.traffic.clear()
+    with traffic(axis, **sent.calls):
+        yield
+    for name, num_bytes in sent.num_bytes.items():
+        assert axis.traffic.num_bytes[name] == num_bytes
+
+
+def shared_attention(cp: int, tp: int, comm: ContextComm) -> None:
+    """Outputs and gradients are those of one process, with equal masks of dropout; bytes are the
+    formulas'. With gathered keys or with exchanged heads the forward is equal to the bit."""
     grid = ProcessGrid(cp=cp, tp=tp)
-    context = Context(grid.cp, S)
-    starts = torch.arange(S, dtype=torch.int32)
-    starts = (starts // 11 * 11).expand(B, S).contiguous()
+    context = Context(grid.cp, S, comm=comm)
     x_all = values("x", B, S, HIDDEN)
     dy = values("dy", B, S, HIDDEN)
-    batch = context.cut({"x": x_all, "dy": dy, "first_key": starts})
+    batch = context.cut({"x": x_all, "dy": dy, "first_key": STARTS})
     rows = batch.get("rows")
     own = torch.arange(S) if rows is None else rows.long()
-    for p, first_key in ((0.0, False), (0.3, False), (0.3, True)):
-        whole = attention(Axis("tp"), ALONE, p=p)
+    for documents, options in (
+        (False, {}),
+        (True, {}),
+        (False, {"attention_dropout": 0.3}),
+        (True, {"attention_dropout": 0.3, "window": 7}),
+        (False, {"window": 9}),
+        (True, {"softcap": 2.0}),
+        (False, {"kernels": KernelsConfig(attention="torch")}),
+    ):
+        whole = attention(Axis("tp"), ALONE, **options)
         x_ref = x_all.clone().requires_grad_()
-        y_ref = whole(x_ref, key=KEY, first_key=starts if first_key else None)
+        y_ref = whole(x_ref, key=KEY, first_key=STARTS if documents else None)
         y_ref.backward(dy)
-        layer = attention(grid.tp, context, p=p)
+        layer = attention(grid.tp, context, **options)
         x = batch["x"].clone().requires_grad_()
-        kv_heads = len(layer.group_sizes)
-        head = HIDDEN // HEADS
-        sent = 2 * B * len(own) * kv_heads * head * 8
-        grid.cp.traffic.clear()
-        with traffic(grid.cp, all_gather=1):
+        there, back = expected(
+            context, sum(layer.group_sizes), len(layer.group_sizes), documents=documents
+        )
+        with sends(grid.cp, there):
             y = layer(
                 x,
                 key=KEY,
-                first_key=batch["first_key"] if first_key else None,
+                first_key=batch["first_key"] if documents else None,
                 rows=rows,
             )
-        assert grid.cp.traffic.num_bytes["all_gather"] == (sent if cp > 1 else 0)
-        grid.cp.traffic.clear()
-        with traffic(grid.cp, reduce=cp):
+        with sends(grid.cp, back):
             y.backward(batch["dy"])
-        returned = 2 * B * S * kv_heads * head * 8
-        assert grid.cp.traffic.num_bytes["reduce"] == (returned if cp > 1 else 0)
-        if tp == 1:
+        if tp == 1 and comm != "ring" and "kernels" not in options:
             assert torch.equal(y, y_ref[:, own])
         torch.testing.assert_close(y, y_ref[:, own], **TOLERANCE)
         torch.testing.assert_close(x.grad, x_ref.grad[:, own], **TOLERANCE)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
-@pytest.mark.parametrize(("cp", "tp"), [(3, 1), (2, 1), (2, 3), (1, 2)])
-def test_attention_over_the_tokens_of_all_ranks(cp: int, tp: int) -> None:
-    run_ranks(shared_attention, cp * tp, cp, tp)
+@pytest.mark.parametrize(
+    ("cp", "tp", "comm"),
+    [
+        (3, 1, "all_gather"),
+        (3, 1, "ring"),
+        (2, 1, "ulysses"),
+        (2, 1, "all_gather"),
+        (2, 1, "ring"),
+        (4, 1, "ring"),
+        (2, 3, "all_gather"),
+        (2, 3, "ring"),
+        (1, 2, "all_gather"),
+    ],
+)
+def test_attention_over_the_tokens_of_all_ranks(cp: int, tp: int, comm: ContextComm) -> None:
+    run_ranks(shared_attention, cp * tp, cp, tp, comm)
+
+
+def narrow_ring() -> None:
+    """In bfloat16 a ring adds up in float32: it is as close to float64 as one process."""
+    grid = ProcessGrid(cp=3)
+    tensors = [values(name, 2, 4, 50, 16) for name in "qkv"]
+    dy = values("dy", 2, 4, 50, 16)
+    exact = [x.clone().requires_grad_() for x in tensors]
+    y_ref = ops.attention(*exact, causal=True)
+    y_ref.backward(dy)
+    plain = [x.bfloat16().requires_grad_() for x in tensors]
+    y_plain = ops.attention(*plain, causal=True)
+    y_plain.backward(dy.bfloat16())
+    context = Context(grid.cp, 50, comm="ring")
+    own = torch.cat([torch.arange(*tokens) for tokens in context.own])
+    local = [x[:, :, own].bfloat16().requires_grad_() for x in tensors]
+    mask = AttentionMask(True, positions=own.to(torch.int32))
+    y = context_attention(*local, mask, AttentionOptions(), context)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy[:, :, own].bfloat16())
+    for mine, whole, reference in (
+        (y, y_plain, y_ref),
+        *zip(*([x.grad for x in xs] for xs in (local, plain, exact)), strict=True),
+    ):
+        error = (mine.double() - reference[:, :, own]).abs().max()
+        usual = (whole.double() - reference).abs().max()
+        assert error < 2 * usual
+
+
+@pytest.mark.ranks
+def test_a_ring_in_half_precision() -> None:
+    run_ranks(narrow_ring, 3)
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    context = dataclasses.replace(of_rank(0, 3, S), comm="ulysses")
+    with pytest.raises(ConfigError, match="a key head for each of the 3 ranks"):
+        attention(Axis("tp"), context)
+    assert HeadSplit.of([0, 0, 1, 2, 2, 2, 3], 4, 3) == HeadSplit(
+        ((0, 3), (3, 6), (6, 7)), ((0, 2), (2, 3), (3, 4))
+    )
 
 
 def test_tokens_need_their_rows() -> None:

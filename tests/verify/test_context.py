@@ -161,9 +161,9 @@ def losses_of_documents(axes: dict[str, int], sections: dict[str, Any]) -> None:
     grid = ProcessGrid(**axes)
     config = make(sections.get("model"), parallel=sections.get("parallel", {}))
     texts = documents(9, 1, 20, 1, 6)
-    single = Model(make(sections.get("model")))
+    single = Model(make(sections.get("model")), ProcessGrid())
     wanted = torch.stack([single.loss(alone(text)) for text in texts]).sum()
-    model = Model(config, grid.tp, grid.cp)
+    model = Model(config, grid)
     context = context_of(config.model, grid.cp)
     for order in ((0, 1, 2, 3, 4), (3, 2, 4, 0, 1)):
         row = context.cut(row_of([texts[i] for i in order]))

@@ -22,6 +22,7 @@ from hybridpar.data.loader import BatchLoader
 from hybridpar.data.packed_rows import PackedDataset
 from hybridpar.data.sample_rules import IGNORED, document_entries
 from hybridpar.data.synthetic import SyntheticSamples
+from hybridpar.grid import ProcessGrid
 from hybridpar.verify.run import verify
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.2}
@@ -98,7 +99,7 @@ def test_compressed_messages() -> None:
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_a_row_has_the_losses_and_gradients_of_its_documents(model: dict[str, Any]) -> None:
-    made = Model(make(model))
+    made = Model(make(model), ProcessGrid())
     texts = documents(9, 1, 20, 1, 5)
     packed = row_of(texts)
     parts = [alone(text) for text in texts]
@@ -132,7 +133,7 @@ def conversations(folder: Path) -> Conversations:
 def test_packed_conversations_have_the_losses_and_gradients_of_theirs_alone(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    made = Model(make(model))
+    made = Model(make(model), ProcessGrid())
     found = conversations(tmp_path)
     assert len(found) == 6  # no answer of one is within a row
     losses = []
@@ -152,7 +153,7 @@ def test_packed_conversations_have_the_losses_and_gradients_of_theirs_alone(
 
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_a_row_with_one_document_has_the_bits_of_a_plain_row(model: dict[str, Any]) -> None:
-    made = Model(make(model))
+    made = Model(make(model), ProcessGrid())
     (text,) = documents(37)
     assert torch.equal(made.loss(row_of([text])), made.loss(alone(text)))
     for got, want in zip(made.gradients(row_of([text])), made.gradients(alone(text)), strict=True):
@@ -162,7 +163,7 @@ def test_a_row_with_one_document_has_the_bits_of_a_plain_row(model: dict[str, An
 @pytest.mark.parametrize("model", [{}, LLAMA], ids=["learned", "rotary"])
 def test_other_documents_change_no_bit(model: dict[str, Any]) -> None:
     """Bits of the logits of a document, and of the gradient of its embedded tokens."""
-    made = Model(make(model))
+    made = Model(make(model), ProcessGrid())
     texts = documents(9, 11, 17)
     inside = slice(9, 20)
     seen = []

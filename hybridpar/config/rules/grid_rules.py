@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from math import gcd
 
 from hybridpar.config.all_sections import Config
 from hybridpar.config.compression_methods import GRADIENTS
+from hybridpar.config.sections.model import ModelConfig
 from hybridpar.config.sections.pipeline import FOUND
 from hybridpar.errors import Problem
 
@@ -72,6 +74,24 @@ def _context(config: Config) -> Iterator[Problem]:
     elif 2 * cp > (tokens := shape[0]):
         rule = f"must be at most half of a sample's {tokens} tokens: each rank has two pieces"
         yield Problem("parallel.cp", cp, rule, str(max(tokens // 2, 1)))
+    formulas = model.cost_model
+    if config.parallel.cp_comm == "ulysses" and formulas is not None:
+        heads = _fewest_key_heads(formulas, config.parallel.tp)
+        if heads < cp:
+            rule = (
+                f"requires a key head for each of the {cp} ranks of parallel.cp, and a rank of tp "
+                f"has {heads}"
+            )
+            yield Problem("parallel.cp_comm", "ulysses", rule, "ring")
+
+
+def _fewest_key_heads(model: ModelConfig, tp: int) -> int:
+    """Return the key heads of the rank of tp that has the fewest. Ranks have contiguous query
+    heads, as evenly as possible, and the key heads that these take."""
+    shared = max(model.num_heads // max(model.kv_heads, 1), 1)
+    each, more = divmod(model.num_heads, tp)
+    starts = [rank * each + min(rank, more) for rank in range(tp + 1)]
+    return min((stop - 1) // shared - start // shared + 1 for start, stop in pairwise(starts))
 
 
 def pipeline(config: Config) -> Iterator[Problem]:

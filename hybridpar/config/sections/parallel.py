@@ -42,6 +42,11 @@ class ParallelConfig:
     (model.num_experts), as evenly as possible. Rows of tokens travel to the ranks of their experts
     and back. Must divide dp. Gradients of an expert are summed, and ZeRO shards it, over the dp / ep
     replicas that hold it."""
+    cp_comm: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    """How attention reaches the tokens of the other ranks of cp. all_gather: each rank gathers all
+    keys and values, and adds up in the order of one process. ring: they travel from rank to rank
+    while each computes, and none keeps more than its own. ulysses: ranks exchange tokens for heads,
+    of which each then has 1 / cp; needs at least cp key heads on each rank of tp."""
 
     @property
     def num_ranks(self) -> int:
