@@ -46,7 +46,12 @@ class CustomGPT(hp.ModelSpec):
         return self.text_format.num_targets(sample)
 
     def block(self, number: int, build: hp.Build) -> nn.Module:
-        options = BlockOptions(build.kernels, build.sequence, cp=build.context.axis)
+        options = BlockOptions(
+            build.kernels,
+            build.sequence,
+            cp=build.context.axis,
+            cp_comm=build.context.comm,
+        )
         blocks = build_blocks(
             self.text_format, build.axis, [number], options=options, **build.factory
         )

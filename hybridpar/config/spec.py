@@ -250,6 +250,11 @@ class ModelSpec:
             raise spec_error(self, rule, f'layers_field = "depth" in {self.kind}')
         return replace(self, **{self.layers_field: number})  # type: ignore[type-var]
 
+    def with_length(self, tokens: int) -> ModelSpec | None:
+        """Return this model for samples of another number of tokens; None if it does not say
+        how."""
+        return None
+
     def named_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return trained weights, given by global name, under the names that the user knows."""
         return weights

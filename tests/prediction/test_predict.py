@@ -790,11 +790,13 @@ def test_packed_documents(position: str) -> None:
     [
         {"pp": 2, "model": {"position": "rotary"} | DROPOUT, "pipeline": {"schedule": "2bw"}},
         {"tp": 2, "parallel": {"zero": 1, "sequence": True}, "data": {"packing": "stream"}},
+        {"parallel": {"cp_comm": "ring"}, "model": {"position": "rotary"}},
+        {"parallel": {"cp_comm": "ulysses"}, "data": {"packing": "stream"}},
     ],
     ids=str,
 )
 def test_samples_shared_by_ranks(sections: dict[str, Any]) -> None:
-    """Each rank keeps half of everything, and the keys and values of all."""
+    """Each rank keeps half of everything, and with gathers the keys and values of all."""
     parallel = {"cp": 2} | sections.pop("parallel", {})
     shared = small(parallel=parallel, **sections)
     agree(shared, tolerance=0.02)

@@ -148,9 +148,57 @@ def test_a_run_that_resumes_and_skips_a_batch() -> None:
     holds({"cp": 2, "pp": 2}, config, 4, Disturbance(frozenset({1}), resume_at=2))
 
 
-def test_a_custom_model_that_declares_it() -> None:
-    config = make(pipeline={"recompute": "selective", "num_microbatches": 2})
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("comm", ["all_gather", "ring", "ulysses"])
+def test_a_custom_model_that_declares_it(comm: str) -> None:
+    config = make(
+        pipeline={"recompute": "selective", "num_microbatches": 2}, parallel={"cp_comm": comm}
+    )
     holds({"cp": 2, "tp": 2}, replace(config, model=CustomGPT()))
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("packing", ["stream", "none"])
+@pytest.mark.parametrize(
+    "model", [LLAMA | DROPOUT, WIDE_GROUPS, GEMMA], ids=["llama", "groups of 4", "gemma"]
+)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"cp": 3, "cp_comm": "ring"},
+        {"cp": 2, "cp_comm": "ulysses"},
+        {"cp": 2, "cp_comm": "ring", "tp": 2, "sequence": True},
+        {"cp": 4, "cp_comm": "ring"},
+        {"cp": 2, "cp_comm": "ring", "pp": 2, "dp": 2, "zero": 1},
+        {"cp": 3, "cp_comm": "ulysses"},
+    ],
+    ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()),
+)
+def test_other_ways_to_the_tokens(
+    grid: dict[str, Any], model: dict[str, Any], packing: str
+) -> None:
+    axes = {name: size for name, size in grid.items() if name in ("cp", "tp", "pp", "dp")}
+    others = {name: value for name, value in grid.items() if name not in axes}
+    if grid["cp"] == 3 and grid["cp_comm"] == "ulysses" and model.get("num_kv_heads") == 2:
+        model = model | {"num_kv_heads": 4}
+    holds(axes, make(model, parallel=others, data={"packing": packing}))
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("comm", ["ring", "ulysses"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "2bw", "recompute": "all"},
+        {"schedule": "1f1b", "split_backward": True, "recompute": "selective"},
+        {"schedule": "interleaved", "recompute": "stage"},
+        {"schedule": "pipedream"},
+    ],
+    ids=str,
+)
+def test_other_ways_on_schedules(pipeline: dict[str, Any], comm: str) -> None:
+    config = make(DROPOUT, pipeline=pipeline, data=PACKED, parallel={"cp_comm": comm})
+    holds({"cp": 2, "pp": 2}, config, num_batches=3)
 
 
 # -- documents on the ranks of cp
@@ -234,6 +282,8 @@ def leaks(config: Config) -> None:
         {"cp": 2, "tp": 2, "sequence": True},
         {"cp": 2, "dp": 2, "zero": 3},
         {"cp": 2, "tp": 2, "pp": 2, "dp": 2, "sequence": True},
+        {"cp": 3, "cp_comm": "ring"},
+        {"cp": 2, "cp_comm": "ulysses"},
     ],
     ids=str,
 )

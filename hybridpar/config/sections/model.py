@@ -326,6 +326,9 @@ class ModelConfig(ModelSpec):
         pattern = self.rotary_pattern or "1"
         return self.position == "rotary" and pattern[layer % len(pattern)] == "1"
 
+    def with_length(self, tokens: int) -> ModelSpec:
+        return dataclasses.replace(self, seq_length=tokens)
+
     def layer_window(self, layer: int) -> int:
         """Return the window of a layer, counted from 0; 0: it has none."""
         pattern = self.window_pattern or "1"  # a rule refuses an empty one

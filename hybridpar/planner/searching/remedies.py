@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config, ModelConfig, from_mapping
+from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
 from hybridpar.planner.costs.candidate_memory import TIGHT, largest_budget
@@ -28,8 +28,9 @@ from hybridpar.validate import problems
 
 _TOGETHER = 4
 _MOST_LAYERS = 4096
+_USUAL_LENGTH = 2048
 _LONGEST = 2**24
-"""Longest sequence that is tried."""
+"""Sequence that is tried first, and the longest one."""
 _CLOSE = 0.01
 """Share by which the reported longest sequence may be too low."""
 UNCHANGED = "unchanged"
@@ -122,17 +123,15 @@ class Fitting:
     def longest(self, config: Config) -> int:
         """Return the longest sequence with which a resolved configuration fits, to 1 %; 0 if not
         even the shortest does, or if its model has no length that can be changed."""
-        model = config.model
-        if not isinstance(model, ModelConfig):
-            return 0
 
         def fits(length: int) -> bool:
-            sized = replace(config, model=replace(model, seq_length=length))
+            model = config.model.with_length(length)
+            if model is None:
+                return False
+            sized = replace(config, model=model)
             return not problems(sized, sized.parallel.num_ranks) and self.peak(sized) <= self.limit
 
-        least = 2 * config.parallel.cp
-        start = max(least, model.seq_length)
-        return _most(fits, start, least, _LONGEST, _CLOSE)
+        return _most(fits, _USUAL_LENGTH, 2 * config.parallel.cp, _LONGEST, _CLOSE)
 
     # -- internals
 
