@@ -16,6 +16,8 @@ RUNS = (
     ("generate",),
     ("tensor_parallel",),
     ("data_parallel", "--microbatches", "2"),
+    ("packed_attention",),
+    ("context_parallel",),
     ("compression",),
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
     (

@@ -36,6 +36,7 @@ SLOW = {
     "generate": "--rounds 1 --models tiny --threads 1 --batches 1 --tokens 4",
     "budget": ("--rounds 1 --shapes curve host --schedules 1f1b --shares 1 --threads 1 --turns 1"),
     "checkpoint": "--rounds 1 --shapes tiny --steps 1 --load-rounds 1",
+    "context_parallel": "--rounds 1 --shapes tiny --dtypes fp32",
     "estimates": "",
     "gpu_ops": "--device cpu --sizes tiny --rounds 2",
     "host_overlap": "--rounds 1 --batches 1",
