@@ -90,6 +90,7 @@ MEGATRON: dict[str, str] = {
     "sequence_parallel": "parallel.sequence = true",
     "use_distributed_optimizer": "parallel.zero = 1",
     "context_parallel_size": "parallel.cp",
+    "cp_comm_type": "parallel.cp_comm",
     "recompute_activations": 'pipeline.recompute = "selective"',
     "recompute_granularity": "pipeline.recompute",
     "optimizer_cpu_offload": "memory.host_optimizer = true",

@@ -19,6 +19,7 @@ from hybridpar.comm import all_reduce
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.custom_blocks import context_of
+from hybridpar.planner.costs.context import context_bytes
 from hybridpar.verify.run import CALM, Disturbance, verify
 
 pytestmark = pytest.mark.ranks
@@ -199,6 +200,42 @@ def test_other_ways_to_the_tokens(
 def test_other_ways_on_schedules(pipeline: dict[str, Any], comm: str) -> None:
     config = make(DROPOUT, pipeline=pipeline, data=PACKED, parallel={"cp_comm": comm})
     holds({"cp": 2, "pp": 2}, config, num_batches=3)
+
+
+def step_traffic(config: Config) -> None:
+    """A step receives over cp what the planner counts for its layers and micro-batches, and layers
+    that are recomputed receive it once more for the forward."""
+    engine, loader = start(config)
+    axis = engine.grid.cp
+    axis.traffic.clear()
+    engine.train(loader, 1, lambda step: None)
+    sent = axis.traffic.num_bytes
+    others = axis.size - 1
+    # the first rank has the most tokens, for which the planner counts
+    shared = (sent["reduce"] + sent["all_to_all"]) * others // axis.size
+    received = others * sent["all_gather"] + shared + sent["recv"]
+    parallel = replace(config.parallel, dp=1)
+    forward, backward = context_bytes(config.model, parallel, "fp64")["layer"]
+    layers = config.transformer.num_layers
+    microbatches = config.pipeline.num_microbatches * config.train.micro_batch_size
+    again = 1 + (config.pipeline.recompute == "all")
+    if axis.is_first:
+        assert received == microbatches * layers * (again * forward + backward)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("recompute", ["all", "none"])
+@pytest.mark.parametrize(
+    ("comm", "cp"), [("ring", 3), ("ulysses", 2), ("all_gather", 2), ("ring", 2)]
+)
+def test_the_traffic_of_a_step_is_what_plans_count(comm: str, cp: int, recompute: str) -> None:
+    config = make(
+        LLAMA,
+        parallel={"cp": cp, "cp_comm": comm, "dp": 1},
+        pipeline={"recompute": recompute},
+        train={"dtype": "fp64"},
+    )
+    run_ranks(step_traffic, cp, config)
 
 
 # -- documents on the ranks of cp
