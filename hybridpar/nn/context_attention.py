@@ -33,7 +33,7 @@ from hybridpar import ops
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather, all_to_all, exchange
 from hybridpar.errors import config_error
-from hybridpar.nn.context import Context
+from hybridpar.nn.context import Context, travelling
 from hybridpar.nn.placement import Range, split_ranges
 from hybridpar.ops.attention import AttentionMask, AttentionOptions, SavedAttention, key_heads
 from hybridpar.ops.backends.libraries import wide_type
@@ -56,7 +56,7 @@ def context_attention(
         mask: For this rank's queries: their first keys, positions and window.
 
     Shapes: q [b, n, L, d]; k, v [b, n_kv, L, d] -> [b, n, L, d].
-    Collectives: all_gather: forward one all-gather of keys and values, backward one reduce-scatter.
+    Collectives: all_gather: see Context.gather.
     ring: forward c - 1 transfers of 2 b n_kv L d elements to the next rank, backward as many, and c
     of the gradients in float32 at least. ulysses: two all-to-alls, forward and backward, and with
     first keys one all-gather of b L numbers.
@@ -111,7 +111,7 @@ class _RingAttention(Function):
         context: Context,
     ) -> Tensor:
         out = lse = None
-        for owner, (key, value) in _travelling(torch.stack((k, v)), context):
+        for owner, (key, value) in travelling(torch.stack((k, v)), context):
             start, more, more_lse = partial.forward(q, key, value, context.ranges[owner])
             if out is None or lse is None:  # this rank's own keys, of which each query sees one
                 out = more.to(wide_type(q))
@@ -140,7 +140,7 @@ class _RingAttention(Function):
         dq = torch.zeros(b, tokens, n, d, dtype=wide_type(q), device=q.device)
         arriving = None
         buffer = q.new_empty(0)
-        for owner, (key, value) in _travelling(torch.stack((k, v)), context):
+        for owner, (key, value) in travelling(torch.stack((k, v)), context):
             saved = SavedAttention(q, key, value, out, lse)
             start, dq_part, *of_keys = partial.backward(dout, saved, context.ranges[owner])
             if dq_part is not None:
@@ -151,41 +151,11 @@ class _RingAttention(Function):
                 gradients += buffer
             size = context.sizes[(owner - 1) % axis.size]
             buffer = gradients.new_empty(2, b, size, n_kv, d)
-            arriving = exchange(gradients, _next(context), buffer, _previous(context), axis)
+            arriving = exchange(gradients, context.next, buffer, context.previous, axis)
         assert arriving is not None
         arriving.wait()
         dk, dv = (x.transpose(1, 2).to(k.dtype) for x in buffer)
         return dq.transpose(1, 2).to(q.dtype), dk, dv, None, None
-
-
-def _travelling(own: Tensor, context: Context) -> Any:
-    """Yield the rank that keys and values belong to, and them, beginning with this rank's.
-
-    The next ones arrive while the caller uses what was yielded.
-    Shapes: own [2, b, n_kv, L, d].
-    """
-    axis = context.axis
-    current = own
-    for step in range(axis.size):
-        owner = (axis.rank - step) % axis.size
-        work = None
-        if step < axis.size - 1:
-            shape = list(current.shape)
-            shape[3] = context.sizes[(owner - 1) % axis.size]
-            buffer = current.new_empty(shape)
-            work = exchange(current, _next(context), buffer, _previous(context), axis)
-        yield owner, current
-        if work is not None:
-            work.wait()
-            current = buffer
-
-
-def _next(context: Context) -> int:
-    return (context.axis.rank + 1) % context.axis.size
-
-
-def _previous(context: Context) -> int:
-    return (context.axis.rank - 1) % context.axis.size
 
 
 # -- ulysses

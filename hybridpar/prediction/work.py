@@ -160,8 +160,8 @@ def context_traffic(config: Config, number: int, device: torch.device) -> tuple[
     """Return the bytes that the first rank of cp receives in the forward and the backward of a
     block.
 
-    A gather hands on what every rank contributes, of which the first has the most, and a reduction
-    over c ranks (c - 1) / c of the full tensor.
+    Transfers count as they are. A gather hands on what every rank contributes, of which the first
+    has the most, and an exchange of all with all (c - 1) / c of the full tensor.
     """
     with _one_block(config, number, device) as (traced, batch):
         axis = traced.context_axis
@@ -170,9 +170,9 @@ def context_traffic(config: Config, number: int, device: torch.device) -> tuple[
         for run in (lambda: traced.forward(batch), lambda: traced.backward(first=False)):
             run()
             sent = axis.traffic.num_bytes
-            shared = sent["reduce"] + sent["all_to_all"]
             others = axis.size - 1
-            found.append(others * sent["all_gather"] + shared * others // axis.size + sent["recv"])
+            exchanged = sent["all_to_all"] * others // axis.size
+            found.append(others * sent["all_gather"] + exchanged + sent["recv"])
             axis.traffic.clear()
         return found[0], found[1]
 

@@ -162,9 +162,12 @@ def expected(context: Context, n: int, n_kv: int, *, documents: bool) -> tuple[S
     own = context.sizes[context.axis.rank]
     one = 8 * B * HIDDEN // HEADS  # bytes of a head of a token
     if context.comm == "all_gather":
+        # in c - 1 steps it hands on all keys but those of the next rank, and sums of the gradients
+        # of all but its own
+        there = 2 * (S - context.sizes[(context.axis.rank + 1) % c]) * n_kv * one
         return (
-            Sent({"all_gather": 1}, {"all_gather": 2 * own * n_kv * one}),
-            Sent({"reduce": c}, {"reduce": 2 * S * n_kv * one}),
+            Sent({"send": c - 1, "recv": c - 1}, {"send": there}),
+            Sent({"send": c - 1, "recv": c - 1}, {"send": 2 * (S - own) * n_kv * one}),
         )
     if context.comm == "ring":
         # in c - 1 steps it hands on all keys but those of the next rank, which the last one has

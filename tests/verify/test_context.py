@@ -212,8 +212,8 @@ def step_traffic(config: Config) -> None:
     sent = axis.traffic.num_bytes
     others = axis.size - 1
     # the first rank has the most tokens, for which the planner counts
-    shared = (sent["reduce"] + sent["all_to_all"]) * others // axis.size
-    received = others * sent["all_gather"] + shared + sent["recv"]
+    exchanged = sent["all_to_all"] * others // axis.size
+    received = others * sent["all_gather"] + exchanged + sent["recv"]
     parallel = replace(config.parallel, dp=1)
     forward, backward = context_bytes(config.model, parallel, "fp64")["layer"]
     layers = config.transformer.num_layers

@@ -43,10 +43,8 @@ def test_received_bytes_are_the_formulas(tp: int, cp: int) -> None:
 
 def test_bytes_of_a_custom_model_are_counted() -> None:
     found = context_bytes(CustomGPT(), ParallelConfig(cp=2, dp=1), "bf16")
-    # the first rank has 19 of 37 tokens, and a reduction passes half of all
-    assert [sizes for sizes in found.values() if any(sizes)] == [
-        (2 * 19 * 24 * 2, 2 * 37 * 24 * 2 // 2)
-    ]
+    # the first rank has 19 of 37 tokens: it receives the other 18, and gradients of its own
+    assert [sizes for sizes in found.values() if any(sizes)] == [(2 * 18 * 24 * 2, 2 * 19 * 24 * 2)]
 
 
 def test_a_rank_computes_for_its_tokens() -> None:
