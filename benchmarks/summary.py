@@ -89,6 +89,24 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "experts",
         ),
         Row(
+            "two ranks that share a sample: time of one process a core with the whole sample / ours",
+            "context_parallel",
+            "cases/.*/ratio/apart/median",
+            "context_parallel --shapes 2048 2048_wide --dtypes fp32",
+        ),
+        Row(
+            "attention over eight packed documents: time of one long document / ours",
+            "packed_attention",
+            "cases/.*/ratio/long/median",
+            "packed_attention",
+        ),
+        Row(
+            "the same: time of torch's SDPA with a mask",
+            "packed_attention",
+            "cases/.*/ratio/SDPA with a mask/median",
+            "packed_attention",
+        ),
+        Row(
             "operators: torch.compile's time / ours",
             "ops_zen5",
             "cases/.*/ratio/compile/median",
