@@ -193,7 +193,7 @@ def test_help_needs_no_torch() -> None:
         (("plan", "CONFIG", "--mock-data"), "is called --data.corpus stdlib here"),
         (("train", "CONFIG", "--overlap-grad-reduce"), "not needed: hybridpar always does this"),
         (
-            ("check", "CONFIG", "--expert-model-parallel-size", "2"),
+            ("check", "CONFIG", "--moe-token-dispatcher-type", "alltoall"),
             "not supported; docs/coming_from.md says what to use instead",
         ),
         (
@@ -419,7 +419,10 @@ def test_simulate_draws_and_counts(
     [
         (("check", "CONFIG", "--ranks", "-1"), "ranks = -1: must be at least 0"),
         (("verify", "CONFIG", "--batches", "0"), "batches = 0: must be at least 1"),
-        (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must give the sizes of tp, cp, pp and dp"),
+        (
+            ("verify", "CONFIG", "--grid", "pp=\u00b2"),
+            "must give the sizes of tp, cp, pp, dp and ep",
+        ),
         (("replay", "CONFIG", "--threads", "-1"), "threads = -1: must be at least 0"),
         (("replay", "runs", "--step", "3"), "path = 'runs': does not exist"),
         (

@@ -71,7 +71,7 @@ MEGATRON: dict[str, str] = {
     "enable_gpt_oss": ABSENT,
     "export_force_local_attention": ABSENT,
     "num_experts": "model.num_experts",
-    "expert_model_parallel_size": ABSENT,
+    "expert_model_parallel_size": "parallel.ep",
     "moe_router_topk": "model.router_topk",
     "moe_router_load_balancing_type": ABSENT,
     "moe_router_dtype": ALWAYS,

@@ -88,11 +88,14 @@ def test_every_rule_is_used_by_some_model() -> None:
             for key in ("norm_position", "qk_norm", "norm_zero_centered")
             if key in family.model and family.model[key] != "pre"
         }
+        if any(key.ours == "num_experts" for key in family.keys):
+            changes |= {"num_experts": 4, "moe_layers": family.model.get("moe_layers", "01")}
         shapes = plan_of(replace(model, tie_embeddings=False, **changes), family).shapes
         for rule in family.tensors.values():
             for tensor in rule.names:
-                tensor = tensor.format(layer=0)
-                assert {tensor, f"{tensor}.weight"} & shapes.keys(), tensor
+                of_layers = [tensor.format(layer=layer) for layer in (0, 1)]
+                weights = [f"{name}.weight" for name in of_layers]
+                assert {*of_layers, *weights} & shapes.keys(), tensor
 
 
 @pytest.mark.parametrize(

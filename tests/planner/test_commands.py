@@ -186,7 +186,7 @@ def test_errors_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
         (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
         (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
-        (("--grid", "tp=x"), "must give the sizes of tp, cp, pp and dp"),
+        (("--grid", "tp=x"), "must give the sizes of tp, cp, pp, dp and ep"),
         (("--grid", "cp=9"), "parallel.cp = 9: must be at most"),
     ):
         code, out, err = run(capsys, "plan", config, *args, "--output", tmp_path / "plan.toml")

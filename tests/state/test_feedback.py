@@ -175,7 +175,6 @@ def test_one_replica_has_no_feedback() -> None:
     ("sections", "said"),
     [
         ({"parallel": {"sites": 2}}, "not supported with parallel.sites = 2"),
-        ({"memory": {"budget": 10**9}}, "not supported with memory.budget"),
         (
             {"compression": DCT | {"gradients_values": "int8"}},
             'not supported with compression.gradients = "dct", only with "powersgd"',
