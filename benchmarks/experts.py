@@ -67,8 +67,9 @@ Side = Callable[[Tensor], Tensor]
 
 
 def ours_of(layer: Layer) -> MixtureOfExperts:
-    options = ExpertOptions(layer.experts, layer.ffn, router=RouterOptions(layer.topk))
-    made = MixtureOfExperts(layer.hidden, Axis("tp"), options, dtype=torch.float32, device="cpu")
+    router = RouterOptions(layer.topk)
+    options = ExpertOptions(layer.hidden, layer.experts, layer.ffn, router=router)
+    made = MixtureOfExperts(Axis("tp"), options, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=layer.hidden**-0.5)
