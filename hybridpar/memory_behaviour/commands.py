@@ -21,7 +21,7 @@ from hybridpar.grid import lines_of, place_of, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.account import Account, examine
 from hybridpar.memory_behaviour.analysis.behaviour import Behaviour, analyse
-from hybridpar.memory_behaviour.analysis.excerpt import retimed, simulated_times
+from hybridpar.memory_behaviour.analysis.excerpt import simulated_times
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.pictures.drawing import pictures, stacked
 from hybridpar.memory_behaviour.pictures.page import html_page, perfetto
@@ -32,7 +32,7 @@ from hybridpar.memory_behaviour.pictures.sections import (
     ranks_section,
     report,
 )
-from hybridpar.memory_behaviour.recording.memory_trace import predict_long_trace
+from hybridpar.memory_behaviour.recording.memory_trace import predict_timed_trace
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.prediction import check_size, predict
 from hybridpar.prediction.knobs import Saving, knobs, savings
@@ -95,9 +95,9 @@ def _predicted(flags: Memory, config: Config, costs: Costs | None) -> _Trace:
     if rank < 0:
         peaks = [stage.total for stage in predict(job)]
         rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
-    header, spans = predict_long_trace(config, rank, steps=flags.batches)
-    timeline = preview(job, flags.batches, costs).timeline
-    spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
+    place = place_of(rank, sizes_of(config.parallel))["pp"]
+    times = simulated_times(preview(job, flags.batches, costs).timeline, place)
+    header, spans = predict_timed_trace(config, rank, times, steps=flags.batches)
     return _Trace(header, analyse(spans), lambda: spans, costs is not None)
 
 

@@ -28,6 +28,9 @@ class What(str, Enum):
     READ = "read"
     WRITE = "write"
 
+    # Enum's own is a Python function, and events are hashed by the million
+    __hash__ = str.__hash__
+
 
 class MemoryEvent(NamedTuple):
     """One event of one block.

@@ -3,7 +3,6 @@ the byte."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +20,14 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
-from hybridpar.memory_behaviour.events import Category, Span, What, lives
+from hybridpar.memory_behaviour.analysis.excerpt import Times, retimed, simulated_times
+from hybridpar.memory_behaviour.events import Category, Header, Span, What, lives
 from hybridpar.memory_behaviour.recording import memory_trace
 from hybridpar.memory_behaviour.recording.extended_trace import NotAlikeError, Stretch, extend
 from hybridpar.memory_behaviour.recording.memory_trace import (
     EngineRecorder,
     SampleLoader,
-    predict_long_trace,
+    predict_timed_trace,
     predict_trace,
 )
 from hybridpar.memory_behaviour.trace_file import read_trace
@@ -37,6 +37,7 @@ from hybridpar.schedules.action import Action
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.train.engine import Engine
+from hybridpar.train.forecasts.preview import preview
 from hybridpar.validate import resolve
 
 CPU = torch.device("cpu")
@@ -252,11 +253,10 @@ def test_memory_shared_by_replicas_peaks_as_predicted(case: tuple[dict[str, Any]
         )
 
 
-def without_times(spans: Iterable[Span]) -> list[Any]:
-    return [
-        (span.step, span.action, [(*event[:4], *event[5:]) for event in span.events])
-        for span in spans
-    ]
+def in_full(config: Config, rank: int, times: Times, steps: int) -> tuple[Header, list[Span]]:
+    """The trace of all micro-batches."""
+    header, spans = predict_trace(config, rank, steps=steps)
+    return header, list(retimed(spans, times))
 
 
 @pytest.mark.thorough(keep=1)
@@ -267,17 +267,13 @@ def test_a_long_trace_is_a_short_one_extended(
     """Event by event, block by block, on every stage."""
     traced = []
     monkeypatch.setattr(
-        memory_trace, "extend", lambda *args: traced.append(args[-1]) or extend(*args)
+        memory_trace, "extend", lambda *args: traced.append(args[3]) or extend(*args)
     )
     config = config_of(case, m)
     each = config.parallel.num_ranks // config.parallel.pp
     for rank in range(0, config.parallel.num_ranks, each):
-        header, spans = predict_long_trace(config, rank, steps=3)
-        full_header, full = predict_trace(config, rank, steps=3)
-        assert header == full_header
-        assert without_times(spans) == without_times(full)
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-        assert all(a.start <= e.time <= a.end for a in spans for e in a.events)
+        times = simulated_times(preview(JobPlan(config), 3).timeline, rank // each)
+        assert predict_timed_trace(config, rank, times, steps=3) == in_full(config, rank, times, 3)
     assert len(traced) == config.parallel.pp
     assert all(stretch.short < stretch.long == m for stretch in traced)
 
@@ -289,9 +285,7 @@ def test_short_batches_and_state_that_moves_are_traced_in_full(
     monkeypatch.setattr(memory_trace, "extend", lambda *_: pytest.fail("it was extended"))
     for case, m in ((CASES[2], 4), (({"dp": 2, "zero": 3}, {}, {}, {}), 14)):
         config = config_of(case, m)
-        assert without_times(predict_long_trace(config)[1]) == without_times(
-            predict_trace(config)[1]
-        )
+        assert predict_timed_trace(config, 0, {}) == in_full(config, 0, {}, 2)
 
 
 def test_a_trace_whose_micro_batches_differ_is_not_extended() -> None:
@@ -301,14 +295,14 @@ def test_a_trace_whose_micro_batches_differ_is_not_extended() -> None:
     _, spans = predict_trace(config, steps=2, done=done)
     long = list(lower(JobPlan(config).schedule, PipelineShape(2, 40), 0, 0, 2))
     stretch = Stretch(12, 40, 4, 1)
-    assert extend(spans, done, long, stretch)
+    assert extend(spans, done, long, stretch, {})
     (place,) = [i for i, span in enumerate(spans) if span.action.startswith("F5@")]
     other = [event._replace(op="aten::other") for event in spans[place].events]
     changed = [*spans[:place], replace(spans[place], events=other), *spans[place + 1 :]]
     with pytest.raises(NotAlikeError, match=r"F.* differs from micro-batch to micro-batch"):
-        extend(changed, done, long, stretch)
+        extend(changed, done, long, stretch, {})
     with pytest.raises(NotAlikeError, match="another action"):
-        extend(spans, done, [*long[:50], *long[60:]], stretch)
+        extend(spans, done, [*long[:50], *long[60:]], stretch, {})
 
 
 @pytest.mark.thorough(keep=1)

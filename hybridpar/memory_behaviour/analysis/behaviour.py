@@ -320,7 +320,7 @@ class _Steps:
         action = self._relative(span)
         row = self._rows.get(span.step, 0)
         for event in span.events:
-            row = hash((row, event.what.value, event.num_bytes, event.op, action))
+            row = hash((row, event.what, event.num_bytes, event.op, action))
         self._rows[span.step] = row
 
     def _relative(self, span: Span) -> object:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from hybridpar.memory_behaviour.analysis.excerpt import Times, retimed
 from hybridpar.memory_behaviour.events import MemoryEvent, Span, What
 from hybridpar.schedules.action import Action, parse_action
 from hybridpar.schedules.kinds import PER_BATCH, Kind
@@ -77,55 +78,61 @@ _END: _Maker = ("end", 0, 0)
 class _Origin(Enum):
     """Zero of the numbers of micro-batches in names."""
 
-    OWN = "the micro-batch of the action that names it"
+    OWN = "the micro-batch of the action that accesses"
     START = "the first micro-batch of the batch"
     END = "the end of the batch"
     BATCH = "an action of the batch allocated it, which has no micro-batch"
 
 
-class _Name(NamedTuple):
-    """A block, seen from an action: what allocated it, and as its how many-th block.
+class _Owner(NamedTuple):
+    """The action that allocated a block, seen from an action that accesses it.
 
     Attributes:
         origin: What `number` counts from.
-        maker: Kind, stage and part of the action that allocated it.
-        batches: That action's batch, counted from the batch of the action that names it.
-        number: That action's micro-batch.
-        nth: Number of the block among those that the action allocated.
+        maker: Kind, stage and part.
+        batches: Its batch, counted from the batch of the action that accesses.
+        number: Its micro-batch.
     """
 
     origin: _Origin
     maker: _Maker
     batches: int
     number: int
-    nth: int
 
 
-_Event = tuple[What, _Name, int, str, float, int, str]
-"""A MemoryEvent whose block is named, and whose time is counted from the start of its action."""
+_Event = tuple[What, int, int, int, str, float, int, str]
+"""A MemoryEvent; in place of the block number of its owner in the template, and the block's number
+among those that the owner allocated; in place of the time the operator's number in the action."""
 
 
 class _Template(NamedTuple):
-    """The events of an action, and how long it took."""
+    """What an action does: the number of its operators, owners of blocks, and events."""
 
-    seconds: float
+    num_operators: int
+    owners: tuple[_Owner, ...]
     events: tuple[_Event, ...]
 
     def is_like(self, other: _Template) -> bool:
-        """Return whether both do the same; their times have no meaning."""
-        return [(*e[:4], *e[5:]) for e in self.events] == [(*e[:4], *e[5:]) for e in other.events]
+        """Return whether both do the same."""
+        return self == other
 
 
 def extend(
-    spans: Iterable[Span], short: Sequence[Action], long: Sequence[Action], stretch: Stretch
+    spans: Iterable[Span],
+    short: Sequence[Action],
+    long: Sequence[Action],
+    stretch: Stretch,
+    times: Times,
 ) -> list[Span]:
-    """Return the trace of a rank whose batches have `stretch.long` micro-batches.
+    """Return the trace of a rank whose batches have `stretch.long` micro-batches, at these times,
+    as `retimed` has them.
 
     Args:
         spans: The trace of the same rank with `stretch.short` micro-batches.
         short: The rank's plan of that trace.
         long: The rank's plan for the long batches.
         stretch: How the two number their micro-batches.
+        times: Start and end of each action of the long plan.
 
     Raises:
         NotAlikeError: The traces cannot be compared.
@@ -134,7 +141,7 @@ def extend(
     if len(set(known.actions)) != len(short):
         raise NotAlikeError("an action comes twice")
     _check_order(short, long, stretch)
-    writer = _Writer(stretch.long)
+    writer = _Writer(stretch.long, times)
     for span in known.before:
         writer.write_unchanged(span)
     for action in long:
@@ -278,44 +285,51 @@ class _Templates:
 
     def _template(self, span: Span, maker: _Maker, place: Place) -> _Template:
         events = []
+        owners: dict[_Owner, int] = {}
         count = 0
+        moments = {
+            time: float(i)
+            for i, time in enumerate(dict.fromkeys(event.time for event in span.events))
+        }
         for what, block, num_bytes, op, time, layer, name in span.events:
             if what is What.MALLOC:
                 self._born[block] = maker, place, count
                 count += 1
             if block not in self._born:
                 raise NotAlikeError(f"block {block} was not allocated")
-            named = self._name(self._born[block], place)
-            events.append((what, named, num_bytes, op, time - span.start, layer, name))
+            made_by, born, nth = self._born[block]
+            number = owners.setdefault(self._owner(made_by, born, place), len(owners))
+            events.append((what, number, nth, num_bytes, op, moments[time], layer, name))
             if what is What.FREE:
                 del self._born[block]
-        return _Template(span.end - span.start, tuple(events))
+        return _Template(len(moments), tuple(owners), tuple(events))
 
-    def _name(self, born: tuple[_Maker, Place, int], place: Place) -> _Name:
-        maker, (batch, number), index = born
+    def _owner(self, maker: _Maker, born: Place, place: Place) -> _Owner:
+        batch, number = born
         if maker == _OUTSIDE:
-            return _Name(_Origin.BATCH, maker, 0, -1, index)
+            return _Owner(_Origin.BATCH, maker, 0, -1)
         batches = batch - place[0]
         if number < 0:
-            return _Name(_Origin.BATCH, maker, batches, -1, index)
+            return _Owner(_Origin.BATCH, maker, batches, -1)
         if batches == 0 and place[1] >= 0 and abs(number - place[1]) <= self._stretch.edge:
-            return _Name(_Origin.OWN, maker, 0, number - place[1], index)
+            return _Owner(_Origin.OWN, maker, 0, number - place[1])
         if number < self._stretch.edge:
-            return _Name(_Origin.START, maker, batches, number, index)
+            return _Owner(_Origin.START, maker, batches, number)
         if self._is_between(number):
             raise NotAlikeError("a block of a micro-batch in between outlives its batch")
-        return _Name(_Origin.END, maker, batches, number - self._stretch.short, index)
+        return _Owner(_Origin.END, maker, batches, number - self._stretch.short)
 
 
-_NOTHING = _Template(0.0, ())
+_NOTHING = _Template(0, (), ())
 
 
 class _Writer:
     """Writes the long trace. Blocks are numbered in the order of their allocation."""
 
-    def __init__(self, num_microbatches: int):
+    def __init__(self, num_microbatches: int, times: Times):
         self.spans: list[Span] = []
         self._num_microbatches = num_microbatches
+        self._times = times
         self._now = 0.0
         self._next = 0
         self._last_batch = 0
@@ -328,52 +342,57 @@ class _Writer:
             if event.what is What.MALLOC:
                 self._blocks[_OUTSIDE, _NOWHERE][event.block] = event.block
                 self._next = max(self._next, event.block + 1)
-        self.spans.append(span)
-        self._now = span.end
+        self.spans += retimed([span], {})
 
     def write(self, action: Action, place: Place, template: _Template) -> None:
         """Write an action. Raises: NotAlikeError if it accesses a block that is not alive."""
         self._last_batch = max(self._last_batch, place[0])
-        maker = (action.kind.value, action.stage, action.part)
-        self._write(str(action), 1 + place[0], (maker, place), template)
-
-    def write_end(self, template: _Template, step: int) -> None:
-        """Write what comes behind the last action."""
-        self._write("", step, (_END, (self._last_batch, -1)), template)
-
-    def _write(
-        self, action: str, step: int, maker: tuple[_Maker, Place], template: _Template
-    ) -> None:
         if not template.events:
             return
-        start = self._now
+        start, end = self._times.get(
+            (action.kind, action.stage, action.microbatch), (self._now, self._now)
+        )
+        start = max(start, self._now)
+        self._now = max(end, self._now)
+        self._write(str(action), 1 + place[0], place, template, start)
+
+    def write_end(self, template: _Template, step: int) -> None:
+        """Write what comes behind the last action, which has events."""
+        self._write("", step, (self._last_batch, -1), template, self._now)
+
+    def _write(
+        self, action: str, step: int, place: Place, template: _Template, start: float
+    ) -> None:
+        each = (self._now - start) / template.num_operators
+        owners = [
+            self._blocks[owner.maker, self._resolve(owner, place)] for owner in template.owners
+        ]
         events = []
-        for what, name, num_bytes, op, time, layer, text in template.events:
-            if what is What.MALLOC:
-                blocks = self._blocks[maker]
-                blocks[name.nth] = self._next
-                self._next += 1
-            else:
-                blocks = self._blocks[name.maker, self._resolve(name, maker[1])]
-            block = blocks.get(name.nth)
-            if block is None:
+        for what, owner, nth, num_bytes, op, time, layer, name in template.events:
+            blocks = owners[owner]
+            if what is _MALLOC:
+                block = blocks[nth] = self._next
+                self._next = block + 1
+            elif nth not in blocks:
                 raise NotAlikeError(f"{action} accesses a block that is not alive")
-            events.append(MemoryEvent(what, block, num_bytes, op, start + time, layer, text))
-            if what is What.FREE:
-                del blocks[name.nth]
-        self._now = start + template.seconds
+            else:
+                block = blocks.pop(nth) if what is _FREE else blocks[nth]
+            now = start + (time + 0.5) * each
+            events.append(MemoryEvent(what, block, num_bytes, op, now, layer, name))
         self.spans.append(Span(step, action, start, self._now, events))
 
-    def _resolve(self, name: _Name, place: Place) -> Place:
-        """Return the place of the action that allocated a block which an action at `place` names."""
-        if name.maker == _OUTSIDE:
+    def _resolve(self, owner: _Owner, place: Place) -> Place:
+        """Return the place of an owner, seen from an action at `place`."""
+        if owner.maker == _OUTSIDE:
             return _NOWHERE
-        number = name.number
-        if name.origin is _Origin.OWN:
+        number = owner.number
+        if owner.origin is _Origin.OWN:
             number += place[1]
-        elif name.origin is _Origin.END:
+        elif owner.origin is _Origin.END:
             number += self._num_microbatches
-        return place[0] + name.batches, number
+        return place[0] + owner.batches, number
 
 
 _NOWHERE: Place = (0, -1)
+_MALLOC = What.MALLOC
+_FREE = What.FREE

@@ -23,6 +23,7 @@ from hybridpar.data.loader import Loader
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.grid import place_of, sizes_of
 from hybridpar.job import JobPlan
+from hybridpar.memory_behaviour.analysis.excerpt import Times, retimed
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.recording.allocator_history import compare
 from hybridpar.memory_behaviour.recording.extended_trace import NotAlikeError, Stretch, extend
@@ -305,11 +306,12 @@ class _Nowhere:
         """Do nothing, because there is nothing to free."""
 
 
-def predict_long_trace(
-    config: Config, rank: int = 0, *, steps: int = 2
+def predict_timed_trace(
+    config: Config, rank: int, times: Times, *, steps: int = 2
 ) -> tuple[Header, list[Span]]:
-    """Return what `predict_trace` returns, sooner if a batch has many micro-batches that are alike:
-    few of them are traced.
+    """Return what `predict_trace` returns, at these times (see `retimed`).
+
+    If a batch has many micro-batches that are alike, only few of them are traced.
 
     Raises: ConfigError as `predict_trace`.
     """
@@ -325,8 +327,9 @@ def predict_long_trace(
             header, spans = predict_trace(few, rank, steps=steps, done=done)
             if done == list(lower(short.schedule, short.shape, place, 0, steps)):
                 planned = list(lower(job.schedule, job.shape, place, 0, steps))
-                return header, extend(spans, done, planned, stretch)
-    return predict_trace(config, rank, steps=steps)
+                return header, extend(spans, done, planned, stretch, times)
+    header, spans = predict_trace(config, rank, steps=steps)
+    return header, list(retimed(spans, times))
 
 
 def _stretch(job: JobPlan, rank: int) -> Stretch | None:
