@@ -35,6 +35,7 @@ def attention(
     position: Tensor | None,
     kv_head: list[int],
     scale: float,
+    softcap: float,
     causal: bool,
     window: int,
     key0: int,
@@ -50,6 +51,7 @@ def attention(
         first: The first key that each query may see. None: key 0.
         position: The position of each query among the keys. None: there are as many queries.
         kv_head: The key and value head of each query head.
+        softcap: Scores become softcap * tanh(score / softcap). 0: they do not.
         window: Most keys that a query sees. 0: no limit.
         threshold: Dropout if above 0: probability (head, position, key) of a sample has the bits of
             index start + (head * s + position) * s + key, stays if they are at least `threshold`,
@@ -66,7 +68,7 @@ def attention(
             k,
             v,
             Limits(causal, real, first, position, window),
-            (kv_head, scale),
+            (kv_head, scale, softcap),
             (key0, key1, counter, threshold, keep_scale, start),
         )
         _launch(
@@ -91,6 +93,7 @@ def attention_backward(
     position: Tensor | None,
     kv_head: list[int],
     scale: float,
+    softcap: float,
     causal: bool,
     window: int,
     key0: int,
@@ -111,7 +114,7 @@ def attention_backward(
         k,
         v,
         Limits(causal, real, first, position, window),
-        (kv_head, scale),
+        (kv_head, scale, softcap),
         (key0, key1, counter, threshold, keep_scale, start),
     )
     common |= {
@@ -154,11 +157,11 @@ def _common(
     k: Tensor,
     v: Tensor,
     limits: Limits,
-    heads: tuple[list[int], float],
+    heads: tuple[list[int], float, float],
     mask: tuple[int, int, Tensor | None, int, float, int],
 ) -> dict[str, Any]:
     """Return the arguments of all kernels, besides strides."""
-    kv_head, scale = heads
+    kv_head, scale, softcap = heads
     assert scale > 0, (
         f"scale must be positive, got {scale}"
     )  # the largest score must give the largest scaled one
@@ -182,6 +185,7 @@ def _common(
         "s": s,
         "window": limits.window or _NO_WINDOW,
         "scale": scale,
+        "softcap": softcap,
         "counter_ptr": counter,
         "key0": key0,
         "key1": key1,
@@ -192,6 +196,7 @@ def _common(
         "D": max(16, triton.next_power_of_2(d)),
         "CAUSAL": limits.causal,
         "WINDOW": limits.window > 0,
+        "SOFTCAP": softcap > 0,
         "DROPOUT": dropout,
     }
 

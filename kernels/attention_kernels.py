@@ -13,6 +13,9 @@ No atomics: every sum has one order. Blocks of keys above the diagonal or beyond
 are skipped; only those on the diagonal and at the end, in a loop of their own, are compared with
 positions. Dropout's mask is made again from its counters.
 
+Soft-caps: tiles hold tanh(scale q k^T / softcap), P is softmax of softcap times that, and dS gains
+the factor 1 - tanh^2.
+
 FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if
 causal. Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse
 twice, out once, writes and reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs
@@ -36,6 +39,8 @@ from .attention_mask import (
     _positions,
     _rows_seeing,
     _scores,
+    _slope,
+    _tanh,
 )
 from .philox import _counter
 from .tiles import _corner, _load, _store, _tile
@@ -54,6 +59,7 @@ _PLAIN = [
     "s",
     "window",
     "scale",
+    "softcap",
     "key0",
     "key1",
     "threshold",
@@ -90,6 +96,7 @@ def forward_kernel(
     s,
     window,
     scale,
+    softcap,
     counter_ptr,
     key0,
     key1,
@@ -103,6 +110,7 @@ def forward_kernel(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     row, head, b = _place(ROWS, CAUSAL)
@@ -120,7 +128,8 @@ def forward_kernel(
     position = _positions(position_ptr, rows, queries)
     first = _first_keys(first_ptr, b, rows, position, queries, s, window) if LIMITED else None
     index = start + (head * s + position) * s
-    scale *= _LOG2E  # powers of 2 from here on
+    squeeze = scale / softcap if SOFTCAP else scale
+    scale = (softcap if SOFTCAP else scale) * _LOG2E  # powers of 2 from here on
     begin, full, end = _keys_seen(
         real_ptr, position_ptr, first, position, rows, queries, row, s, ROWS, KEYS, CAUSAL
     )
@@ -130,7 +139,9 @@ def forward_kernel(
     for edge in tl.static_range(2):
         for key in range(full if edge else begin, end if edge else tl.minimum(full, end), KEYS):
             k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
-            scores = _scores(q, k, position, first, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
+            scores = _scores(
+                q, k, squeeze, position, first, key, real_ptr, s, KEYS, CAUSAL, SOFTCAP, edge == 1
+            )
             new_top = tl.maximum(top, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - new_top[:, None])
             shrink = tl.exp2(top - new_top)
@@ -182,6 +193,7 @@ def dq_kernel(
     s,
     window,
     scale,
+    softcap,
     counter_ptr,
     key0,
     key1,
@@ -195,6 +207,7 @@ def dq_kernel(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     row, head, b = _place(ROWS, CAUSAL)
@@ -226,16 +239,22 @@ def dq_kernel(
     lse = tl.load(lse_ptr + at, mask=rows < queries, other=float("inf")) * _LOG2E
     q = _load(q_ptr + (b * q_b + head * q_n) * UNIT, row, q_s * UNIT, queries, ROWS, HEAD, D)
     dq = tl.zeros((ROWS, D), tl.float32)
+    squeeze = scale / softcap if SOFTCAP else scale
+    power = (softcap if SOFTCAP else scale) * _LOG2E
     for edge in tl.static_range(2):
         for key in range(full if edge else begin, end if edge else tl.minimum(full, end), KEYS):
             k = _tile(k_matrix, k_row, k_col, k_ptr, key, k_s * UNIT, s, KEYS, HEAD, D, edge == 0)
             v = _tile(v_matrix, v_row, v_col, v_ptr, key, v_s * UNIT, s, KEYS, HEAD, D, edge == 0)
-            scores = _scores(q, k, position, first, key, real_ptr, s, KEYS, CAUSAL, edge == 1)
-            p = tl.exp2(scores * (scale * _LOG2E) - lse[:, None])
+            scores = _scores(
+                q, k, squeeze, position, first, key, real_ptr, s, KEYS, CAUSAL, SOFTCAP, edge == 1
+            )
+            p = tl.exp2(scores * power - lse[:, None])
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
             if DROPOUT:
                 dp = tl.where(_kept(index, key, noise, KEYS, DROPOUT), dp * keep_scale, 0.0)
             ds = p * (dp - delta[:, None])
+            if SOFTCAP:
+                ds *= _slope(scores)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     _store(dq_ptr + corner, dq * scale, row, heads * HEAD, queries, ROWS, HEAD, D)
 
@@ -274,6 +293,7 @@ def dkdv_kernel(
     s,
     window,
     scale,
+    softcap,
     counter_ptr,
     key0,
     key1,
@@ -287,6 +307,7 @@ def dkdv_kernel(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
@@ -337,7 +358,8 @@ def dkdv_kernel(
                 queries,
                 s,
                 window,
-                scale * _LOG2E,
+                scale,
+                softcap,
                 keep_scale,
                 noise,
                 start + head * s * s,
@@ -348,6 +370,7 @@ def dkdv_kernel(
                 KEYS,
                 CAUSAL,
                 WINDOW,
+                SOFTCAP,
                 DROPOUT,
             )
     else:
@@ -375,7 +398,8 @@ def dkdv_kernel(
             queries,
             s,
             window,
-            scale * _LOG2E,
+            scale,
+            softcap,
             keep_scale,
             noise,
             start + kv * s * s,
@@ -386,6 +410,7 @@ def dkdv_kernel(
             KEYS,
             CAUSAL,
             WINDOW,
+            SOFTCAP,
             DROPOUT,
         )
     if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
@@ -422,6 +447,7 @@ def _add_dkdv(
     s,
     window,
     scale,
+    softcap,
     keep_scale,
     noise,
     start,
@@ -432,6 +458,7 @@ def _add_dkdv(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
     """The sums over the queries of one head; transposed tiles [KEYS, ROWS], so that P and dS go on
@@ -441,6 +468,8 @@ def _add_dkdv(
     q_ptr += q_at * UNIT
     dout_ptr += dout_at * UNIT
     LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
+    squeeze = scale / softcap if SOFTCAP else scale
+    power = (softcap if SOFTCAP else scale) * _LOG2E
     full = end
     if not LIMITED:  # queries from here on see all of these keys; with limits all are compared
         full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0
@@ -455,7 +484,9 @@ def _add_dkdv(
             lse = tl.load(lse_ptr + rows, mask=rows < queries, other=float("inf")) * _LOG2E
             position = _positions(position_ptr, rows, queries)
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.exp2(scores * scale - lse[None, :])
+            if SOFTCAP:
+                scores = _tanh(scores * squeeze)
+            p = tl.exp2(scores * power - lse[None, :])
             if diagonal:
                 p = tl.where(keys[:, None] <= position[None, :], p, 0.0)
                 if LIMITED:
@@ -485,6 +516,8 @@ def _add_dkdv(
             else:
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
+            if SOFTCAP:
+                ds *= _slope(scores)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 

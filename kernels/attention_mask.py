@@ -116,6 +116,7 @@ def _rows_seeing(
 def _scores(
     q,
     k,
+    squeeze,
     position,
     first,
     key,
@@ -123,12 +124,15 @@ def _scores(
     s,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at
-    the end."""
+    """q k^T [ROWS, KEYS], or with a soft-cap tanh(squeeze q k^T), -infinity where the key is not
+    to be seen. EDGE: on the diagonal or at the end."""
     keys = key + tl.arange(0, KEYS)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        scores = _tanh(scores * squeeze)
     if EDGE:
         if CAUSAL:
             scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
@@ -140,6 +144,19 @@ def _scores(
         real = tl.load(real_ptr + keys, mask=keys < s, other=0) != 0
         scores = tl.where(real[None, :], scores, float("-inf"))
     return scores
+
+
+@triton.jit
+def _tanh(x):
+    """Without overflow: the power is infinity or 0 where x is large."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def _slope(capped):
+    """The derivative of tanh, from its value; 0 where a key is not seen (-infinity)."""
+    capped = tl.maximum(capped, -1.0)
+    return 1.0 - capped * capped
 
 
 @triton.jit

@@ -99,9 +99,9 @@ bool holds(const Optional& x, ScalarType type, int64_t size) {
 template <class T>
 Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                    const Optional& real, const Optional& first, const Optional& position,
-                   const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t window,
-                   int64_t key0, int64_t key1, const Optional& counter, int64_t threshold, double keep_scale,
-                   int64_t start) {
+                   const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
+                   int64_t window, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
+                   double keep_scale, int64_t start) {
   const int64_t samples = q.size(0), heads = q.size(1), queries = q.size(2), s = k.size(2);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
                   ": q, k and v must be of one type");
@@ -117,21 +117,21 @@ Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tenso
                   static_cast<uint32_t>(threshold), keep_scale};
   return {strided<const T>(op, q), strided<const T>(op, k), strided<const T>(op, v), data<bool>(real),
           data<int32_t>(first), data<int32_t>(position), kv_head.data(), samples, heads, k.size(1), queries, s, q.size(3),
-          static_cast<Wide<T>>(scale), causal, window, mask};
+          static_cast<Wide<T>>(scale), causal, static_cast<Wide<T>>(softcap), window, mask};
 }
 
 // out [samples, queries, heads, d], lse [samples, heads, queries]
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Optional& real, const Optional& first, const Optional& position,
-                                     const std::vector<int64_t>& kv_head, double scale, bool causal, int64_t window,
-                                     int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
-                                     double keep_scale, int64_t start) {
+                                     const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
+                                     int64_t window, int64_t key0, int64_t key1, const Optional& counter,
+                                     int64_t threshold, double keep_scale, int64_t start) {
   Tensor out = make({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
   Tensor lse = make({q.size(0), q.size(1), q.size(2)}, wide_type(q));
   by_type("attention", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention", q, k, v, real, first, position, kv_head, scale, causal, window, key0, key1,
-                              counter, threshold, keep_scale, start);
+    const auto p = problem<T>("attention", q, k, v, real, first, position, kv_head, scale, softcap, causal, window,
+                              key0, key1, counter, threshold, keep_scale, start);
     const ForwardOut<T> o{by_position<T>(out), data<Wide<T>>(lse)};
     torch::stable::parallel_for(0, p.samples * p.heads, 1, [&](int64_t begin, int64_t end) {
       HYBRIDPAR_RUN(has_fast_bfloat16(), T, forward_heads, p, o, begin, end);
@@ -144,15 +144,15 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
-    double scale, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
-    double keep_scale, int64_t start) {
+    double scale, double softcap, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter,
+    int64_t threshold, double keep_scale, int64_t start) {
   Tensor dq = make_like(out);
   Tensor dk = make({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
   Tensor dv = make_like(dk);
   by_type("attention_backward", q, [&](auto element) {
     using T = decltype(element);
-    const auto p = problem<T>("attention_backward", q, k, v, real, first, position, kv_head, scale, causal, window,
-                              key0, key1, counter, threshold, keep_scale, start);
+    const auto p = problem<T>("attention_backward", q, k, v, real, first, position, kv_head, scale, softcap, causal,
+                              window, key0, key1, counter, threshold, keep_scale, start);
     const BackwardOut<T> o{by_position<const T>(out), strided<const T>("attention_backward", dout),
                            data<Wide<T>>(lse), by_position<T>(dq), by_position<T>(dk), by_position<T>(dv)};
     torch::stable::parallel_for(0, p.samples * p.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -170,12 +170,12 @@ using namespace hybridpar;
 STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor? first, Tensor? position, int[] kv_head, float "
-      "scale, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float keep_scale, SymInt "
-      "start) -> (Tensor, Tensor)");
+      "scale, float softcap, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float "
+      "keep_scale, SymInt start) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
-      "Tensor? first, Tensor? position, int[] kv_head, float scale, bool causal, int window, int key0, int key1, Tensor? "
-      "counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
+      "Tensor? first, Tensor? position, int[] kv_head, float scale, float softcap, bool causal, int window, int key0, "
+      "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
   library.def(  // of Hopper GPUs alone (csrc/cuda)
       "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");
 }

@@ -47,6 +47,7 @@ struct Problem {
   int64_t samples, heads, kv_heads, queries, s, d;  // s keys
   Wide<T> scale;
   bool causal;
+  Wide<T> softcap;  // scores become softcap * tanh(score / softcap); 0: they do not
   int64_t window;  // a query sees so many keys at most, its own included; 0: all
   Mask mask;  // dropout: element (sample, head * s + position, key)
   int64_t padded_s() const { return round_up(s, kKeys); }
@@ -154,6 +155,20 @@ HYBRIDPAR_INLINE void hide(const Problem<T>& p, int64_t b, const Seen& seen, con
   }
 }
 
+// Caps `rows` rows of scores [kQueries, kKeys].
+template <class T>
+HYBRIDPAR_INLINE void cap(const Problem<T>& p, int64_t rows, int64_t width, Wide<T>* scores) {
+  using W = Wide<T>;
+  const W softcap = p.softcap, turns = W(2) / softcap;
+  for (int64_t r = 0; r < rows; ++r) {
+    W* row = scores + r * kKeys;
+    each(width, [=](int64_t j, int) {
+      const auto half = sigmoid(row[j] * turns);  // tanh(x) = sigmoid(2 x) - sigmoid(-2 x)
+      row[j] = softcap * (half.value - half.rest);
+    });
+  }
+}
+
 // Which probabilities of the block dropout keeps: 1 / (1 - p) or 0.
 template <class T>
 HYBRIDPAR_INLINE void keep(const Problem<T>& p, int64_t b, int64_t n, int64_t query, const KeyBlock& block,
@@ -208,6 +223,7 @@ HYBRIDPAR_INLINE void forward_any(const Problem<T>& p, const ForwardOut<T>& o, i
         const int64_t width = block.width;
         M::template product<false>(queries.get(), pd / kDeep, 1, keys_t.get() + block.transposed_at(pd / kDeep), kKeys,
                                    scores.get(), kKeys, kQueries, width, depth, p.scale);
+        if (p.softcap) cap(p, count, width, scores.get());
         hide(p, b, seen, block, scores.get());
         if (p.mask.threshold) keep(p, b, n, query, block, kept.get());
         for (int64_t r = 0; r < count; ++r) {
@@ -268,7 +284,8 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
        right_queries = buffer<E>(kQueries * pd / kDeep), right_dout = buffer<E>(kQueries * pd / kDeep),
        left = buffer<E>(kQueries * kKeys / kDeep);
   auto dkeys = buffer<W>(ps * pd), dvalues = buffer<W>(ps * pd), dqueries = buffer<W>(kQueries * pd),
-       p_block = buffer<W>(kQueries * kKeys), ds_block = buffer<W>(kQueries * kKeys), kept = buffer<W>(kQueries * kKeys);
+       p_block = buffer<W>(kQueries * kKeys), ds_block = buffer<W>(kQueries * kKeys), kept = buffer<W>(kQueries * kKeys),
+       slopes = buffer<W>(kKeys);
   W delta[kQueries];
   Seen seen;
   const int64_t depth = (p.d + kDeep - 1) / kDeep;
@@ -303,6 +320,7 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
                                      kQueries, width, depth, p.scale);
           M::template product<false>(dout.get(), pd / kDeep, 1, values_t.get() + at, kKeys, ds_block.get(), kKeys,
                                      kQueries, width, depth, W(1));
+          if (p.softcap) cap(p, count, width, p_block.get());
           hide(p, b, seen, block, p_block.get());
           if (p.mask.threshold) keep(p, b, n, query, block, kept.get());
           for (int64_t r = 0; r < kQueries; ++r) {
@@ -312,6 +330,14 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
               continue;
             }
             const W lse = o.lse[(b * p.heads + n) * p.queries + query + r], level = delta[r];
+            if (p.softcap) {  // the derivative of the cap, 0 where a key is hidden
+              const W softcap = p.softcap;
+              W* slope = slopes.get();
+              each(width, [=](int64_t j, int) {
+                const W share = at_least(row[j], -softcap) / softcap;
+                slope[j] = W(1) - share * share;
+              });
+            }
             if (p.mask.threshold) {
               const W* factors = kept.get() + r * kKeys;
               const int64_t inside = std::min(width, p.s - key);
@@ -327,6 +353,10 @@ HYBRIDPAR_INLINE void backward_any(const Problem<T>& p, const BackwardOut<T>& o,
                 ds[j] = probability * (ds[j] - level);
                 row[j] = probability;
               });
+            }
+            if (p.softcap) {
+              const W* slope = slopes.get();
+              each(width, [=](int64_t j, int) { ds[j] *= slope[j]; });
             }
           }
           const E* ds = M::left_block(ds_block.get(), rows, width, left.get());

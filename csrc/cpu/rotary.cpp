@@ -1,48 +1,9 @@
 // Rotary position embedding: turns the pairs (x[i], x[i + d/2]) of each head by an angle a position (arXiv 2104.09864).
-//
-// Cosines and sines are computed in double, for kPositions positions at a time, and kept from call to call.
 
-#include <map>
-#include <mutex>
-#include <tuple>
-
-#include "rows.h"
+#include "rotary_table.h"
 
 namespace hybridpar {
 namespace {
-
-constexpr int64_t kPositions = 512;
-constexpr size_t kMostTables = 256;  // 64 MiB of them at d = 128; then all are forgotten
-
-template <class W>
-struct Table {  // [kPositions, half] each
-  std::vector<W> cos, sin;
-};
-
-// The table of positions [number * kPositions, (number + 1) * kPositions). Any thread may ask.
-// frequencies: of each pair; magnitude: factor of cosines and sines.
-template <class W>
-std::shared_ptr<const Table<W>> table(const std::vector<double>& frequencies, double magnitude, int64_t number) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int64_t, double, std::vector<double>>, std::shared_ptr<const Table<W>>> tables;
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto key = std::make_tuple(number, magnitude, frequencies);
-  if (auto found = tables.find(key); found != tables.end()) return found->second;
-  const int64_t half = static_cast<int64_t>(frequencies.size());
-  auto made = std::make_shared<Table<W>>();
-  made->cos.resize(kPositions * half);
-  made->sin.resize(kPositions * half);
-  for (int64_t i = 0; i < half; ++i) {
-    for (int64_t at = 0; at < kPositions; ++at) {
-      const double angle = static_cast<double>(number * kPositions + at) * frequencies[i];
-      made->cos[at * half + i] = static_cast<W>(magnitude * std::cos(angle));
-      made->sin[at * half + i] = static_cast<W>(magnitude * std::sin(angle));
-    }
-  }
-  if (tables.size() >= kMostTables) tables.clear();
-  tables[key] = made;
-  return made;
-}
 
 template <class T>
 struct Rotation {
@@ -93,21 +54,19 @@ Tensor rotary(const Tensor& x, double base, const std::vector<double>& given, do
                   "rotary: positions must be int64 [s] or [samples, s]");
   STD_TORCH_CHECK(given.empty() || static_cast<int64_t>(given.size()) == half,
                   "rotary: needs a frequency for each of the ", half, " pairs of features, got ", given.size());
-  std::vector<double> frequencies = given;
-  for (int64_t i = static_cast<int64_t>(given.size()); i < half; ++i)
-    frequencies.push_back(std::pow(base, static_cast<double>(i) / -static_cast<double>(half)));
+  const std::vector<double> frequencies = pair_frequencies(base, given, half);
   Tensor y = make({samples, s, heads, d}, x.scalar_type());
   by_type("rotary", x, [&](auto element) {
     using T = decltype(element);
     using W = Wide<T>;
-    std::map<int64_t, std::shared_ptr<const Table<W>>> tables;
+    std::map<int64_t, std::shared_ptr<const RotaryTable<W>>> tables;
     const int64_t count = positions ? positions->numel() : s;
     std::vector<const W*> cos(count), sin(count);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t at = positions ? data<int64_t>(*positions)[i] : offset + i;
       STD_TORCH_CHECK(at >= 0, "rotary: position ", at, " is negative");
       auto& block = tables[at / kPositions];
-      if (!block) block = table<W>(frequencies, magnitude, at / kPositions);
+      if (!block) block = rotary_table<W>(frequencies, magnitude, at / kPositions);
       cos[i] = block->cos.data() + at % kPositions * half;
       sin[i] = block->sin.data() + at % kPositions * half;
     }

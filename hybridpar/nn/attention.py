@@ -29,6 +29,7 @@ from hybridpar.nn.recomputable import HiddenStates, value_of
 from hybridpar.nn.rotary import UNSCALED, RotaryScaling
 from hybridpar.ops.attention import AttentionMask, AttentionOptions
 from hybridpar.ops.dropout import DropoutSpec
+from hybridpar.ops.generation import NextToken, has_kernels
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias, turn_heads
 from hybridpar.random import RandomKey, site
 
@@ -292,6 +293,7 @@ class ParallelAttention(ParallelModule):
         self.rotary_scaling = rotary_scaling
         self.qk_norm = qk_norm
         self.scale = scale
+        self._scale = layout.head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.site = site(f"{name}.dropout")
         self.head_start = layout.heads[axis.rank][0]
@@ -381,6 +383,14 @@ class ParallelAttention(ParallelModule):
         has_rows = tokens.rows is not None
         assert has_rows or not self.context.is_split, "a rank's tokens need their rows"
         turn = self._turn(x, cache, tokens.sizes)
+        if cache is not None and self._has_next_token_kernel(value_of(x), cache, key):
+            assert cache.kept is not None
+            assert tokens.positions is not None
+            how = NextToken(
+                tuple(self.group_sizes), self.window or 0, self._scale, self.softcap, turn
+            )
+            y = ops.next_token_attention(self.qkv(x), *cache.kept, tokens.positions, how)
+            return self.out.without_bias(y), self.out.bias
         q, k, v = self._heads(x, turn, tokens)
         mask = AttentionMask(
             self.causal, tokens.padding_mask, self.window, tokens.first_key, tokens.rows
@@ -417,6 +427,14 @@ class ParallelAttention(ParallelModule):
             return mask
         first_key = (positions - self.window + 1).to(torch.int32).expand(num_texts, -1)
         return replace(mask, window=None, first_key=first_key)
+
+    def _has_next_token_kernel(
+        self, x: Tensor, cache: KeyValueCache, key: RandomKey | None
+    ) -> bool:
+        """Whether a kernel attends from one new token of each text to the cache."""
+        is_plain = self.qk_norm is None and key is None and not self.context.is_split
+        is_next = cache.kept is not None and x.shape[1] == 1
+        return is_plain and is_next and has_kernels(x, self.kernels.attention)
 
     def _turn(
         self, x: HiddenStates, cache: KeyValueCache | None, sizes: Sequence[int] | None

@@ -19,7 +19,8 @@ class KeyValueCache:
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._stop: int | None = None
-        self._kept: Tensor | None = None  # [2, b, g, capacity, d]
+        self.kept: tuple[Tensor, Tensor] | None = None
+        """Keys and values, [b, g, capacity, d] each. None: nothing is kept yet."""
 
     def advance(self, stop: int) -> None:
         """Say where the next new positions end, which is known outside of the layers. Otherwise each
@@ -37,12 +38,11 @@ class KeyValueCache:
         Shapes: k, v [b, g, s, d]; positions [s] (consecutive, of every text) or [b, s] -> both [b,
         g, last + 1, d].
         """
-        if self._kept is None:
+        if self.kept is None:
             b, g, _, d = k.shape
-            self._kept = k.new_zeros(
-                2, b, g, self.capacity, d
-            )  # not empty: what is masked still must be finite
-        keys, values = self._kept
+            # not empty: what is masked still must be finite
+            self.kept = k.new_zeros(b, g, self.capacity, d), v.new_zeros(b, g, self.capacity, d)
+        keys, values = self.kept
         stop = int(positions.max()) + 1 if self._stop is None else self._stop
         self._stop = None
         s = k.shape[2]
@@ -57,11 +57,13 @@ class KeyValueCache:
 
     def replace(self, texts: Sequence[int], other: KeyValueCache) -> None:
         """Replace some of these texts by the texts of another cache."""
-        assert self._kept is not None
-        assert other._kept is not None
-        self._kept[:, list(texts)] = other._kept
+        assert self.kept is not None
+        assert other.kept is not None
+        for kept, fresh in zip(self.kept, other.kept, strict=True):
+            kept[list(texts)] = fresh
 
     def keep(self, texts: Sequence[int]) -> None:
         """Forget all other texts."""
-        assert self._kept is not None
-        self._kept = self._kept[:, list(texts)]
+        assert self.kept is not None
+        keys, values = self.kept
+        self.kept = keys[list(texts)], values[list(texts)]

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from hybridpar.cpu import cpu_fields
 from hybridpar.nn.binding import GradientConsumer
+from hybridpar.ops import few_rows_linear
 
 ONEDNN_BLOCK = 2**22
 """Elements of a weight's gradient that oneDNN computes at a time, before they are added: 16 MiB,
@@ -95,6 +96,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         )
     if _is_large(x, weight.shape[0], _onednn().product):
         return _by_onednn(x, weight, bias)
+    if x.dim() == 3 and x.shape[1] == 1 and x.dtype == torch.float32:  # generation
+        return few_rows_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

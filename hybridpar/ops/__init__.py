@@ -9,6 +9,7 @@ from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
 from hybridpar.ops.embedding import embedding
 from hybridpar.ops.fp8 import quantize_fp8
+from hybridpar.ops.generation import few_rows_linear, next_token_attention
 from hybridpar.ops.largest import largest
 from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.quantize import quantize
@@ -24,11 +25,13 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "few_rows_linear",
     "geglu",
     "gelu",
     "largest",
     "layer_norm",
     "masked_attention",
+    "next_token_attention",
     "optimizer",
     "quantize",
     "quantize_fp8",

@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 
 from hybridpar.autograd import apply, once_differentiable
 from hybridpar.ops.backends.libraries import Shapes, heads_inside, wide_type, without_gaps
-from hybridpar.ops.backends.registry import SOFTCAP, resolve
+from hybridpar.ops.backends.registry import resolve
 from hybridpar.ops.dropout import KEEP_ALL, NO_DROPOUT, DropoutMask, DropoutSpec, drop, make_mask
 
 
@@ -77,8 +77,7 @@ class AttentionOptions:
         head_start: Global number of the first query head: the dropout mask of (head, position, key)
             has index (head * keys + position) * keys + key within its sample.
         scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
-        softcap: Scores become softcap * tanh(score / softcap), by torch's operators alone. 0: they
-            do not.
+        softcap: Scores become softcap * tanh(score / softcap). 0: they do not.
     """
 
     kv_index: Sequence[int] | None = None
@@ -101,7 +100,7 @@ class AttentionCall:
         dropout: The dropout mask of the probabilities [b, n, keys, keys], of which the queries have
             the rows of their positions.
         scale: Factor of the products of queries and keys. None: 1 / sqrt(d).
-        softcap: Limit of the scores. 0: there is none.
+        softcap: Scores become softcap * tanh(score / softcap). 0: they do not.
     """
 
     mask: AttentionMask
@@ -112,9 +111,9 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether libraries can express the call: no limits, no padding and no dropout."""
-        mask = self.mask
-        return mask.is_square and mask.padding_mask is None and self.dropout.threshold == 0
+        """Whether libraries can express it: no limits, no padding, no dropout and no soft-cap."""
+        is_unmasked = self.mask.padding_mask is None and self.dropout.threshold == 0
+        return self.mask.is_square and is_unmasked and self.softcap == 0
 
     def scale_of(self, q: Tensor) -> float:
         """Return the factor of the products of queries and keys."""
@@ -184,7 +183,7 @@ def masked_attention(
             raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
         return attention_torch(q, k, v, call)
     shape = attention_class(d, grouped=n != n_kv)
-    code = resolve("attention", backend, q, shape, SOFTCAP if call.softcap else ())
+    code = resolve("attention", backend, q, shape)
     return code(q, k, v, call)
 
 
@@ -214,8 +213,8 @@ def attention_class(head_dim: int, *, grouped: bool) -> str:
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Run torch's fused kernel (cuDNN's or FlashAttention's) if it has one, otherwise Triton's.
 
-    torch's has neither dropout nor padding, first keys, positions or windows, and adds up dq in any
-    order, so Triton's also runs if torch is to be deterministic.
+    torch's has neither dropout nor padding, first keys, positions, windows or soft-caps, and adds up
+    dq in any order, so Triton's also runs if torch is to be deterministic.
     Shapes: see `attention`.
     """
     n = q.shape[1]
@@ -428,6 +427,7 @@ def _arguments(q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
         mask.positions,
         call.kv_index,
         call.scale_of(q),
+        call.softcap,
         mask.causal,
         mask.window or 0,
         *call.dropout[:5],

@@ -24,8 +24,15 @@ LIMITS = [
     ((90, 128, "bf16", True, False, 0, True, True), ("window",)),
     ((80, 128, "bf16", True, False, 1, False, False), ("first", "window")),
     ((90, 64, "bf16", True, False, 0, False, True), ("first", "position", "window")),
+    ((90, 128, "bf16", True, False, 0, True, True), ("window", "softcap")),
+    ((80, 256, "bf16", True, False, 0, True, False), ("window", "softcap")),
 ]
-"""Cases with first keys, positions of queries, a window."""
+"""Cases with first keys, positions of queries, a window, a soft-cap."""
+SOFTCAPS = [
+    (80, 64, "bf16", True, False, 0, False, False),
+    (90, 128, "bf16", True, False, 0, False, True),
+    (90, 256, "bf16", True, False, 0, True, False),
+]
 GPUS = (80, 89, 90, 100, 120)
 """A GPU of each group of tiles_of, and of those with 99 KiB one without and one with a copy
 engine."""
@@ -53,6 +60,8 @@ def specs(kernel: str) -> Iterator[Spec]:
         yield spec(kernel, use, tiles(kernel, use)[0])
     for use, limits in LIMITS:
         yield spec(kernel, use, tiles(kernel, use, limited=True)[0], limits)
+    for use in SOFTCAPS:
+        yield spec(kernel, use, tiles(kernel, use)[0], ("softcap",))
     for use in CANDIDATES:
         for tile in tiles(kernel, use):
             yield spec(kernel, use, tile)
@@ -89,6 +98,7 @@ def spec(kernel: str, use: Use, tile: Tile, limits: tuple[str, ...] = ()) -> Spe
         "s": "i32",
         "window": "i32",
         "scale": "fp32",
+        "softcap": "fp32",
         **COUNTERS,
         "keep_scale": "fp32",
         "start": "i64",
@@ -99,6 +109,7 @@ def spec(kernel: str, use: Use, tile: Tile, limits: tuple[str, ...] = ()) -> Spe
         "D": D,
         "CAUSAL": causal,
         "WINDOW": "window" in limits,
+        "SOFTCAP": "softcap" in limits,
         "DROPOUT": dropout,
         "UNIT": 4 if element == "fp32" else 8,
     }

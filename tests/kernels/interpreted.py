@@ -259,7 +259,7 @@ def test_attention_drops_what_the_reference_drops(s):
     v = torch.eye(s, d, dtype=torch.float16).expand(
         b, n, s, d
     )  # so that out is the matrix of probabilities
-    settings = (None, None, None, [0, 1], 0.5, False, 0, *mask, 1 / 0.7, start)
+    settings = (None, None, None, [0, 1], 0.5, 0.0, False, 0, *mask, 1 / 0.7, start)
     out, lse = attention.attention(q, q, v, *settings)
     kept = dropout_torch(torch.ones(b, n * s, s), DropoutMask(*mask, 1.0, s, start))
     kept = kept.view(b, n, s, s)
@@ -306,10 +306,12 @@ def test_attention_of_nothing():
 
     for b, n, s in ((0, 2, 5), (2, 0, 5), (2, 2, 0)):
         q = torch.empty(b, n, s, 8)
-        out, lse = attention.attention(q, q, q, *NO_MASK, list(range(n)), 1.0, True, 0, *NO_DROPOUT)
+        out, lse = attention.attention(
+            q, q, q, *NO_MASK, list(range(n)), 1.0, 0.0, True, 0, *NO_DROPOUT
+        )
         assert (out.shape, lse.shape) == ((b, s, n, 8), (b, n, s))
         gradients = attention.attention_backward(
-            q, q, q, q, out, lse, *NO_MASK, list(range(n)), 1.0, True, 0, *NO_DROPOUT
+            q, q, q, q, out, lse, *NO_MASK, list(range(n)), 1.0, 0.0, True, 0, *NO_DROPOUT
         )
         assert {x.shape for x in gradients} == {(b, s, n, 8)}
 
@@ -320,12 +322,12 @@ def test_attention_of_queries_that_see_no_key():
 
     q = torch.randn(1, 1, 3, 8)
     real = torch.tensor([[True, False, True]])
-    out, lse = attention.attention(q, q, q, ~real, None, None, [0], 1.0, True, 0, *NO_DROPOUT)
+    out, lse = attention.attention(q, q, q, ~real, None, None, [0], 1.0, 0.0, True, 0, *NO_DROPOUT)
     assert torch.equal(out[0, 0], torch.zeros(1, 8))
     assert lse[0, 0, 0] == torch.inf
     assert lse[0, 0, 1:].isfinite().all()
     dq, dk, dv = attention.attention_backward(
-        q, q, q, q, out, lse, ~real, None, None, [0], 1.0, True, 0, *NO_DROPOUT
+        q, q, q, q, out, lse, ~real, None, None, [0], 1.0, 0.0, True, 0, *NO_DROPOUT
     )
     assert (dq[0, 0] == 0).all()
     assert (dk[real] == 0).all()

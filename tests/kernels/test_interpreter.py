@@ -28,6 +28,7 @@ RUNS = {  # each starts a Python, so they are few
             f"{HERE} and not attention and not memory_held and (torch.float32 or torch.float16 and "
             "not 300x33)",
             f"{HERE} and attention and torch.float32 and not memory_held and (x5x7 and not large "
+            f"or soft-cap "
             f"or {EACH} or x70x40 and "
             "not dropout and not padded)",
             f"{HERE} and (strides and (not attention or {EACH}) or memory_held and torch.float32 "

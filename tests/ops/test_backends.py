@@ -157,6 +157,29 @@ def cases() -> Iterator[Case]:
             q, k, v, AttentionMask(True), AttentionOptions(scale=0.9), backend=backend
         ),
     )
+    for b, n, n_kv, s, d, index, causal, window, p in (
+        (2, 4, 2, 9, 8, None, True, None, 0.0),
+        (1, 3, 2, 133, 20, [1, 0, 1], True, 41, 0.0),
+        (2, 2, 1, 70, 32, None, True, 3, 0.3),
+        (2, 2, 2, 37, 7, None, False, None, 0.0),
+        (1, 2, 2, 65, 64, None, False, None, 0.2),
+    ):
+        real = torch.arange(b * s).view(b, s) % 4 != 1 if n_kv == 2 and b == 2 else None
+        yield Case(
+            "attention",
+            f"soft-cap-{s}x{d}{'-causal' * causal}",
+            ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
+            lambda q, k, v, backend, m=real, i=index, c=causal, w=window, p=p: ops.masked_attention(
+                q,
+                k,
+                v,
+                AttentionMask(c, padding_mask=on(m, q), window=w),
+                AttentionOptions(
+                    kv_index=i, dropout=DropoutSpec(p, KEY, SITE), scale=0.6, softcap=1.25
+                ),
+                backend=backend,
+            ),
+        )
     for b, s, d, groups, features in (
         (2, 5, 7, (1, 1, 1), 0),
         (1, 70, 32, (2, 2), 32),

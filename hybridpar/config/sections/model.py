@@ -107,8 +107,7 @@ class ModelConfig(ModelSpec):
     attention_scale: NotNegative = 0.0
     """Factor of the products of queries and keys. 0: 1 / sqrt(head_dim)."""
     attention_softcap: NotNegative = 0.0
-    """Attention scores become cap * tanh(score / cap), as in Gemma 2. The fused kernels have no such
-    cap: torch's operators hold the full matrix of scores. 0: no cap."""
+    """Attention scores become cap * tanh(score / cap), as in Gemma 2. 0: no cap."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
     """Normalization layer."""
     norm_eps: NotNegative = 0.0

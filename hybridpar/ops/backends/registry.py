@@ -38,7 +38,6 @@ from hybridpar.ops.backends import measured
 _log = logging.getLogger(__name__)
 _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 SCALED = ("scaled frequencies",)
-SOFTCAP = ("soft-caps",)
 """Features of operations that not all of their backends have."""
 _HALF = torch.bfloat16, torch.float16
 _NARROW = torch.float32, *_HALF
@@ -180,7 +179,6 @@ _HOPPER = Backend(
     "cuda",
     _HALF,
     "hybridpar.ops.backends.hopper:missing",
-    lacks=SOFTCAP,
 )
 
 
@@ -209,14 +207,10 @@ TABLE = (
         "cuda",
         _HALF,
         _TRITON.check,
-        lacks=SOFTCAP,
     ),
-    *_rows(
-        "attention",
-        "attention",
-        libraries=(replace(_CPP, lacks=SOFTCAP), replace(_TRITON, lacks=SOFTCAP)),
-        others=(_HOPPER,),
-    ),
+    *_rows("attention", "attention", others=(_HOPPER,)),
+    *_rows("next_token_attention", "generation", libraries=(replace(_CPP, dtypes=_ALL[:2]),)),
+    *_rows("few_rows_linear", "generation", libraries=(replace(_CPP, dtypes=_ALL[:2]),)),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", libraries=(_CPP, _TRITON, _CUDA)),
     *_rows("dropout", "dropout"),
     *_rows(

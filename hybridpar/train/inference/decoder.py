@@ -76,7 +76,7 @@ class Decoder:
             batch["padding_mask"] = torch.arange(max(self._lengths)) <= at[:, None]
         for cache in self._caches.values():
             cache.advance(max(self._lengths))
-        return self._logits(self._forward(batch, self._caches), [0] * len(tokens))
+        return self._logits(self._forward(batch, self._caches))
 
     def forget(self, ended: Sequence[int]) -> None:
         """Drop these texts; the others move up."""
@@ -100,7 +100,9 @@ class Decoder:
         for cache in caches.values():
             cache.advance(longest)
         x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
-        return caches, self._logits(x, [len(text) - 1 for text in texts])
+        if x is not None:
+            x = x[torch.arange(len(x)), torch.tensor([len(text) - 1 for text in texts])][:, None]
+        return caches, self._logits(x)
 
     @torch.no_grad()
     def _forward(
@@ -127,10 +129,10 @@ class Decoder:
         return None
 
     @torch.no_grad()
-    def _logits(self, x: Tensor | None, last: Sequence[int]) -> Tensor | None:
-        """Return the logits after position last[i] of text i. Shapes: x [b, s, h] -> [b, v]."""
+    def _logits(self, x: Tensor | None) -> Tensor | None:
+        """Return the logits after one position of each text. Shapes: x [b, 1, h] -> [b, v]."""
         if x is None:
             return None
         head = self.stage.blocks[str(self.model.num_layers + 1)]
-        logits: Tensor = head.logits(x[torch.arange(len(x)), torch.tensor(last)])  # type: ignore[operator]
-        return logits
+        logits: Tensor = head.logits(x)  # type: ignore[operator]
+        return logits[:, 0]

@@ -450,7 +450,8 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
     Source of top_p: arXiv 1904.09751.
     """
-    if not logits.isfinite().all():
+    # the sum of finite logits is finite, and one pass, where isfinite() is several
+    if not logits.sum(-1).isfinite().all():
         return torch.full((len(logits),), -1)
     if sampling.temperature == 0:
         return logits.argmax(-1)

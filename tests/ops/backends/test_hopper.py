@@ -172,14 +172,13 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     call = AttentionCall(AttentionMask(True, real), [0, 1], drops)
     library, _, arguments = hopper.HopperPasses().forward(q, q, q, call)
     assert library == taken
-    plain = ([0, 1], d**-0.5, True)
-    assert arguments[3:] == (
-        plain if taken == "hopper" else (real, None, None, *plain, 0, 1, 2, None, threshold, 1.5, 5)
-    )
+    of_triton = (real, None, None, [0, 1], d**-0.5, 0.0, True, 0, 1, 2, None, threshold, 1.5, 5)
+    assert arguments[3:] == (([0, 1], d**-0.5, True) if taken == "hopper" else of_triton)
     if taken == "hopper":
         first = torch.zeros(1, 3, dtype=torch.int32)
-        for limits in ({"window": 2}, {"first_key": first}, {"positions": first[0]}):
-            limited = replace(call, mask=AttentionMask(True, **limits))
+        limits = ({"window": 2}, {"first_key": first}, {"positions": first[0]})
+        calls = [replace(call, mask=AttentionMask(True, **limit)) for limit in limits]
+        for limited in (*calls, replace(call, softcap=30.0)):
             library, _, arguments = hopper.HopperPasses().forward(q, q, q, limited)
             assert library == "triton"
 

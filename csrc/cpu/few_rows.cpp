@@ -1,0 +1,133 @@
+// x W^T + b for a few rows x, as when a token of each text is generated: the time that it takes to read W once.
+//
+// MKL and oneDNN read W in the order that suits many rows. A thread here reads several rows of W at once, each far apart, as
+// a core alone waits for memory between one page and the next. An element is the sum of kParts partial sums by position,
+// whatever the other rows, and the number of threads.
+
+#include "rows.h"
+
+namespace hybridpar {
+namespace {
+
+constexpr int kParts = 16;  // partial sums of an element: an AVX-512 register of float
+constexpr int kStreams = 4;  // rows of W that are read at once
+constexpr int64_t kMostRows = 16;
+
+template <class T>
+struct Product {
+  const T *x, *weight, *bias;  // bias: may be null
+  T* y;
+  int64_t rows, depth, cols;
+};
+
+template <int R, class T>
+HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col, int64_t step) {
+  T sum[R][kStreams][kParts] = {};
+  const T* x = p.x + row * p.depth;
+  const T* w = p.weight + col * p.depth;
+  const int64_t apart = step * p.depth;
+  int64_t k = 0;
+  for (; k + kParts <= p.depth; k += kParts) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kStreams; ++c) {
+      __builtin_prefetch(ahead(w + c * apart + k));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma omp simd
+        for (int i = 0; i < kParts; ++i)
+          sum[r][c][i] = multiply_add(x[r * p.depth + k + i], w[c * apart + k + i], sum[r][c][i]);
+    }
+  }
+  for (int c = 0; c < kStreams; ++c) {
+    for (int r = 0; r < R; ++r) {
+      T* parts = sum[r][c];
+      for (int64_t i = 0; k + i < p.depth; ++i)
+        parts[i] = multiply_add(x[r * p.depth + k + i], w[c * apart + k + i], parts[i]);
+      for (int half = kParts / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+      const int64_t at = col + c * step;
+      p.y[(row + r) * p.cols + at] = p.bias ? parts[0] + p.bias[at] : parts[0];
+    }
+  }
+}
+
+// All rows of y at columns col, col + step, .. (kStreams of them).
+template <class T>
+HYBRIDPAR_INLINE void columns(const Product<T>& p, int64_t col, int64_t step) {
+  int64_t row = 0;
+  for (; row + 4 <= p.rows; row += 4) dot_products<4>(p, row, col, step);
+  if (p.rows - row >= 2) {
+    dot_products<2>(p, row, col, step);
+    row += 2;
+  }
+  if (p.rows - row) dot_products<1>(p, row, col, step);
+}
+
+// Columns [begin, end) of y, of which there are kStreams at least.
+template <class T>
+HYBRIDPAR_INLINE void few_rows_any(const Product<T>& p, int64_t begin, int64_t end) {
+  const int64_t step = (end - begin) / kStreams;
+  for (int64_t i = 0; i < step; ++i) columns(p, begin + i, step);
+  if (begin + kStreams * step < end) columns(p, end - kStreams, 1);  // what is left, and some of it again
+}
+
+}  // namespace
+
+namespace numbers {
+namespace {
+#define HYBRIDPAR_FEW_ROWS(T)                                                                   \
+  HYBRIDPAR_CLONES void few_rows_columns(const Product<T>& p, int64_t begin, int64_t end) {     \
+    few_rows_any(p, begin, end);                                                                \
+  }
+HYBRIDPAR_FEW_ROWS(float)
+HYBRIDPAR_FEW_ROWS(double)
+}  // namespace
+}  // namespace numbers
+
+namespace {
+
+// x [.., depth], weight [cols, depth], bias [cols] -> [.., cols]
+Tensor few_rows_linear(const Tensor& x, const Tensor& weight, const Optional& bias) {
+  const char* op = "few_rows_linear";
+  check_contiguous(op, "x", x);
+  check_contiguous(op, "weight", weight);
+  STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 2 && x.size(x.dim() - 1) == weight.size(1) &&
+                      weight.scalar_type() == x.scalar_type(),
+                  op, ": weight must be [cols, the last size of x], and of x's type");
+  const int64_t rows = num_rows(x), depth = weight.size(1), cols = weight.size(0);
+  STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->dim() == 1 && bias->size(0) == cols &&
+                            bias->scalar_type() == x.scalar_type()),
+                  op, ": bias must be [cols], and of x's type");
+  STD_TORCH_CHECK(rows <= kMostRows && cols >= kStreams, op, ": is for up to ", kMostRows, " rows of x, and ", kStreams,
+                  " of weight at least");
+  std::vector<int64_t> shape;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) shape.push_back(x.size(dim));
+  shape.push_back(cols);
+  Tensor y = make(shape, x.scalar_type());
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    const Product<T> p{data<T>(x), data<T>(weight), data<T>(bias), data<T>(y), rows, depth, cols};
+    const int64_t steps = cols / kStreams, grain = kGrain / std::max<int64_t>(1, depth * kStreams);
+    torch::stable::parallel_for(0, steps, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
+      numbers::few_rows_columns(p, begin * kStreams, end == steps ? cols : end * kStreams);
+    });
+  };
+  if (x.scalar_type() == ScalarType::Float) {
+    run(float());
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double, op, ": x must be float32 or float64");
+    run(double());
+  }
+  return y;
+}
+
+}  // namespace
+}  // namespace hybridpar
+
+using namespace hybridpar;
+
+STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
+  library.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) { library.impl("few_rows_linear", TORCH_BOX(&few_rows_linear)); }
