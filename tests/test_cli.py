@@ -397,6 +397,15 @@ def test_check_says_what_is_not_here(config: Path, capsys: pytest.CaptureFixture
     assert len(json.loads(capsys.readouterr().out)["absent"]) == 3
 
 
+def test_check_refuses_to_stop_by_a_set_that_the_run_has_not(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data.split", "0.1", "--train.eval_interval", "2", "--train.stop_patience", "2"]
+    message = fails(capsys, "check", config, *flags, "--train.stop_by", "loss/wiki")
+    assert "train.stop_by = 'loss/wiki': must name a validation set of this run" in message
+    assert main(["check", str(config), *flags, "--train.stop_by", "loss"]) == 0
+
+
 def test_simulate_draws_and_counts(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ class Check:
 
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.ranks)
+        _check_best_set(config)
         room = Room.of(config, launch, self.profile, self.cluster, self.memory_gb)
         from hybridpar.planner.costs.transfer_costs import UnknownCosts
 
@@ -166,6 +167,17 @@ class Check:
         for text in absent:
             print(f"\nnot on this machine, or of no use: {text}")
         return 0
+
+
+def _check_best_set(config: Config) -> None:
+    """Check that checkpoint.best_by and train.stop_by name one of the validation sets that a GPT or
+    BERT reads; a program may give others to its own model. Raises: ConfigError."""
+    from hybridpar.train.evaluation import require_best_set
+
+    data = config.data
+    if config.model.text_format is config.model and config.train.eval_interval:
+        held_out = {"": ()} if data.split > 0 else {}
+        require_best_set(config, data.valid_sources or held_out)
 
 
 def _absent(config: Config) -> list[str]:

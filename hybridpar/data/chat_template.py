@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,9 @@ ASSISTANT = "assistant"
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MARKS = re.compile(f"[{BEGIN_ANSWER}{END_ANSWER}]")
 _MAX_BYTES = 4 << 20
+MOST_CHARACTERS = 16 << 20
+"""Characters of a rendered conversation, and elements of what a template multiplies: an untrusted
+template must not fill the memory."""
 
 
 class ChatTemplate:
@@ -140,10 +143,20 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Any, asks: bool) -> str:
         from jinja2 import TemplateError
 
+        pieces = self._template.generate(
+            messages=list(messages), tools=tools, add_generation_prompt=asks, **self._words
+        )
+        made = []
+        length = 0
         try:
-            return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=asks, **self._words
-            )
+            for piece in pieces:
+                length += len(piece)
+                if length > MOST_CHARACTERS:
+                    raise DataError(
+                        f"{self.name}: writes more than {MOST_CHARACTERS:,} characters for one "
+                        f"conversation; divide the conversation, or correct the template"
+                    )
+                made.append(piece)
         except TemplateError as error:
             raise DataError(f"{self.name}: refuses the conversation ({error})") from None
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
@@ -152,6 +165,7 @@ class ChatTemplate:
             raise DataError(
                 f"{self.name}: fails on the conversation ({type(error).__name__})"
             ) from None
+        return "".join(made)
 
 
 def conversation_of(record: object) -> tuple[list[Message], Any]:
@@ -268,7 +282,21 @@ def _environment() -> ImmutableSandboxedEnvironment:
             raise TemplateError(f"tojson has no option {unknown[0]}")
         return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
-    environment = ImmutableSandboxedEnvironment(
+    class Bounded(ImmutableSandboxedEnvironment):
+        """A sandbox in which no product fills the memory."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" and not abs(right) <= 64:
+                raise TemplateError(f"the exponent of a power must be at most 64; it is {right}")
+            if operator == "*":
+                for repeated, count in ((left, right), (right, left)):
+                    if isinstance(repeated, Sized) and len(repeated) * count > MOST_CHARACTERS:
+                        raise TemplateError(f"a product has more than {MOST_CHARACTERS:,} elements")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json

@@ -112,6 +112,25 @@ def test_a_conversation_without_text_of_answers_is_refused(text, answer, message
         marked_text(pair("a", answer), template(text))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "{% for i in range(99999) %}{{ messages[0].content * 999 }}{% endfor %}",
+            "writes more than 16,777,216 characters for one conversation; divide the conversation",
+        ),
+        ("{{ 'a' * 10000000000 }}", "a product has more than 16,777,216 elements"),
+        ("{{ 3000000000 * [1] }}", "a product has more than 16,777,216 elements"),
+        ("{{ 9 ** (9 ** 9) }}", "the exponent of a power must be at most 64; it is 387420489"),
+    ],
+)
+def test_a_template_does_not_fill_the_memory(text, message):
+    template = ChatTemplate(text, "large.jinja", {})
+    with pytest.raises(DataError, match=f"large.jinja: .*{message}"):
+        template.render([{"role": "user", "content": "Hi"}])
+    assert ChatTemplate("{{ '=' * 3 }}{{ 2 ** 5 * 2 }}", "", {}).render([]) == "===64"
+
+
 def test_templates_run_in_a_sandbox_without_a_clock():
     for text in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(DataError, match="refuses the conversation"):

@@ -163,13 +163,15 @@ def mean_of(grid: dict[str, int], size: int, num_microbatches: int) -> float:
         ({"dp": 1}, 1, 2),
         ({"dp": 2}, 1, 1),
         ({"dp": 1, "pp": 2}, 1, 1),
+        ({"dp": 1, "tp": 2}, 2, 1),
+        ({"dp": 2, "pp": 2}, 1, 1),
     ],
     ids=str,
 )
 def test_a_loss_of_2_over_1_label_and_90_over_9_is_9_2(
     grid: dict[str, int], size: int, num_microbatches: int
 ) -> None:
-    ranks = grid["dp"] * grid.get("pp", 1)
+    ranks = math.prod(grid.values())
     for mean in run_ranks(mean_of, ranks, grid, size, num_microbatches):
         assert mean == pytest.approx(9.2, rel=1e-6)
 
