@@ -37,7 +37,7 @@ from hybridpar.planner.machines.hardware import DEVICES, Device
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.planner.measuring.profile import Hardware
 from hybridpar.prediction.footprint import Buffers, trace_stage
-from hybridpar.prediction.work import KINDS
+from hybridpar.prediction.work import block_kinds
 from hybridpar.schedules.schedule_table import PipelineShape
 
 CPU_SLOWDOWN = 23.0
@@ -172,13 +172,10 @@ def _edge(source: int, to: int, cost: float) -> dict[str, Any]:
 def _stitched(config: Config, machine: Machine, training: bool) -> tuple[list[_Node], list[int]]:
     """Return the forward nodes of the model in an order in which they can run, and the numbers of
     its losses."""
-    last = config.model.num_blocks - 1
-    kinds = {0: KINDS[0], last: KINDS[2]}
     known: dict[str, list[_Node]] = {}
     nodes: list[_Node] = []
     leaving: list[int] = []  # nodes whose outputs are the next block's input
-    for number in range(last + 1):
-        kind = kinds.get(number, KINDS[1])
+    for number, kind in enumerate(block_kinds(config.model)):
         first = len(nodes)
         if kind not in known:
             known[kind] = _of_block(config, machine, kind, number, training)

@@ -31,7 +31,7 @@ from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
 from hybridpar.prediction.operators import Operator
 
 KINDS = ("embedding", "layer", "head")
-"""Kinds of GPT's and BERT's blocks."""
+"""Kinds of the blocks of a GPT or BERT whose layers are alike."""
 
 
 class Op(NamedTuple):
@@ -191,7 +191,8 @@ def messages_by_kind(
         train=TrainConfig(micro_batch_size=1, device="cpu", dtype="bf16"),
     )
     kinds = block_kinds(model)
-    return {kind: block_messages(config, kinds.index(kind), torch.device("cpu")) for kind in KINDS}
+    cpu = torch.device("cpu")
+    return {kind: block_messages(config, kinds.index(kind), cpu) for kind in dict.fromkeys(kinds)}
 
 
 @contextmanager
@@ -233,20 +234,30 @@ def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
 def block_kinds(model: ModelSpec) -> tuple[str, ...]:
     """Return the kind of each block; blocks of one kind run equal operators on equal shapes.
 
-    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head; if only some of
-    its layers have experts, these are the kind "experts". In other models a kind is named after its
-    first block: blocks.1.
+    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head; layers that differ
+    by experts, windows or rotary positions are kinds of their own (`layer_kind`). In other models a
+    kind is named after its first block: blocks.1.
     """
     if (formulas := model.cost_model) is not None:
-        layers = [KINDS[1]] * (model.num_blocks - 2)
-        if formulas.has_mixed_layers:
-            with_experts = map(formulas.layer_has_experts, range(len(layers)))
-            layers = ["experts" if has else KINDS[1] for has in with_experts]
+        layers = (layer_kind(formulas, number) for number in range(model.num_blocks - 2))
         return (KINDS[0], *layers, KINDS[2])
     found: dict[object, str] = {}
     return tuple(
         found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))
     )
+
+
+def layer_kind(model: ModelConfig, layer: int) -> str:
+    """Return the kind of a layer of GPT or BERT, counted from 0: "layer", or if only some layers
+    have experts, windows or no rotary positions such as "experts with window".
+    """
+    layers = range(model.num_layers)
+    kind = "experts" if model.has_mixed_layers and model.layer_has_experts(layer) else KINDS[1]
+    if len({model.layer_window(n) for n in layers}) > 1 and model.layer_window(layer):
+        kind += " with window"
+    if len({model.layer_rotates(n) for n in layers}) > 1 and not model.layer_rotates(layer):
+        kind += " without rotary"
+    return kind
 
 
 @lru_cache(maxsize=64)

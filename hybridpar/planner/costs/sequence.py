@@ -17,8 +17,9 @@ from itertools import count
 from hybridpar.config import Config, ModelConfig
 from hybridpar.planner.machines.kernel_times import activation_bytes
 from hybridpar.planner.measuring.profile import BlockCost
-from hybridpar.prediction.work import KINDS, messages_by_kind
+from hybridpar.prediction.work import KINDS, block_kinds, messages_by_kind
 
+ENDS = (KINDS[0], KINDS[2])
 _FORWARD = 2.0
 _BACKWARD = 2.5
 
@@ -29,7 +30,8 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
     Args:
         costs: Costs without sequence parallelism, at the configuration's parallel.tp.
     """
-    layer = costs["layer"]
+    kinds = block_kinds(config.model)
+    layer = costs[kinds[1]]
     if not layer.forward_messages:  # measured without collectives
         return dict(costs)
     whole = max(layer.forward_messages)
@@ -43,7 +45,7 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
             changes[kind],
             whole,
             per_byte,
-            _norms(config) if kind == "layer" else 0.0,
+            0.0 if kind in ENDS else _norms(config, max(0, kinds.index(kind) - 1)),
             config.parallel.tp,
         )
         for kind, cost in costs.items()
@@ -72,15 +74,15 @@ def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
             (sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
             for sums, parts in zip(plain[kind], split[kind], strict=True)
         ]
-        for kind in KINDS
+        for kind in plain
     }
 
 
-def _norms(config: Config) -> float:
-    """Return the norms' share of a layer's `remake` time; the rest is the activation function,
+def _norms(config: Config, layer: int) -> float:
+    """Return the norms' share of the `remake` time of a layer, counted from 0; the rest is the activation function,
     which tp ranks split."""
     model = _formulas(config)
-    activation = (3 if model.gated else 2) * model.active_ffn_size(0) / config.parallel.tp
+    activation = (3 if model.gated else 2) * model.active_ffn_size(layer) / config.parallel.tp
     return 4 * model.hidden_size / (4 * model.hidden_size + activation)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config, TrainConfig
-from hybridpar.errors import config_error
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.models.cost import untied_parameters
@@ -97,10 +96,6 @@ class StageCosts:
             not self.is_cpu and config.train.cuda_graphs and unsupported(self.job) is None
         )
         """Whether CUDA graphs remove the device's waits for kernel launches."""
-        experts = config.model.routed_experts
-        if experts is not None and not experts.in_all_layers:
-            rule = "must give experts to all layers, or to none, in a plan"
-            raise config_error("model.moe_layers", config.transformer.moe_layers, rule, '"1"')
         self._kind_of = block_kinds(config.model)
         self.kinds_on = self._kinds_on()
         """Cost of each kind of block by pipeline rank, on the slowest of the rank's devices."""

@@ -39,7 +39,7 @@ from hybridpar.planner.machines.machine import Machine
 from hybridpar.planner.measuring.profile import BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.prediction.limit import RESERVED
-from hybridpar.prediction.work import KINDS, block_kinds, block_work, messages_by_kind
+from hybridpar.prediction.work import block_kinds, block_work, messages_by_kind
 from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC = 4
@@ -565,15 +565,19 @@ def _transformer_costs(
     kernels: Kernels,
 ) -> dict[Key, BlockCost]:
     """Estimate embedding, layer and head of a GPT or BERT by formulas."""
+    kinds = block_kinds(model)
     blocks = dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)
         messages = (
-            messages_by_kind(model, 2) if tp > 1 else dict.fromkeys(KINDS, ((), ()))
+            messages_by_kind(model, 2) if tp > 1 else dict.fromkeys(kinds, ((), ()))
         )  # a message of the same size over more ranks
         for b in sizes:
             times = block_times(model, b, device, tp, kernels)
-            for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
+            for kind in dict.fromkeys(kinds):
+                number = kinds.index(kind)
+                time = times[number]
+                is_layer = 0 < number < len(kinds) - 1
                 forward, backward = (tuple(b * n for n in sizes) for sizes in messages[kind])
                 n = parameters[kind]
                 blocks[kind, tp, b] = BlockCost(
@@ -583,7 +587,7 @@ def _transformer_costs(
                     device.memory_time(UPDATE_TRAFFIC * n),
                     forward_messages=forward,
                     backward_messages=backward,
-                    remake=remake_time(model, b, device, tp) if kind == "layer" else 0.0,
+                    remake=remake_time(model, number - 1, b, device, tp) if is_layer else 0.0,
                     parameters=n,
                     forward_idle=time.forward_idle,
                     backward_idle=time.backward_idle,
@@ -594,7 +598,8 @@ def _transformer_costs(
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:
     """Return the parameters of each kind of block on the first of `tp` ranks, without allocating
     them."""
-    built = build_blocks(
-        replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3)
-    )
-    return {kind: sum(p.numel() for p in built[n].parameters()) for n, kind in enumerate(KINDS)}
+    kinds = block_kinds(model)
+    numbers = {kind: kinds.index(kind) for kind in kinds}
+    untied = replace(model, tie_embeddings=False)
+    built = build_blocks(untied, silent_axis("tp", tp), list(numbers.values()))
+    return {kind: sum(p.numel() for p in built[n].parameters()) for kind, n in numbers.items()}

@@ -31,7 +31,7 @@ from hybridpar.models.cost import layer_attention_flops
 from hybridpar.models.heads import LABELLED
 from hybridpar.ops.backends.libraries import OLDEST_GPU
 from hybridpar.planner.machines.hardware import Device
-from hybridpar.prediction.work import Op
+from hybridpar.prediction.work import Op, layer_kind
 
 # bytes of an fp16 or bf16 number, and of an fp32 number
 HALF = 2
@@ -161,17 +161,23 @@ def block_times(
     """
     if tp < 1:
         raise config_error("parallel.tp", tp, "must be at least 1", "1")
-    layer = _layer(model, micro_batch_size, device, tp, kernels)
+    kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    layers = {
+        kind: _layer(model, kinds.index(kind), micro_batch_size, device, tp, kernels)
+        for kind in dict.fromkeys(kinds)
+    }
     return (
         BlockTime(0.0, 0.0),
-        *[layer] * model.num_layers,
+        *(layers[kind] for kind in kinds),
         _head(model, micro_batch_size, device, tp, kernels),
     )
 
 
-def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels) -> BlockTime:
+def _layer(
+    model: ModelConfig, layer: int, b: int, device: Device, tp: int, kernels: Kernels
+) -> BlockTime:
     h = model.hidden_size
-    f = model.active_ffn_size(0)
+    f = model.active_ffn_size(layer)
     tokens = b * model.seq_length
     gates = 2 if model.gated else 1
     heads = model.num_heads * model.head_size
@@ -179,10 +185,13 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     products = (
         Product(tokens, -(-joined // tp), h),
         Product(tokens, h, heads // tp),
-        *_mlp_products(model, tokens, tp),
+        *_mlp_products(model, layer, tokens, tp),
     )
     forward, backward = _products(device, products, kernels)
-    attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
+    if kernels.fused:
+        attention = _fused_attention(model, layer, b, device, tp)
+    else:
+        attention = _written_attention(model, b, device, tp)
     # norm and addition before it: two inputs, two outputs; bias gradients are sums; q, k, v are
     # concatenated again
     if kernels.fused:
@@ -208,12 +217,12 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
-def _mlp_products(model: ModelConfig, tokens: int, tp: int) -> Iterator[Product]:
+def _mlp_products(model: ModelConfig, layer: int, tokens: int, tp: int) -> Iterator[Product]:
     """Yield the products of a layer's MLP, or of its experts at balanced load."""
     h = model.hidden_size
     gates = 2 if model.gated else 1
     sizes = [(tokens, model.ffn_size)]
-    if model.layer_has_experts(0):
+    if model.layer_has_experts(layer):
         yield Product(tokens, model.num_experts, h)
         rows = -(-tokens * model.router_topk // model.num_experts)
         sizes = [(rows, model.expert_ffn_size)] * model.num_experts
@@ -249,18 +258,16 @@ def _products(
     return forward, backward
 
 
-def _fused_attention(model: ModelConfig, b: int, device: Device, tp: int) -> BlockTime:
+def _fused_attention(model: ModelConfig, layer: int, b: int, device: Device, tp: int) -> BlockTime:
     """Return the time of fused attention.
 
-    Half of a causal matrix counts. Layers with windows count with the mean of all layers, as a
-    profile has one kind of layer. With fewer features per head, exponentials weigh more. The
-    backward has five products where the forward has two. Source: FlashAttention-2, arXiv
+    Half of a causal matrix counts, and what a window leaves of it. With fewer features per head,
+    exponentials weigh more. The backward has five products where the forward has two. Source: FlashAttention-2, arXiv
     2307.08691, section 3.1 and figures 5 and 6.
     """
     s = model.seq_length
-    layers = range(model.num_layers)
-    mean = sum(layer_attention_flops(model, layer) for layer in layers) / model.num_layers
-    flops = mean / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
+    each = layer_attention_flops(model, layer)
+    flops = each / tp * b * s * (0.5 if model.kind == "gpt" else 1.0)
     reached = s / (s + _SETTLED) * min(1.0, (model.head_size / 128) ** 0.5)
     rates = (
         device.peak_flops * share * reached
@@ -311,10 +318,12 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
     return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
-def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1) -> float:
-    """Return the seconds of recomputing the outputs of a layer's norms and activation function:
-    each reads its input and writes as much, or half."""
-    activation = (3 if model.gated else 2) * model.active_ffn_size(0)
+def remake_time(
+    model: ModelConfig, layer: int, micro_batch_size: int, device: Device, tp: int = 1
+) -> float:
+    """Return the seconds of recomputing the outputs of the norms and the activation function of a
+    layer, counted from 0: each reads its input and writes as much, or half."""
+    activation = (3 if model.gated else 2) * model.active_ffn_size(layer)
     elements = micro_batch_size * model.seq_length * (4 * model.hidden_size + activation / tp)
     return device.memory_time(HALF * elements)
 

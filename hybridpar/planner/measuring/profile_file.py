@@ -168,11 +168,10 @@ def _profile(document: Any) -> Profile:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}
-    kinds = (
-        dict.fromkeys(kind for kind, _, _ in blocks)
-        if "spec" in read.settings.get("model", {})
-        else KINDS
-    )
+    kinds = dict.fromkeys(kind for kind, _, _ in blocks)
+    if "spec" not in read.settings.get("model", {}):  # a GPT or BERT
+        layers = [kind for kind in kinds if kind not in KINDS] or [KINDS[1]]
+        kinds = dict.fromkeys((KINDS[0], *layers, *kinds, KINDS[2]))
     if not blocks or any((kind, tp, b) not in blocks for kind in kinds for tp, b in degrees):
         raise ValueError(
             f"blocks must have {', '.join(kinds)} at every tp degree and micro-batch size"

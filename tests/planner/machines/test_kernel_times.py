@@ -110,13 +110,12 @@ def test_attention_in_windows_takes_the_time_of_what_they_show() -> None:
         }.items()
     }
     assert shown["all"] == shown["none"]
-    none, alternating, every = (shown[n][1] for n in ("none", "alternating", "every"))
+    none, every = (shown[n][1] for n in ("none", "every"))
+    assert set(shown["alternating"][1:-1:2]) == {every}
+    assert set(shown["alternating"][2:-1:2]) == {none}
     pairs = 1 - (1 - 1024 / 32768) ** 2  # of all
     for direction in ("forward", "backward"):
-        of_none, of_some, of_every = (
-            getattr(time, direction) for time in (none, alternating, every)
-        )
-        assert of_none - of_some == pytest.approx((of_none - of_every) / 2)
+        of_none, of_every = (getattr(time, direction) for time in (none, every))
         most = of_none - of_every
         assert most > 0.5 * of_none
     heads = 1024
