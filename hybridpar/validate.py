@@ -26,7 +26,7 @@ from hybridpar.models.build import (
     require_trainable,
 )
 from hybridpar.models.metrics import require_names
-from hybridpar.ops.backends.registry import SCALED, SOFTCAP, select
+from hybridpar.ops.backends.registry import SCALED, select
 from hybridpar.optim.custom_rule import find_rule
 from hybridpar.runtime.codecs import Codecs
 
@@ -51,6 +51,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
         *conflicts(config),
         *_refused(config),
         *_continued(config),
+        *(_known_family(config) if config.checkpoint.family else ()),
     ]
 
 
@@ -220,9 +221,18 @@ def needed_features(config: Config, op: str) -> tuple[str, ...]:
     layers = config.model.cost_model
     if layers is None:
         return ()
-    needed = {"rotary": SCALED if layers.rotary_scaling != "none" else ()}
-    needed["attention"] = SOFTCAP if layers.attention_softcap else ()
-    return needed.get(op, ())
+    is_scaled = op == "rotary" and layers.rotary_scaling != "none"
+    return SCALED if is_scaled else ()
+
+
+def _known_family(config: Config) -> Iterator[Problem]:
+    from hybridpar.checkpoint.huggingface.families import FAMILIES  # imports safetensors
+
+    name = config.checkpoint.family
+    if name not in FAMILIES:
+        near = get_close_matches(name, FAMILIES, 1, 0.0)[0]
+        rule = f"must be one of {', '.join(FAMILIES)}"
+        yield Problem("checkpoint.family", name, rule, f'"{near}"')
 
 
 def _continued(config: Config) -> Iterator[Problem]:

@@ -143,6 +143,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
         ({"checkpoint": {"keep": 0}}, 1, "checkpoint.keep", "2"),
         ({"checkpoint": {"keep_best": -1}}, 1, "checkpoint.keep_best", "0"),
         ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best", "0"),
+        ({"checkpoint": {"family": "phi"}}, 1, "checkpoint.family", '"phi3"'),
         (
             {"checkpoint": {"keep_best": 1}, "train": {"eval_interval": 20, "save_interval": 50}},
             1,
@@ -161,12 +162,6 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
             1,
             "model.rotary_short_factors",
             "",
-        ),
-        (
-            {"kernels": {"attention": "cpp"}, "model": {"attention_softcap": 50.0}},
-            1,
-            "kernels.attention",
-            "auto or torch",
         ),
         (
             {"kernels": {"dropout": "triton"}, "train": {"device": "cpu"}},

@@ -40,6 +40,9 @@ class CheckpointConfig:
     read_back: bool = False
     """Read every file again, from the disk if the system allows it, and compare it with its
     checksums before the checkpoint is published."""
+    family: str = ""
+    """Family of transformers that an export writes, such as "phi3", if it has the model's
+    mathematics; an import sets it. Empty, or if the model was changed: the first family that has."""
 
 
 @dataclass(frozen=True)

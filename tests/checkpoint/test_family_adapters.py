@@ -18,6 +18,8 @@ from verify.test_grids import holds
 
 from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import export_adapters, export_folder, import_folder
+from hybridpar.checkpoint.huggingface.adapters import SETTINGS
+from hybridpar.checkpoint.huggingface.source import read_json
 from hybridpar.checkpoint.huggingface.verify import our_logits
 from hybridpar.checkpoint.load import MergedWeights
 from hybridpar.checkpoint.stages import whole_model
@@ -58,7 +60,8 @@ def adapted(start: Path) -> ModelConfig:
 
 def trained(start: Path, root: Path, tp: int, pp: int) -> list[tuple[float, float]]:
     """Losses and gradient norms of two steps from an imported checkpoint."""
-    config = from_mapping(sections_of(tp, pp), Config(adapted(start)))
+    kept = checkpoint.read_manifest(start).config.checkpoint
+    config = from_mapping(sections_of(tp, pp), Config(adapted(start), checkpoint=kept))
     engine = Engine(JobPlan(config), ProcessGrid(tp=tp, pp=pp, dp=1), torch.device("cpu"))
     checkpoint.start_from(start, engine)
     found: list[tuple[float, float]] = []
@@ -105,19 +108,31 @@ def test_adapters_of_imported_models(tmp_path: Path, name: str) -> None:
     assert difference(unchanged, logits) > 0.01
 
     back = export_folder(folder, tmp_path / "merged").folder
+    assert read_json(back / "config.json")["model_type"] == config.checkpoint.family
+    assert read_json(theirs / "config.json")["model_type"] == config.checkpoint.family
     assert difference(exact_logits(back, batch["tokens"]), logits) < 1e-9
     peft = pytest.importorskip("peft")
     written = export_adapters(folder, tmp_path / "adapters")
-    base = theirs
-    if name == "phi3":  # is written as a llama, which separates queries, keys and values
-        assert "A base model of phi3 names them differently" in written.notes[0]
-        base = export_folder(start, tmp_path / "base").folder
+    assert not written.notes
     found = exact_logits(
-        base,
+        theirs,
         batch["tokens"],
         lambda model: peft.PeftModel.from_pretrained(model, written.folder),
     )
     assert difference(found, logits) < 1e-9
+
+
+def test_adapters_of_a_run_that_knows_no_family_are_named_by_the_first(tmp_path: Path) -> None:
+    theirs = made(tmp_path / "theirs", "phi3")
+    start = import_folder(theirs, tmp_path / "ours").checkpoint
+    model = adapted(start)
+    config = from_mapping(sections_of(1, 1), Config(model))
+    engine = Engine(JobPlan(config), ProcessGrid(), torch.device("cpu"))
+    folder = checkpoint.save(tmp_path / "run", engine, "corpus")
+    written = export_adapters(folder, tmp_path / "adapters")
+    assert "A base model of phi3 names them differently" in written.notes[0]
+    named = [name.split(".")[-1] for name in read_json(written.folder / SETTINGS)["target_modules"]]
+    assert {"q_proj", "k_proj", "v_proj"} <= set(named)
 
 
 def as_float64(weights: dict[str, Tensor]) -> dict[str, Tensor]:

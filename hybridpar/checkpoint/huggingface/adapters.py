@@ -7,7 +7,8 @@ adapter_model.safetensors.
 
 So an adapter of a layer that transformers has in parts has one A for all of them. GPT-2's layers
 are [in, out] there, but not their adapters. Families with the same mathematics may name layers
-differently, and PEFT leaves out adapters whose layers it does not find: a note says so.
+differently, and PEFT leaves out adapters whose layers it does not find: layers are named as in the
+family that was imported (checkpoint.family); if none was, a note says so.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _export(folder: Path, output: Path, dtype: str) -> ExportedAdapters:
         rule = f"{folder} has no adapters: it was not trained with model.lora_rank > 0"
         raise config_error("adapters", True, rule, "exporting without --adapters")
     base = model.without_adapters
-    family = choose_family(base)
+    family = choose_family(base, config.checkpoint.family)
     plan = plan_of(base, family)
     dtype = config.train.dtype if dtype == "keep" else dtype
     tensors: dict[str, Tensor] = {}
@@ -94,7 +95,8 @@ def _export(folder: Path, output: Path, dtype: str) -> ExportedAdapters:
         (aside / SETTINGS).write_text(text, encoding="utf-8")
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
     count = sum(tensor.numel() for tensor in tensors.values())
-    notes = _notes(base, family, plan)
+    is_known = family.model_type == config.checkpoint.family
+    notes = () if is_known else _notes(base, family, plan)
     return ExportedAdapters(folder, output, dtype, len(tensors), count, notes)
 
 

@@ -228,8 +228,11 @@ def _read(plain: Plain, key: Key) -> Any:
     return value
 
 
-def choose_family(model: ModelConfig) -> Family:
+def choose_family(model: ModelConfig, wanted: str = "") -> Family:
     """Return the family that a hybridpar model belongs to.
+
+    Args:
+        wanted: The family to take if it has the model's mathematics. Otherwise the first that has.
 
     Raises:
         ConfigError: There is none; names what the nearest one lacks.
@@ -240,9 +243,9 @@ def choose_family(model: ModelConfig) -> Family:
         if family.model["kind"] == model.kind
     }
 
-    def distance(name: str) -> tuple[bool, int]:
+    def distance(name: str) -> tuple[bool, int, bool]:
         fields = [problem.field for problem in mismatches[name]]
-        return "model.num_experts" in fields, len(fields)
+        return "model.num_experts" in fields, len(fields), name != wanted
 
     nearest = min(mismatches, key=distance)
     if mismatches[nearest]:

@@ -74,7 +74,7 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
     config = full.manifest.config
     model = config.transformer
     dtype = config.train.dtype if dtype == "keep" else dtype
-    family = choose_family(model)
+    family = choose_family(model, config.checkpoint.family)
     plan, plain = plan_of(model, family), plain_of(model, family)
     notes: list[str] = []
     files: dict[str, str] = {}

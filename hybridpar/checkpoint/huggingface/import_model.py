@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridpar.checkpoint.format.files import new_folder, write_text
 from hybridpar.checkpoint.huggingface.configuration import family_of, model_of
-from hybridpar.checkpoint.huggingface.families import Family
+from hybridpar.checkpoint.huggingface.families import FAMILIES, Family
 from hybridpar.checkpoint.huggingface.names import Entry, Match, Plan, match, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
@@ -96,6 +96,9 @@ def make_checkpoint(
     dtype = _dtype(files, matched)
     tokenizer = tokenizer_of(files.folder, model)
     config = _config_of(model, dtype, output.resolve(), has_tokenizer=tokenizer is not None)
+    if family.model_type in FAMILIES:  # Megatron-LM's are others
+        kept = replace(config.checkpoint, family=family.model_type)
+        config = replace(config, checkpoint=kept)
     with new_folder(output) as aside:
         write_text(aside / "config.toml", to_toml(config))
         for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
