@@ -206,8 +206,10 @@ def test_adapters_start_on_a_base_and_full_training_goes_on_from_merged_ones(
     [
         ("bf16", {"parallel": {"tp": 2, "dp": 1}, "pipeline": TWO_BW}),
         ("fp32", {"parallel": {"pp": 2, "dp": 1}, "pipeline": TWO_BW}),
-        ("bf16", {"parallel": {"dp": 2, "zero": 3}}),
+        *(("bf16", {"parallel": {"dp": 2, "zero": zero}}) for zero in (3, 2, 1)),
+        ("bf16", {"parallel": {"dp": 2, "zero": 1}, "pipeline": TWO_BW}),
     ],
+    ids=str,
 )
 def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, sections: dict[str, Any]) -> None:
     config = make(LLAMA, train={"dtype": dtype}, **sections)
@@ -232,6 +234,15 @@ def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, sections: dict[str,
             "model": LORA | {"lora_targets": ("*.attention.qkv.*",)},
             "dp": 2,
             "parallel": {"zero": 3},
+        },
+        {"dp": 2, "model": LORA, "parallel": {"zero": 1}, "train": {"dtype": "bf16"}},
+        {"dp": 2, "model": LORA, "parallel": {"zero": 2}, "pipeline": TWO_BW},
+        {
+            "tp": 2,
+            "pp": 2,
+            "model": LLAMA | {"num_kv_heads": 2},
+            "pipeline": TWO_BW,
+            "optim": {"groups": [{"pattern": "*.mlp.*", "frozen": True}]},
         },
     ],
     ids=str,

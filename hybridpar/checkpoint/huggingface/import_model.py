@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import starmap
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from hybridpar.reading import nearest_path
 
 _BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
+_TOGETHER = 2**25
+"""Elements that a pass over a tensor looks at together."""
 
 
 @dataclass(frozen=True)
@@ -222,11 +226,24 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
 def _check_copies(files: Weights, matched: Match, settings: str) -> None:
     """Check that tensors that must be equal are. Raises: CheckpointError."""
     for copy, original in matched.copies.items():
-        if not torch.equal(files.read(copy), files.read(original)):
+        count = _rows_at_once(files.shapes[copy])
+        rows = files.shapes[copy][0]
+        # each read is of mapped files, of which a block alone is touched
+        pairs = (
+            (files.read(copy)[start : start + count], files.read(original)[start : start + count])
+            for start in range(0, rows, count)
+        )
+        if files.shapes[copy] != files.shapes[original] or not all(starmap(torch.equal, pairs)):
             raise CheckpointError(
                 f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make "
                 f"them equal, or set tie_word_embeddings to false there"
             )
+
+
+def _rows_at_once(shape: tuple[int, ...]) -> int:
+    """Return how many rows of a tensor a pass over it looks at together, so that what the pass
+    allocates is small."""
+    return max(1, _TOGETHER // max(1, prod(shape[1:])))
 
 
 def _read(files: Weights, entry: Entry, plan: Plan, matched: Match, dtype: torch.dtype) -> Tensor:
@@ -238,7 +255,8 @@ def _read(files: Weights, entry: Entry, plan: Plan, matched: Match, dtype: torch
         return weight
     parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
     for name, part in zip(entry.theirs, parts, strict=True):
-        if count := part.numel() - int(part.isfinite().sum()):
+        blocks = part.split(_rows_at_once(tuple(part.shape)))
+        if count := sum(block.numel() - int(block.isfinite().sum()) for block in blocks):
             raise CheckpointError(
                 f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} "
                 f"values that are NaN or infinite; import an earlier checkpoint"

@@ -4,7 +4,9 @@ known before anything is allocated, and pickled files cannot run code (pickled.p
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +57,10 @@ class WeightFiles:
     """The tensors of model.safetensors, or of the files in model.safetensors.index.json; if there
     are none, of pytorch_model.bin or its index.
 
+    Nothing stays in memory but what `read` returned and is still held: each read maps the file
+    anew, as the pages of a mapping count as the process's memory once they were touched. Files
+    from before torch 1.6 cannot be mapped, and are held.
+
     Raises:
         CheckpointError: A file is missing, truncated or of another format, or its tensors do not
             match the index.
@@ -102,14 +108,15 @@ class WeightFiles:
                     name: (tuple(part.get_shape()), part.get_dtype())
                     for name, part in found.items()
                 }
-                read = opened.get_tensor
+                read: Callable[[str], Tensor] = partial(_read_safetensors, path)
             else:
                 tensors = tensors_in(load_pickled(path), path)
                 kinds = {
                     name: (tuple(tensor.shape), dtype_name(tensor.dtype))
                     for name, tensor in tensors.items()
                 }
-                read = tensors.__getitem__
+                is_mapped = zipfile.is_zipfile(path)
+                read = partial(_read_pickled, path) if is_mapped else tensors.__getitem__
         for name, (shape, dtype) in kinds.items():
             if name in self._files:
                 raise CheckpointError(f"{path}: has {name}, which is in {self._files[name][0]} too")
@@ -127,4 +134,17 @@ class WeightFiles:
             RuntimeError,
             failure=failure,
         ):
-            return read(name)
+            tensor = read(name)
+        if tuple(tensor.shape) != self.shapes[name]:
+            raise CheckpointError(f"{self.folder / file}: was changed while it was read")
+        return tensor
+
+
+def _read_safetensors(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+
+def _read_pickled(path: Path, name: str) -> Tensor:
+    return tensors_in(load_pickled(path), path)[name]

@@ -240,6 +240,31 @@ def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
     assert same_checkpoint(run, calm)
 
 
+@pytest.mark.thorough(keep=1)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        ("--parallel.pp", "2", "--train.dtype", "bf16"),
+        ("--parallel.tp", "2"),
+        *(("--parallel.dp", "2", "--parallel.zero", str(zero)) for zero in (1, 2, 3)),
+    ],
+    ids=" ".join,
+)
+def test_a_kill_leaves_no_trace_in_adapters(tmp_path: Path, grid: tuple[str, ...]) -> None:
+    """LoRA with 2bw, on each kind of grid."""
+    config = write_config(tmp_path)
+    lora = ("--model.lora_rank", "2", "--optim.lr", "1e-2")
+    run_job(2, "train", config, *grid, *lora, *STEPS, "--run.name", "calm")
+    calm = tmp_path / "runs" / "calm"
+    code, out = train(2, config, *grid, *lora, *STEPS, "--inject", "kill rank 1 at step 13")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"], one["step"]) for one in failures(run)] == [("died", 1, 13)]
+    assert steps(metrics(run)) == steps(metrics(calm))
+    assert same_checkpoint(run, calm)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_hang_is_found_before_and_in_the_first_step(
