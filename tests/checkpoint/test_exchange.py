@@ -93,7 +93,7 @@ def test_every_rule_is_used_by_some_model() -> None:
         shapes = plan_of(replace(model, tie_embeddings=False, **changes), family).shapes
         for rule in family.tensors.values():
             for tensor in rule.names:
-                of_layers = [tensor.format(layer=layer) for layer in (0, 1)]
+                of_layers = [tensor.format(layer=layer, expert=0) for layer in (0, 1)]
                 weights = [f"{name}.weight" for name in of_layers]
                 assert {*of_layers, *weights} & shapes.keys(), tensor
 
