@@ -118,7 +118,7 @@ class RankTiers(StateMoves):
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """Keep the gradients of a segment resident while they are reduced. If they are compressed,
-        return once they are: what is left unsent has to be resident, too.
+        return once they are: the unsent rest has to be resident, too.
         """
         state = self.accesses.state
         for i, item in self.accesses.of(f"gradients/{state.gradients.buffer_index(batch)}"):

@@ -176,6 +176,10 @@ def test_one_replica_has_no_feedback() -> None:
     [
         ({"parallel": {"sites": 2}}, "not supported with parallel.sites = 2"),
         (
+            {"memory": {"budget": 10**9}, "parallel": {"dp": 2, "zero": 2}},
+            "not supported with memory.budget = 1000000000 and parallel.zero = 2",
+        ),
+        (
             {"compression": DCT | {"gradients_values": "int8"}},
             'not supported with compression.gradients = "dct", only with "powersgd"',
         ),

@@ -241,7 +241,7 @@ def _compressed_gradients(config: Config) -> Iterator[str]:
     if config.parallel.zero > 1 and config.parallel.dp_cp > 1:
         yield (
             f"not supported with {limit} = {most} and parallel.zero = {config.parallel.zero}: a "
-            "batch's gradients are also what is left unsent, so all of them are needed until its "
+            "batch's gradients are also its unsent rest, so all of them are needed until its "
             "update; use parallel.zero = 1, or no compression"
         )
     if config.train.dtype == "fp16":
