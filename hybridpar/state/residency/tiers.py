@@ -221,8 +221,10 @@ class Tiers:
         self._wait(lambda: not any(self._queues.values()))
 
     def hold(self, number: int, until: Waitable) -> None:
-        """Keep an item in memory until this is done, even if it was released."""
-        self.items[number].holds.append(until)
+        """Keep a resident item in memory until this is done, even if it is released before."""
+        item = self.items[number]
+        item.holds = [hold for hold in item.holds if not hold.is_done()]  # of earlier batches
+        item.holds.append(until)
 
     # -- requests outside plans
 
