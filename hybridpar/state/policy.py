@@ -39,6 +39,7 @@ class StatePolicy:
         kernels: Backends of its kernels.
         fp8: Products of hidden matrices have float8 factors.
         rounds_gradients: Gradients are accumulated and reduced in `dtype`, not in the master copy's.
+        is_limited: State moves between the device and a slower tier.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class StatePolicy:
     kernels: KernelsConfig = AUTO
     fp8: bool = False
     rounds_gradients: bool = False
+    is_limited: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
@@ -76,13 +78,16 @@ class StatePolicy:
             config.kernels,
             config.train.fp8,
             config.train.gradient_dtype == "bf16",
+            config.memory.is_limited,
         )
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether replicas shard the reduced gradients: ZeRO-2, and ZeRO-1 if gradients are factors,
-        because no rank then needs them unsharded."""
-        least = 1 if self.compression.takes_factors else 2
+        """Whether replicas shard the reduced gradients: ZeRO-2, and ZeRO-1 if gradients are factors
+        and all state stays on the device, because no rank then needs them unsharded.
+        """
+        is_factored = self.compression.takes_factors and not self.on_host and not self.is_limited
+        least = 1 if is_factored else 2
         return self.parallel.zero >= least and self.parallel.dp_cp > 1
 
     @property
