@@ -62,9 +62,16 @@ def context_attention(
     first keys one all-gather of b L numbers.
     """
     if context.comm == "ring":
-        return _ring(q, k, v, mask, options, context, backend)
+        partial = PartialAttention(context.own, context.length, mask, options, backend)
+        return _RingAttention.apply(q, k, v, partial, context)
     if context.comm == "ulysses":
-        return _ulysses(q, k, v, mask, options, context, backend)
+        heads = key_heads(options.kv_index, q.shape[1], k.shape[1])
+        split = HeadSplit.of(heads, k.shape[1], context.axis.size)
+        mask = _mask_of_all_tokens(mask, context)
+        options = _options_of_heads(options, heads, split, context.axis.rank)
+        q, k, v = _HeadsForTokens.apply(q, k, v, split, context)
+        y = ops.masked_attention(q, k, v, mask, options, backend=backend)
+        return _TokensForHeads.apply(y, split, context)
     k, v = context.gather(k, v)
     return ops.masked_attention(q, k, v, mask, options, backend=backend)
 
@@ -83,19 +90,6 @@ def require_heads(context: Context, num_kv_heads: int) -> None:
 
 
 # -- ring
-
-
-def _ring(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    options: AttentionOptions,
-    context: Context,
-    backend: str,
-) -> Tensor:
-    partial = PartialAttention(context.own, context.length, mask, options, backend)
-    return _RingAttention.apply(q, k, v, partial, context)
 
 
 class _RingAttention(Function):
@@ -182,32 +176,23 @@ class HeadSplit:
         return HeadSplit(tuple(pairwise(ends)), keys)
 
 
-def _ulysses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    options: AttentionOptions,
-    context: Context,
-    backend: str,
-) -> Tensor:
-    heads = key_heads(options.kv_index, q.shape[1], k.shape[1])
-    split = HeadSplit.of(heads, k.shape[1], context.axis.size)
-    q, k, v = _HeadsForTokens.apply(q, k, v, split, context)
-    first, last = split.queries[context.axis.rank]
-    first_kv = split.keys[context.axis.rank][0]
-    of_all = AttentionMask(
-        True,
-        window=mask.window,
-        first_key=None if mask.first_key is None else _all_tokens(mask.first_key, context),
-    )
-    of_heads = replace(
+def _mask_of_all_tokens(mask: AttentionMask, context: Context) -> AttentionMask:
+    """Return the mask of all queries, from the mask of this rank's."""
+    first_key = None if mask.first_key is None else _all_tokens(mask.first_key, context)
+    return AttentionMask(True, window=mask.window, first_key=first_key)
+
+
+def _options_of_heads(
+    options: AttentionOptions, heads: Sequence[int], split: HeadSplit, rank: int
+) -> AttentionOptions:
+    """Return the options of a rank's heads; `heads` are the key heads of all query heads."""
+    first, last = split.queries[rank]
+    first_kv = split.keys[rank][0]
+    return replace(
         options,
         kv_index=[g - first_kv for g in heads[first:last]],
         head_start=options.head_start + first,
     )
-    y = ops.masked_attention(q, k, v, of_all, of_heads, backend=backend)
-    return _TokensForHeads.apply(y, split, context)
 
 
 def _all_tokens(x: Tensor, context: Context) -> Tensor:

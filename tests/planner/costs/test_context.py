@@ -27,8 +27,8 @@ def shared(config: Config, cp: int) -> Config:
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (3, 2), (2, 4)])
 def test_received_bytes_are_the_formulas(tp: int, cp: int) -> None:
-    """Of keys and values (c - 1) / c, 2 s n_kv d elements of a sample, forward and backward; only
-    layers receive any."""
+    """A rank receives (c - 1) / c of keys and values, 2 s n_kv d elements of a sample, forward and
+    backward; only layers receive any."""
     model = ModelConfig(
         num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, seq_length=24, vocab_size=64
     )
