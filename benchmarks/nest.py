@@ -8,7 +8,7 @@ that of a manual plan (reference_results.md), with 4,096 sequences a batch in mi
 all layers recomputed, 64 GB a device, and a network of three levels: 8 devices at 900 GB/s, 4
 servers at 100, the rest at 400 (0.1, 0.2 and 0.3 ms). Its accelerator is 8 arrays of 128 x 128 at
 1.05 GHz. Here a device has a link of its own to each level, as what they share is not said. Tensor
-parallelism is left to GPT-3, as there. Mixtral is not planned: no layer of ours has experts.
+parallelism is left to GPT-3, as there. Mixtral is not planned: plans of ours have all experts on every rank.
 
 Published gains are of throughputs of their estimates, ours of our simulator's, each over the manual
 plan in the same. alike: our best 1f1b of what NEST may choose. whole: our best of all schedules,
