@@ -7,7 +7,7 @@ keys alone: out is normalised by exp(lse), the sum of exponentials. Merging two 
     lse = log(exp(lse_1) + exp(lse_2))      out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
 in float32 at least. The backward pass of a block takes lse and out of all blocks, so that its
-probabilities are those of the full softmax.
+probabilities equal the full softmax's.
 
 b samples, s queries, n query heads, n_kv key and value heads, d head dimension
 Source: arXiv 2310.01889 (ring attention).
@@ -99,7 +99,7 @@ class PartialAttention:
             saved: q, these keys and values, and out and lse over all keys.
 
         Returns: the first query that is not left out, the gradient of it and those behind it
-            [b, rest, n, d] (None if there are none), and those of k and v, [b, keys, n_kv, d], in
+            [b, rest, n, d] (None if there are none), and the gradients of k and v, [b, keys, n_kv, d], in
             float32 at least.
         """
         q, k, v, out, lse = saved
@@ -184,7 +184,7 @@ class PartialAttention:
 
         Args:
             ones: [b, length].
-            first: Row of the head's first query among those of all heads.
+            first: Row of the head's first query among all heads' queries.
         """
         spec = replace(
             self.options.dropout,

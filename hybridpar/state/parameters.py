@@ -41,7 +41,7 @@ class StageParameters:
     Args:
         stage: The stage.
         dtype: Type that micro-batches compute in.
-        rounds_gradients: Gradients have this type, too, and not that of the master copy.
+        rounds_gradients: Gradients have this type, too, and not the master copy's.
 
     Attributes:
         layout: Layout of the trained parameters, in the dtype of gradients.

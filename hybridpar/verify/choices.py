@@ -94,7 +94,7 @@ class Flips:
 def compare_choices(
     expected: ChoiceRecorder, found: Sequence[Choices], batch: int, num_microbatches: int
 ) -> Flips:
-    """Compare a batch's choices of one process with those of the replicas of a grid.
+    """Compare a batch's choices of one process with the choices of a grid's replicas.
 
     Args:
         expected: Choices of the process: micro-batch by micro-batch, of each all replicas.

@@ -96,7 +96,7 @@ def test_attention_of_a_next_token(
 
 
 @needs_native
-def test_what_does_not_fit_is_refused() -> None:
+def test_misfits_are_refused() -> None:
     how = NextToken((1,), 0, 1.0, 0.0, None)
     qkv, kept = torch.zeros(1, 1, 6), torch.zeros(1, 1, 4, 2)
     for position, text in ((4, "position 4 is not within the capacity of 4"), (-1, "position -1")):

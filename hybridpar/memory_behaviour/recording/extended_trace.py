@@ -7,7 +7,7 @@ What an action does to blocks of memory depends on what the rank has in flight, 
 micro-batch's place in its batch only near the batch's ends. In between every action does what the
 one before it of its kind did, to blocks that are as many micro-batches away. So blocks are named by
 the action that allocated them, relative to the action that accesses them, and the events of the
-long trace are those of the short one with these names resolved anew.
+long trace are the short one's with these names resolved again.
 
 Nothing is assumed: the short trace must show that its micro-batches in between are alike, the long
 plan must have every action behind the same one as the short plan, and every name must resolve to a
@@ -106,7 +106,7 @@ among those that the owner allocated; in place of the time the operator's number
 
 
 class _Template(NamedTuple):
-    """What an action does: the number of its operators, owners of blocks, and events."""
+    """The events of an action: the number of its operators, owners of blocks, and events."""
 
     num_operators: int
     owners: tuple[_Owner, ...]
