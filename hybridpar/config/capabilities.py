@@ -28,10 +28,8 @@ class RoutedExperts:
         number: Experts of a layer.
         bias_rate: Step of the biases that balance them in an update. 0: there are no biases.
         has_losses: Whether routers add losses of their own to the training loss.
-        in_all_layers: Whether every layer has experts.
     """
 
     number: int
     bias_rate: float = 0.0
     has_losses: bool = False
-    in_all_layers: bool = True

@@ -235,29 +235,35 @@ def block_kinds(model: ModelSpec) -> tuple[str, ...]:
     """Return the kind of each block; blocks of one kind run equal operators on equal shapes.
 
     A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head; layers that differ
-    by experts, windows or rotary positions are kinds of their own (`layer_kind`). In other models a
+    by experts, windows or rotary positions are kinds of their own (`layer_kinds`). In other models a
     kind is named after its first block: blocks.1.
     """
     if (formulas := model.cost_model) is not None:
-        layers = (layer_kind(formulas, number) for number in range(model.num_blocks - 2))
-        return (KINDS[0], *layers, KINDS[2])
+        return (KINDS[0], *layer_kinds(formulas), KINDS[2])
     found: dict[object, str] = {}
     return tuple(
         found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))
     )
 
 
-def layer_kind(model: ModelConfig, layer: int) -> str:
-    """Return the kind of a layer of GPT or BERT, counted from 0: "layer", or if only some layers
-    have experts, windows or no rotary positions such as "experts with window".
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """Return the kind of each layer of GPT or BERT: "layer", or if only some layers have experts,
+    windows or no rotary positions such as "experts with window".
     """
     layers = range(model.num_layers)
-    kind = "experts" if model.has_mixed_layers and model.layer_has_experts(layer) else KINDS[1]
-    if len({model.layer_window(n) for n in layers}) > 1 and model.layer_window(layer):
-        kind += " with window"
-    if len({model.layer_rotates(n) for n in layers}) > 1 and not model.layer_rotates(layer):
-        kind += " without rotary"
-    return kind
+    experts = [model.layer_has_experts(layer) for layer in layers]
+    windows = [model.layer_window(layer) for layer in layers]
+    rotates = [model.layer_rotates(layer) for layer in layers]
+    kinds = []
+    for layer in layers:
+        kind = "experts" if experts[layer] and not all(experts) else KINDS[1]
+        if windows[layer] and len(set(windows)) > 1:
+            kind += " with window"
+        if not rotates[layer] and any(rotates):
+            kind += " without rotary"
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 @lru_cache(maxsize=64)

@@ -442,10 +442,18 @@ def test_cross_entropy_passes(size, with_sum, dtype, device):
         assert (own[:, real:] == 0).all()
 
 
+OTHER_ARGUMENTS = {
+    "quantize": {"bits": 8},
+    "few_rows_linear": {"weight": torch.ones(4, 1), "bias": None},
+    "next_token_attention": {"keys": None, "values": None, "positions": None, "how": None},
+}
+"""Arguments of operations that CASES does not have, besides the first."""
+
+
 def test_every_op_takes_a_backend():
     for op in registry.ops():
         case = next((c for c in CASES if c.op == op), None)
-        function = partial(ops.quantize, bits=8) if op == "quantize" else getattr(ops, op)
+        function = partial(getattr(ops, op), **OTHER_ARGUMENTS.get(op, {}))
         with pytest.raises(ConfigError, match="unknown backend of"):
             function(torch.ones(1, 1), backend="abacus") if case is None else compute(
                 case, tensors_of(case, torch.float32), "abacus"

@@ -256,7 +256,6 @@ class ModelConfig(ModelSpec):
             self.num_experts,
             self.router_bias_rate,
             has_losses=self.router_balance_loss > 0 or self.router_z_loss > 0,
-            in_all_layers=not self.has_mixed_layers,
         )
 
     @property

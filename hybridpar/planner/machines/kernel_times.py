@@ -31,7 +31,7 @@ from hybridpar.models.cost import layer_attention_flops
 from hybridpar.models.heads import LABELLED
 from hybridpar.ops.backends.libraries import OLDEST_GPU
 from hybridpar.planner.machines.hardware import Device
-from hybridpar.prediction.work import Op, layer_kind
+from hybridpar.prediction.work import Op, layer_kinds
 
 # bytes of an fp16 or bf16 number, and of an fp32 number
 HALF = 2
@@ -161,7 +161,7 @@ def block_times(
     """
     if tp < 1:
         raise config_error("parallel.tp", tp, "must be at least 1", "1")
-    kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    kinds = layer_kinds(model)
     layers = {
         kind: _layer(model, kinds.index(kind), micro_batch_size, device, tp, kernels)
         for kind in dict.fromkeys(kinds)
