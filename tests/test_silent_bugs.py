@@ -84,7 +84,7 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", BUGS)
 def test_bug(name: str) -> None:

@@ -122,6 +122,7 @@ def test_smallest_form(
     assert result or name in NO_RESULT
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_compression_says_what_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours and torch's PowerSGD have the same factors; of the others, more bytes bring more."""

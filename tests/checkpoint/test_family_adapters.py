@@ -79,7 +79,7 @@ def equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=tolerance)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_of_imported_models(tmp_path: Path, name: str) -> None:

@@ -38,7 +38,7 @@ def _core() -> Iterator[None]:
         yield
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("_core")
 def test_random_arguments(tmp_path: Path, seed: int) -> None:

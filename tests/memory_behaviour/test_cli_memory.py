@@ -99,6 +99,7 @@ def test_files(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert line in page
 
 
+@pytest.mark.thorough
 def test_a_large_trace_is_written_compressed(
     config: Path,
     capsys: pytest.CaptureFixture[str],

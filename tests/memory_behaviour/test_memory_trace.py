@@ -259,7 +259,7 @@ def in_full(config: Config, rank: int, times: Times, steps: int) -> tuple[Header
     return header, list(retimed(spans, times))
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "m"), ALIKE, ids=str)
 def test_a_long_trace_is_a_short_one_extended(
     case: tuple[dict[str, Any], ...], m: int, monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,7 @@ def test_errors_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "plan.toml").exists()
 
 
+@pytest.mark.thorough
 def test_check_prices_the_devices_of_a_cluster_or_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -783,7 +783,7 @@ def test_packed_documents(position: str) -> None:
     agree(packed, tolerance=0.02)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",

@@ -177,7 +177,7 @@ def test_without_room_from_the_start_one_line_says_where(
     assert line == f"hybridpar: {who}: {disk}/run/config.toml: No space left on device"
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("beside", ["True", "False"])

@@ -221,6 +221,7 @@ def test_a_limit_that_is_too_small_names_the_least(tmp_path: Path) -> None:
         run(replace(config, memory=small))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "parallel", [{"pp": 2, "dp": 1}, {"tp": 2, "pp": 2, "dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
 )
@@ -236,6 +237,7 @@ def test_the_least_limit_is_that_of_all_stages_however_small_the_limit(
     assert max(one.least for one in found) == least
 
 
+@pytest.mark.thorough
 def test_the_best_segments_are_found_and_said(tmp_path: Path) -> None:
     """Segments of two blocks hold more weights at a time, and leave less room for what stays."""
     config = make(model={"num_layers": 6, "tie_embeddings": False})
@@ -266,6 +268,7 @@ def test_a_limit_moves_no_more_than_the_best_budget(tmp_path: Path) -> None:
     assert with_limit.read + with_limit.written < 0.85 * (with_budget.read + with_budget.written)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_skipped_step_keeps_the_weights(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

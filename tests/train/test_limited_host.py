@@ -221,6 +221,7 @@ def test_gradients_and_weights_are_copied_group_by_group(dtype: str, tmp_path: P
     assert found.moved > 0
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 def test_memory_never_exceeds_the_limit(schedule: str, tmp_path: Path) -> None:
     """State that is resident, and what the allocator counts besides, while a slow host works."""
@@ -274,6 +275,7 @@ def killed(config: Config, folder: Path) -> None:
     train(engine, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_kill_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"num_steps": 10, "dtype": "bf16"})

@@ -36,7 +36,7 @@ def chat_flags(folder: Path) -> list[str]:
     return [*flags, "--data.tokenizer", str(folder / "tokenizer.json"), "--data.split", "0.2"]
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["conversations", "best_fit", "stream"])
 def test_a_packed_run_resumes_on_another_grid(tmp_path: Path, source: str) -> None:
     """A resumed run has the samples that it would have had: losses of validation, too."""

@@ -88,7 +88,7 @@ MODELS = {
 }
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("model", "tp"),
     [

@@ -65,7 +65,7 @@ def holds(
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("packing", ["none", "stream"])
 @pytest.mark.parametrize(
     "model", [DROPOUT, LLAMA, LLAMA | DROPOUT], ids=["gpt", "llama", "llama-dropout"]
@@ -111,7 +111,7 @@ def test_sixteen_processes() -> None:
     holds({"cp": 2, "tp": 2, "pp": 2, "dp": 2}, config)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -130,7 +130,7 @@ def test_schedules(pipeline: dict[str, Any]) -> None:
     holds({"cp": 2, "pp": 2}, make(DROPOUT, pipeline=pipeline, data=PACKED), num_batches=3)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("grid", [{"cp": 2}, {"cp": 2, "dp": 2}], ids=str)
 def test_sharded_state(zero: int, grid: dict[str, int]) -> None:
@@ -138,7 +138,7 @@ def test_sharded_state(zero: int, grid: dict[str, int]) -> None:
     holds(grid, make(LLAMA, parallel={"zero": zero}))
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optim", ["lamb", "muon"])
 def test_optimizers_that_look_at_whole_parameters(optim: str) -> None:
     holds({"cp": 2, "tp": 2}, make(optim={"name": optim}, parallel={"zero": 1}))
@@ -158,7 +158,7 @@ def test_a_custom_model_that_declares_it(comm: str) -> None:
     holds({"cp": 2, "tp": 2}, replace(config, model=CustomGPT()))
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("packing", ["stream", "none"])
 @pytest.mark.parametrize(
     "model", [LLAMA | DROPOUT, WIDE_GROUPS, GEMMA], ids=["llama", "groups of 4", "gemma"]

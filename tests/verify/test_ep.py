@@ -23,7 +23,7 @@ def six(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Conf
     return make(SIX | (model or {}), **sections)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "model", [{}, DEEPSEEK, GELU, BERT], ids=["mixtral", "seek", "gelu", "bert"]
@@ -68,7 +68,7 @@ def test_schedules(pipeline: dict[str, Any], recompute: str) -> None:
     holds({"pp": 2, "dp": 2, "ep": 2}, config, num_batches=4)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     "optim",

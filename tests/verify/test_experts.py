@@ -62,7 +62,7 @@ def named(grid: dict[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in grid.items())
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(
     "model", [{}, DEEPSEEK, GELU, BERT], ids=["mixtral", "deepseek", "gelu", "bert"]
@@ -75,7 +75,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any], sequence: 
     holds(grid, make(model, parallel={"sequence": sequence and "tp" in grid}), num_batches=2)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("recompute", ["none", "all", "selective", "stage"])
 @pytest.mark.parametrize(
     "pipeline",
@@ -105,7 +105,7 @@ def test_sharded_state(zero: int, model: dict[str, Any]) -> None:
     holds({"dp": 3, "tp": 2}, make(model, parallel={"zero": zero}), num_batches=2)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "optim",
     [

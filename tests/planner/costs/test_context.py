@@ -141,6 +141,7 @@ def test_a_plan_shares_samples_that_do_not_fit_otherwise() -> None:
     assert {one.config.parallel.cp for one in kept.ranked} == {2}
 
 
+@pytest.mark.thorough
 def test_the_longest_sequence_fits_and_grows_with_cp() -> None:
     """In proportion, as a ring keeps no keys but a rank's own; those that travel are one layer's."""
     base = made.config(m=1, b=1, **{**LONG, "num_layers": 10, "position": "rotary"})

@@ -17,7 +17,7 @@ def step_time(switch, sizes, costs):
     )
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("p", "m"), [(8, 32), (4, 8), (2, 4), (3, 3)])
 @pytest.mark.parametrize("reduce", [0, 2, 6, 20])
 def test_the_smallest_early_switch_that_costs_no_time(p, m, reduce):

@@ -69,7 +69,7 @@ def warmed(config: Config, rank: int) -> Counter[tuple[Kind, int]]:
     return done
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("title", SCHEDULES)
 def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
     """Each computation twice and more: the first one of a batch writes gradients, later ones add to
@@ -88,7 +88,7 @@ def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
         )
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "sections",
     [

@@ -240,7 +240,7 @@ def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
     assert same_checkpoint(run, calm)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "grid",

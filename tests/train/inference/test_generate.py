@@ -381,6 +381,7 @@ def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_errors_on_a_grid_are_said_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the rank that says it is later than the others, whose end ends it."""
