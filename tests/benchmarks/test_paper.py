@@ -65,6 +65,7 @@ def test_claims_about_figures_8_and_12(text: str) -> None:
     assert STATEMENTS[text]() == (text != MISSED)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("setting", READ, ids=lambda s: f"{s.name} d={s.depth} b={s.micro_batch}")
 def test_points_of_figures_8_and_12(setting: Setting) -> None:
     """Read by eye, good for a tenth; the simulator's error may be another tenth."""

@@ -216,6 +216,7 @@ GPT = {
 PLAIN = ("2bw", "adamw", "none")
 
 
+@pytest.mark.thorough
 @given(
     GRIDS,
     GRIDS,

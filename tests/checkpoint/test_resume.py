@@ -86,7 +86,7 @@ def compare_stretches(config: Config, folder: Path, parts: tuple[int, ...] = (3,
     assert any(name.startswith("optimizer/") for name in state)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "dtype"), [*product(SCHEDULES, ("fp32", "bf16")), ("2bw", "fp16")]

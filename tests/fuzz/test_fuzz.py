@@ -26,7 +26,7 @@ def test_valid_files_are_read(target: Target, tmp_path: Path) -> None:
         assert (tally.failures, tally.rejected) == ([], 0)
 
 
-@pytest.mark.thorough(keep=8)
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @settings(suppress_health_check=list(HealthCheck), database=None)
 @given(st.randoms(use_true_random=False))

@@ -60,6 +60,7 @@ RUNS = {  # each starts a Python, so they are few
 }
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.thorough)])

@@ -204,7 +204,7 @@ def assert_peak(predicted: list[Span], stage: StageMemory, tolerance: float = 0.
     assert max(numbers.values()) < 100
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_trace_equals_a_recorded_one_and_its_peak_the_predicted_memory(

@@ -62,7 +62,7 @@ def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
                 ), seed
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_milp_finds_the_best_placement(training: bool, contiguous: bool) -> None:

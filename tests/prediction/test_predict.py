@@ -625,6 +625,7 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
     assert min(two) >= 0.9 * max(two)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_sequence_parallelism() -> None:
     sections: dict[str, Any] = {"model": {"kind": "bert"} | DROPOUT, "pipeline": DOUBLE}
@@ -712,7 +713,7 @@ def test_shares_of_compressed_gradients(gradients: str, most: float) -> None:
     assert less.gradients < most * more.gradients
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("zero", "pp", "pipeline", "dtype"),

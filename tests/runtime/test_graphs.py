@@ -148,6 +148,7 @@ def test_replays_take_nothing_from_python(name: str, monkeypatch: pytest.MonkeyP
         assert torch.equal(weights[key], weight), key
 
 
+@pytest.mark.thorough
 def test_replicas_sum_what_is_final_beside_the_replay() -> None:
     (expected, *_), _ = run_ranks(replicas, 2, False)
     for losses, num_replayed, num_final in run_ranks(replicas, 2, True):

@@ -93,7 +93,7 @@ def test_any_limit_gives_the_same_bits(
     assert run(replace(config, memory=MemoryConfig(limit=PLENTY))).moved == 0
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "pipeline", "dtype"),
@@ -174,6 +174,7 @@ def test_a_gradient_takes_the_place_of_its_weight(tmp_path: Path) -> None:
     assert moved(engine) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_whole_parameters_on_unequal_replicas(tmp_path: Path) -> None:
     """LAMB's shards differ in size, so three replicas move unlike items; collectives are equal."""
@@ -191,6 +192,7 @@ def digest_and_run(config: Config) -> Outcome:
     return outcome
 
 
+@pytest.mark.thorough
 def test_saved_killed_and_resumed(tmp_path: Path) -> None:
     """A run saved with a limit resumes without one, and back, to the bit."""
     config = make(pipeline={"schedule": "2bw"}, train={"num_steps": 10})

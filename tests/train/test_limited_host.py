@@ -118,7 +118,7 @@ def test_optimizers_and_skipped_steps(
     assert [step.step for step in tight.steps if step.skipped] == [2]
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "schedule", "dtype", "field"),

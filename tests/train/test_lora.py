@@ -48,7 +48,7 @@ def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Con
     return gpt((3, 48, 6, 14, 61), own, sections)
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("grid", "model", "sections"),

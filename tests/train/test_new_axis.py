@@ -61,7 +61,7 @@ def train(
     return steps, find_divergence(engine.state.placed(), engine.grid)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sizes", "zero", "files"),

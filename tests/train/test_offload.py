@@ -131,7 +131,7 @@ def test_equal_bits_by_way_of_the_host_of_a_gpu(
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("parallel", "pipeline"),

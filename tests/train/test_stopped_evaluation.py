@@ -115,6 +115,7 @@ def _go_without_evaluations_of(step: int, config: Config) -> int:
     return go(config, stop_at=config.train.num_steps)  # where a signal stops nothing
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_two_ranks_make_a_stopped_evaluation_as_an_undisturbed_job_does(tmp_path: Path) -> None:
     """Saves go on beside training."""

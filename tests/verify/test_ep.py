@@ -95,7 +95,7 @@ def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
     holds({"dp": 2, "ep": 2}, six(DEEPSEEK, memory=memory), num_batches=2)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_skipped_batches_and_a_restart(schedule: str, zero: int) -> None:

@@ -50,7 +50,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
     assert set(report.worst) == {"init", "loss", "grad_norm", "gradient", "weight"}
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "model",
     [{}, {"tie_embeddings": False}, BERT, {**BERT, "tie_embeddings": False}],

@@ -66,7 +66,7 @@ def test_models_on_grids(grid: dict[str, int], sequence: bool, model: dict[str, 
 
 
 @pytest.mark.ranks
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "pipeline",
     [

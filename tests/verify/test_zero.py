@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 RESUMED = Disturbance(resume_at=2)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("zero", "grid", "model", "sections", "disturbance"),
     [

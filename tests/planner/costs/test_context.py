@@ -112,6 +112,7 @@ def test_a_step_with_cp() -> None:
 LONG = {"num_layers": 4, "hidden_size": 64, "seq_length": 2048}
 
 
+@pytest.mark.thorough
 def test_a_plan_shares_samples_that_do_not_fit_otherwise() -> None:
     config = replace(made.config(m=4, b=1, **LONG), parallel=made.ParallelConfig(dp=0))
 

@@ -69,6 +69,7 @@ def test_boxes_of_the_window_are_those_of_the_plan() -> None:
         )
 
 
+@pytest.mark.thorough
 def test_a_picture_of_a_thousand_gpus_opens() -> None:
     """64 stages, 256 micro-batches: it was 17,197 pixels wide and had 20 MB."""
     picture = draw_svg(simulated("1f1b", 64, 256), title="large")

@@ -140,6 +140,7 @@ def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
         ), out
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what each replica has not sent of its gradients: one is ended while it writes that

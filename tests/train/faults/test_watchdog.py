@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_is_ended_unless_it_waits(tmp_path: Path, what: str, f
     assert re.fullmatch(wanted if found else "", done.stderr), done.stderr
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("supervised", ["0", "1"])
 def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised: str) -> None:
     """The output ends, so neither ranks nor their watchdogs have it open any more."""

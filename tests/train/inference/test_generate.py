@@ -348,6 +348,7 @@ def test_a_word_keeps_its_space_behind_the_prompt() -> None:
     assert "".join(map(pieces.add, whole[len(prompt) :])) + pieces.rest() == " cat sat"
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_the_command_says_the_same_on_a_grid(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
