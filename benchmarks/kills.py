@@ -87,7 +87,7 @@ CONFIG = from_mapping(
 )
 END = 10**6
 LATE = "hybridpar.train.job", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard"
-"""What every rank would load later: these are loaded once, before they are forked."""
+"""Modules that every rank would load later: they are loaded once, before ranks are forked."""
 LOOK_EVERY_S = 0.001
 GIVE_UP_S = 120.0
 OUTLIVES_S = 0.5
@@ -181,7 +181,7 @@ def forked(action: Callable[[], int]) -> int:
 
 
 def phase(root: Path) -> str:
-    """That of the save under way, or over."""
+    """Return the phase of the save that is under way or over."""
     (aside,) = sorted(root.glob(".step_*.part"))[-1:] or (None,)
     if aside is None:
         return "pruning" if list(root.glob(".step_*.gone")) else "published"
@@ -240,8 +240,8 @@ NOTHING: dict[str, Any] = {"newest": 0, "read": 0, "left": []}
 
 
 def apart(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it returns in a process of its own: this one stays without threads, so that it can
-    fork."""
+    """Return the action's result from a process of its own, so that this one stays without threads
+    and can fork."""
     reader, writer = os.pipe()
 
     def answer() -> int:

@@ -255,7 +255,7 @@ def _stage_times(
 
 
 def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
-    """What each stage does. The last stages' reduction of tied weights crosses the network in every
+    """Return the costs of each stage. The last stages' reduction of tied weights crosses the network in every
     replica at once."""
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     device = cluster.device
@@ -335,7 +335,8 @@ def _tensor_step(setting: Setting, machine: Machine) -> float:
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     times = block_times(model, setting.micro_batch, cluster.device, tp, MEGATRON_2020)
     message = cluster.all_reduce(activation_bytes(model, setting.micro_batch), range(tp))
-    layer, head = times[1], times[-1]
+    layer = times[1]
+    head = times[-1]
     # two collectives in each pass of a layer, forward once more; one of embedding and head
     forward = layer.forward - layer.forward_idle + max(layer.forward_idle, 2 * message)
     backward = layer.backward - layer.backward_idle + max(layer.backward_idle, 2 * message)

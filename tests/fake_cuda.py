@@ -78,7 +78,7 @@ class Allocator:
         self.underway: list[int] = []
         """Pools of captures that have not ended."""
         self.has_freed_workspaces = False
-        """Those of cuBLAS, which all graphs captured on a stream share. The end of any of these
+        """Workspaces of cuBLAS, which all graphs captured on a stream share. The end of any of these
         graphs frees them."""
 
     def begin(self, pool: int) -> None:

@@ -35,7 +35,7 @@ def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:
 
 
 def divides_all(settings: OptimConfig) -> bool:
-    """Whether it may get flat pieces of every parameter: it has no rule of its own."""
+    """Whether an optimizer may get flat pieces of every parameter: it has no rule of its own."""
     return "divisible" not in vars(OPTIMIZERS[settings.name])
 
 

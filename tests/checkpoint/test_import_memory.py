@@ -76,7 +76,7 @@ def peak_of(small: Path, large: Path, sent: multiprocessing.connection.Connectio
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
     import_folder(small, small / "ours")  # loads what any import needs
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
     before = resident("VmRSS")
     import_folder(large, large / "ours")
     sent.send(resident("VmHWM") - before)

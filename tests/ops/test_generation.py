@@ -30,7 +30,7 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_products_of_few_rows(
     inputs: int, outputs: int, biased: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Of 1 to 16 rows, in any number of threads. A row's bits are those of the row alone."""
+    """Products of 1 to 16 rows are right in any number of threads. A row's bits are those of the row alone."""
     weight = normal(outputs, inputs, dtype=dtype)
     bias = normal(outputs, dtype=dtype) if biased else None
     for rows in (1, 2, 3, 4, 7, MOST_ROWS):

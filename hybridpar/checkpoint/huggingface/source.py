@@ -57,8 +57,8 @@ class WeightFiles:
     """The tensors of model.safetensors, or of the files in model.safetensors.index.json; if there
     are none, of pytorch_model.bin or its index.
 
-    Nothing stays in memory but what `read` returned and is still held: each read maps the file
-    anew, as the pages of a mapping count as the process's memory once they were touched. Files
+    Nothing stays in memory but what `read` returned and is still held. Each read maps the file and
+    unmaps it, as the pages of a mapping count as the process's memory once they were touched. Files
     from before torch 1.6 cannot be mapped, and are held.
 
     Raises:

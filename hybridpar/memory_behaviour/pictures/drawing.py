@@ -404,10 +404,13 @@ def _covered(kinds: Ints, corners: Floats, width: float, num_kinds: int) -> Floa
     box = np.repeat(np.arange(len(kinds)), last - first + 1)
     begins = np.cumsum(last - first + 1) - (last - first + 1)
     row = first[box] + np.arange(len(box)) - begins[box]
-    top, bottom = corners[box, 1], corners[box, 3]
+    top = corners[box, 1]
+    bottom = corners[box, 3]
     height = np.minimum(bottom, _ROW * (row + 1)) - np.maximum(top, _ROW * row)
-    left, right = corners[box, 0] / width, corners[box, 2] / width
-    begin, end = left.astype(np.int64), right.astype(np.int64)
+    left = corners[box, 0] / width
+    right = corners[box, 2] / width
+    begin = left.astype(np.int64)
+    end = right.astype(np.int64)
     kind = kinds[box]
     covered = np.zeros((num_kinds, int(last.max()) + 1, int(end.max()) + 2))
     # a box covers a part of the cells with its ends, and all cells between them

@@ -237,7 +237,7 @@ class _Templates:
         self._found: dict[_Key, _Template] = {}
         self._checked: set[_Key] = set()
         self._born: dict[int, tuple[_Maker, Place, int]] = {}
-        """What allocated each block: the action, its place, and the block's index."""
+        """Record what allocated each block: the action, its place, and the block's index."""
         planned = set(self.actions)
         last: Place = (0, -1)
         for span in spans:

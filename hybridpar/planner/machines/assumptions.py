@@ -82,7 +82,7 @@ def _missing_types(machine: Machine) -> Iterator[str]:
     for device in machine.devices:
         if dtype == "bf16" and device.capability < OLDEST_GPU:
             yield (
-                f"{device.name} has no products in bf16, so the times are those of fp16: train with "
+                f"{device.name} has no products in bf16, so its times are for fp16: train with "
                 'train.dtype = "fp16"'
             )
 

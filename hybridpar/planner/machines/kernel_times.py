@@ -99,9 +99,9 @@ MEGATRON_2020 = Kernels(fused=False, forward_launches=30, backward_launches=50)
 """Kernels of Megatron-LM in 2020 and 2021, which PipeDream-2BW's code uses. Source: arXiv
 1909.08053, section 3."""
 PLAIN_TORCH = Kernels(fused=False, forward_launches=30, backward_launches=50)
-"""Kernels of our layers on cards that Triton and csrc/cuda have no code for: those of our operators
-in plain torch with dropout, which writes the attention scores, and one addition for each gradient.
-As many as Megatron-LM had."""
+"""Kernels of our layers on cards that Triton and csrc/cuda have no code for. Operators are plain
+torch with dropout, which writes the attention scores; each gradient takes one addition more.
+Megatron-LM had as many."""
 
 
 def kernels_for(device: Device) -> Kernels:

@@ -68,5 +68,5 @@ def test_only_memory_of_a_measured_machine_is_assumed() -> None:
 
 def test_a_card_without_bf16_is_said(tmp_path: Path) -> None:
     lines = said(tmp_path, SERVERS.replace("h100-80gb", "v100-16gb"))
-    assert "v100-16gb has no products in bf16, so the times are those of fp16" in lines
+    assert "v100-16gb has no products in bf16, so its times are for fp16" in lines
     assert "bf16" not in said(tmp_path, SERVERS)
