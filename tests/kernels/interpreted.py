@@ -48,6 +48,8 @@ def test_arguments_and_results_are_those_of_csrc():
         ), name
     assert set(native.operators()) - set(names) == {
         "attention_hopper",
+        "few_rows_linear",
+        "next_token_attention",
         "philox_bits",
         "philox_normal",
         "placement_best_loads",
@@ -544,7 +546,7 @@ def test_the_bias_gradient_of_the_split_is_summed_before_rounding():
     dq[..., 0] = 1.0
     positions = torch.ones(rows, dtype=torch.int64)
     dqkv, dbias = torch.ops.hybridpar_triton.split_qkv_backward(
-        dq, dq, dq, [1], True, 1e4, 2, positions
+        dq, dq, dq, [1], True, 1e4, [], 1.0, 2, positions
     )
     want = torch.tensor(rows * cos).half()
     assert dqkv[..., 0].double().sum().half() != want, "rounding can be seen here"

@@ -178,7 +178,8 @@ def expected(context: Context, n: int, n_kv: int, *, documents: bool) -> tuple[S
             Sent({"send": 2 * c - 1, "recv": 2 * c - 1}, {"send": back}),
         )
     kept = HeadSplit.of([g * n_kv // n for g in range(n)], n_kv, c)
-    heads, kv_heads = (stop - start for start, stop in (of[context.axis.rank] for of in kept))
+    rank = context.axis.rank
+    heads, kv_heads = (stop - start for start, stop in (kept.queries[rank], kept.keys[rank]))
     tokens = own * (n + 2 * n_kv) * one
     results = S * heads * one
     starts = {"all_gather": 4 * B * own} if documents else {}
