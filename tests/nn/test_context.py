@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from tensor_parallel import TOLERANCE, traffic, values
+from torch import Tensor
 
 from hybridpar import ops
 from hybridpar.config import KernelsConfig
@@ -143,8 +144,16 @@ def attention(axis: Axis, context: Context, **options: Any) -> ParallelAttention
         **options,
     )
     for name, parameter, place in named_placements(layer):
-        parameter.data.copy_(place.take(values(name, *place.shape) / 4, axis.rank))
+        weights = exact(values(name, *place.shape) / 4)
+        if name == "out.weight":
+            weights = torch.eye(HIDDEN, dtype=F64)
+        parameter.data.copy_(place.take(weights, axis.rank))
     return layer
+
+
+def exact(x: Tensor) -> Tensor:
+    """Round to 64ths: sums of products of such numbers are exact, in any order of summation."""
+    return (64 * x).round() / 64
 
 
 class Sent(NamedTuple):
@@ -202,10 +211,11 @@ def sends(axis: Axis, sent: Sent) -> Iterator[None]:
 
 def shared_attention(cp: int, tp: int, comm: ContextComm) -> None:
     """Outputs and gradients are those of one process, with equal masks of dropout; bytes are the
-    formulas'. With gathered keys or with exchanged heads the forward is equal to the bit."""
+    formulas'. With gathered keys or with exchanged heads the forward is equal to the bit, where
+    products with weights do not depend on the number of rows, as here, where they are exact."""
     grid = ProcessGrid(cp=cp, tp=tp)
     context = Context(grid.cp, S, comm=comm)
-    x_all = values("x", B, S, HIDDEN)
+    x_all = exact(values("x", B, S, HIDDEN))
     dy = values("dy", B, S, HIDDEN)
     batch = context.cut({"x": x_all, "dy": dy, "first_key": STARTS})
     rows = batch.get("rows")
