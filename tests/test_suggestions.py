@@ -200,6 +200,7 @@ def require_help(seed: int) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_suggestions_help(request: pytest.FixtureRequest) -> None:
     for seed in range(20_000 if request.config.getoption("--thorough") else 80):
         require_help(seed)

@@ -140,6 +140,7 @@ print("threads", torch.get_num_threads(), "step", trainer.fit().step)
     assert done.stdout == "threads 2 step 2\n", done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_rank_that_returns_stop_stops_all(tmp_path: Path) -> None:
     """2bw has batches under way; the run goes on later, as if nothing had been."""
@@ -304,6 +305,7 @@ def require_gone(folder: Path) -> None:
             time.sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_ctrl_c_has_all_ranks_save(tmp_path: Path) -> None:

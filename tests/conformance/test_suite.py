@@ -217,6 +217,7 @@ def test_every_case_has_a_bug() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_ours_are_equal_to_one_process() -> None:
     assert [str(result) for result in conform(FACTORIES, [3]) if not result.ok] == []
 

@@ -264,7 +264,7 @@ prepared.prepare(sys.argv[1], sys.argv[2], 400, quiet=True)
 """
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["_train", "_encode", "_opened"])
 def test_the_next_call_removes_what_a_killed_one_left(corpus, tmp_path, where):
     """Also one for another vocabulary."""

@@ -138,6 +138,7 @@ def test_blocks_are_drawn_at_their_offsets_and_none_overlap(account: Account) ->
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("unit", [64, 256 * KIB])
 def test_shapes_are_bounded_however_many_blocks_there_are(unit: int) -> None:
     account = account_of(trace(4, layers=150, unit=unit))
@@ -279,6 +280,7 @@ def test_small_blocks_cover_their_area() -> None:
     assert list(drawing._merged([])) == []
 
 
+@pytest.mark.thorough
 def test_shapes_of_small_blocks_are_bounded() -> None:
     kinds = [Category.ACTIVATIONS, Category.TEMPORARIES, Category.MASTER]
     many = [

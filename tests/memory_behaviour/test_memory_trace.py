@@ -388,6 +388,7 @@ def test_off_leaves_nothing_behind() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_batch_of_another_size_is_another_trace() -> None:
     config = config_of(({}, {}, {}, {}))
     larger = replace(config, train=replace(config.train, micro_batch_size=3))

@@ -198,7 +198,7 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LIVES)
 def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
     """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting

@@ -57,6 +57,7 @@ def put(path: Path, value: Any) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_from_a_configuration_to_a_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,6 +221,7 @@ def test_check_prices_the_devices_of_a_cluster_or_none(
     assert "tokens/s, MFU " in out
 
 
+@pytest.mark.thorough
 def test_plan_says_which_axes_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     cluster = tmp_path / "cluster.toml"

@@ -204,6 +204,7 @@ def test_a_split_has_equal_times_and_a_changed_model_is_noticed() -> None:
         StepCost(base, measured_machine(profile(base, {"blocks.0": 1.0}), 2))
 
 
+@pytest.mark.thorough
 def test_models_that_do_not_fit_are_recomputed_or_divided() -> None:
     base = config(Mixer(depth=6, width=32), b=8)
     footprints = Footprints()

@@ -94,6 +94,7 @@ def test_no_other_split_of_mixed_devices_is_faster(tmp_path: Path) -> None:
     assert max(stage.compute for stage in best.stages) <= min(slowest) * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_each_device_has_its_own_memory(tmp_path: Path) -> None:
     """A model whose even shares overfill the smaller devices goes to the larger ones."""
     cluster = replace(described(tmp_path), stragglers=0.0)

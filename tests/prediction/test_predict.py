@@ -350,6 +350,7 @@ def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight()
     assert last.in_flight == 1
 
 
+@pytest.mark.thorough
 def test_many_micro_batches_and_large_models_take_no_longer() -> None:
     """100 billion parameters, 512 micro-batches, 32 stages: nothing is allocated, and equal stages
     are run once."""

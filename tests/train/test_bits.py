@@ -110,7 +110,7 @@ def test_bits_are_equal(dp: int, one: Sequence[Sections], other: Sequence[Sectio
     ]
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -119,7 +119,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",

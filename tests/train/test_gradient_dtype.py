@@ -46,7 +46,7 @@ def run(config: Config) -> Outcome:
     return outcome
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 @pytest.mark.parametrize("host", [True, False])
 def test_a_limit_and_a_host_change_nothing(

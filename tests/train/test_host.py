@@ -330,6 +330,7 @@ def killed(config: Config, folder: Path) -> None:
     train(engine, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))

@@ -223,7 +223,7 @@ def test_a_limit_that_is_too_small_names_the_least(tmp_path: Path) -> None:
         run(replace(config, memory=small))
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel", [{"pp": 2, "dp": 1}, {"tp": 2, "pp": 2, "dp": 2, "zero": 2}, {"dp": 2, "zero": 3}]
 )
@@ -284,6 +284,7 @@ def test_a_skipped_step_keeps_the_weights(
     assert tight.moved > 0
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_makes_dropped_weights_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_grids_agree_with_one_process(zero: int, schedule: str) -> None:
     assert max(worst.error for worst in report.worst.values()) < 1e-9
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 @pytest.mark.parametrize("method", ["powersgd", "int8", "bf16", "int4", "dct", "sbpca"])

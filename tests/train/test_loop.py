@@ -365,6 +365,7 @@ def test_measured_settings_stay(config: Config, capsys: pytest.CaptureFixture[st
     assert [row[0] for row in steps(metrics(auto.run.folder))] == [1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> None:
     loop.train(config, ALONE)
     before = {p: p.read_bytes() for p in config.run.folder.rglob("*") if p.is_file()}

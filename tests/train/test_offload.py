@@ -230,6 +230,7 @@ def test_most_micro_batches_that_cost_no_time(
     assert f"memory.offload_activations: {list(away)}" in said[0]
 
 
+@pytest.mark.thorough
 def test_first_measurement_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
     """Else a run with a budget would have two of each; an engine that one rank cannot build, none
     of them has."""

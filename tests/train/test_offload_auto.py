@@ -79,6 +79,7 @@ def moved_bytes(config: Config) -> int:
     return predict(JobPlan(with_away(config, 99)), device=CUDA)[0].moved
 
 
+@pytest.mark.thorough
 def test_equal_bits_with_the_latest_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of the host's memory for them is taken before training."""
 

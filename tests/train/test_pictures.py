@@ -83,6 +83,7 @@ def test_whatever_ends_the_process_that_draws_is_said(
             plot.draw_loss([], tmp_path / "loss.png", "")
 
 
+@pytest.mark.thorough
 def test_a_loss_is_drawn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the code that lies in the working folder."""
     pytest.importorskip("matplotlib")

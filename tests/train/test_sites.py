@@ -62,6 +62,7 @@ def losses_and_weights(
     return news or [step.loss for step in steps], dict(engine.state.weights.full_weights())
 
 
+@pytest.mark.thorough
 def test_an_outer_step_of_each_sgd_step_is_data_parallelism() -> None:
     """Means over sites of losses and weights are those of replicas, also where sites differ in
     labels that count."""
@@ -259,6 +260,7 @@ def with_a_slow_link(
     return losses, dict(engine.state.weights.full_weights())
 
 
+@pytest.mark.thorough
 def test_a_site_behind_a_slower_link_holds_nobody_up_within_the_delay(tmp_path: Path) -> None:
     """Its messages leave as late as they may; nothing is different then."""
     config = make({"sites": 3}, outer=STREAMED)

@@ -124,7 +124,7 @@ def same(config: Config) -> None:
         )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("schedule", "options"),

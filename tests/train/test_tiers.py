@@ -103,7 +103,7 @@ def close(engine: Engine) -> int:
     return tiers.traffic.read + tiers.traffic.written
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_any_budget_gives_the_same_bits(
@@ -148,6 +148,7 @@ def on_host(config: Config, folder: Path) -> int:
     return int(outcome.moved)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_shares_on_the_host(tmp_path: Path) -> None:
     """Like the test above, with chunks that replicas share."""
@@ -194,6 +195,7 @@ def test_optimizers_and_models(
     run(config, tmp_path, 0.0).check(run(config, tmp_path, None))
 
 
+@pytest.mark.thorough
 def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     """gpipe on one stage, without a weight that the first and the last part have in common."""
     untied = {"tie_embeddings": False}

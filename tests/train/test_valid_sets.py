@@ -112,6 +112,7 @@ def test_two_ranks_make_a_stopped_evaluation_of_all_sets(tmp_path: Path) -> None
     assert kept(config) == kept(calm)
 
 
+@pytest.mark.thorough
 def test_a_row_of_all_sets_makes_good_what_a_killed_run_has_not_saved(tmp_path: Path) -> None:
     config = make(tmp_path / "killed")
     fork_ranks(1, partial(go, config, 2))

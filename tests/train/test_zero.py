@@ -184,6 +184,7 @@ def resumed(config: Config, folder: Path) -> dict[str, Tensor]:
     return run.engine.state.weights.full_weights()
 
 
+@pytest.mark.thorough
 def test_shares_are_saved_and_gone_on_with_anywhere(tmp_path: Path) -> None:
     config = with_zero(make(pipeline={"schedule": "2bw"}, train={"dtype": "bf16"}), 3)
     (differs, weights), (others, _) = run_ranks(saves_and_goes_on, 2, config, tmp_path)

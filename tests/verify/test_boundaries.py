@@ -75,7 +75,7 @@ def test_every_grid_and_schedule_equals_one_process(grid, pipeline, parallel, co
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
     report = verify(

@@ -89,7 +89,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any], packing: s
     holds(grid, make(model, data={"packing": packing}))
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA | DROPOUT], ids=["gpt", "llama"])
 def test_sequence_parallelism(tp: int, model: dict[str, Any]) -> None:
@@ -144,6 +144,7 @@ def test_optimizers_that_look_at_whole_parameters(optim: str) -> None:
     holds({"cp": 2, "tp": 2}, make(optim={"name": optim}, parallel={"zero": 1}))
 
 
+@pytest.mark.thorough
 def test_a_run_that_resumes_and_skips_a_batch() -> None:
     config = make(DROPOUT, parallel={"zero": 1}, pipeline={"schedule": "2bw"})
     holds({"cp": 2, "pp": 2}, config, 4, Disturbance(frozenset({1}), resume_at=2))
@@ -366,6 +367,7 @@ def losses(config: Config, counting: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("counting", [0, 5])
 def test_ranks_whose_labels_are_all_ignored(counting: int) -> None:
     """The first five labels are all rank 0's; without any label losses and gradients are 0."""

@@ -53,14 +53,14 @@ def test_sharded_optimizer_state_of_several_versions() -> None:
     )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> None:
     shared = {**LLAMA, "num_kv_heads": 1}
     holds({"tp": 2, "dp": 2}, config(shared, parallel=ZERO, optim={"name": optim}), num_batches=3)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (4, 8, 1)])
 def test_early_switch(p: int, m: int, early_switch: int) -> None:
     pipeline = {"num_microbatches": m, "early_switch": early_switch}

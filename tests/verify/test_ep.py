@@ -81,7 +81,7 @@ def test_optimizers(optim: dict[str, Any], zero: int) -> None:
     holds({"tp": 2, "dp": 4, "ep": 2}, config)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_packed_documents(packing: str, sequence: bool) -> None:
@@ -89,7 +89,7 @@ def test_packed_documents(packing: str, sequence: bool) -> None:
     holds({"tp": 2, "dp": 3, "ep": 3}, config, num_batches=2)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", [{"host_optimizer": True}, {"offload_activations": 1}], ids=str)
 def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
     holds({"dp": 2, "ep": 2}, six(DEEPSEEK, memory=memory), num_batches=2)

@@ -98,7 +98,7 @@ def test_schedules(pipeline: dict[str, Any], recompute: str) -> None:
     holds({"pp": 2, "dp": 2} if recompute == "none" else {"pp": 2}, config, num_batches=4)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("model", [{}, DEEPSEEK], ids=["mixtral", "deepseek"])
 def test_sharded_state(zero: int, model: dict[str, Any]) -> None:

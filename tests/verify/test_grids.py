@@ -107,6 +107,7 @@ def test_parallel_residuals_and_partial_rotary_positions(
     holds(grid, make({**NEOX, **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
 
 
+@pytest.mark.thorough
 def test_a_position_table_that_is_longer_than_sequences() -> None:
     config = make({**BERT, "max_positions": 23})
     holds({"tp": 2, "pp": 2}, config)
@@ -148,6 +149,7 @@ def test_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
     holds({"pp": 4}, make(pipeline={"schedule": schedule, "num_microbatches": m}))
 
 
+@pytest.mark.thorough
 def test_no_clipping() -> None:
     """pipedream then never waits for another stage's norm, and reports it later."""
     holds(

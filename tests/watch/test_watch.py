@@ -201,6 +201,7 @@ def test_curves_keep_means_and_extremes() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """A curve has a bounded number of points; a long file is read a piece at a time."""
     curve = Curve()

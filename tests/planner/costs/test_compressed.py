@@ -65,6 +65,7 @@ def test_loss_cost_of_a_codec_is_said() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_codecs_are_candidates_where_they_are_asked_for_and_it_is_said_what_they_do() -> None:
     config = made.config(pp=2, m=8, b=1)
     slow = made.link(bandwidth=2e3)

@@ -40,7 +40,7 @@ def best(speed: float, limit: float) -> Candidate:
     return found
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("speed", [1e9, 1e3])
 def test_activations_leave_rather_than_being_computed_twice(speed: float) -> None:
     """Over a file that is fast enough; a slow one would take longer than computing them again."""

@@ -123,6 +123,7 @@ def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
     assert set(dict(Fitting(1000.0, CPU).largest(base)).values()) == {0}
 
 
+@pytest.mark.thorough
 def test_check_and_plan_say_what_would_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

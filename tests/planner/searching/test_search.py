@@ -168,6 +168,7 @@ def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
     assert found.peak <= tight.memory_limit
 
 
+@pytest.mark.thorough
 def test_cheap_outputs_are_recomputed_if_that_is_enough() -> None:
     """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer
     more, or more."""

@@ -13,7 +13,7 @@ from train.runs import write_config
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_gloos_time_out_blames_the_rank_that_hangs(tmp_path: Path, zero: int) -> None:

@@ -172,6 +172,7 @@ def test_a_grid_says_the_same_and_each_rank_reads_its_part(
         assert sent == (pp > 1)
 
 
+@pytest.mark.thorough
 def test_choices() -> None:
     def chosen(sampling: Sampling, n: int = 99) -> set[int]:
         logits = torch.tensor([[0.0, 5.0, 4.0, -9.0]])
@@ -222,6 +223,7 @@ def test_text_depends_on_the_seed_alone(run: Path) -> None:
     assert "".join(named.generate("Stone", Sampling(30, seed=1))) == texts[0]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("room", [0, 5, 40])
 def test_a_token_costs_the_same_however_long_the_text(run: Path, room: int) -> None:
     """Each step computes one position; where the window is full, its last half goes on as the

@@ -258,6 +258,7 @@ def test_cores_are_those_that_ranks_got_while_all_were_wanted() -> None:
     assert cores_of(several, 2) == pytest.approx(2.0 / 2)  # two pipelines share them
 
 
+@pytest.mark.thorough
 def test_the_parts_of_a_step_add_up() -> None:
     measured = measure(recorded("1f1b", SIZES, COSTS, 10), SIZES, tied=False)
     assert measured is not None
