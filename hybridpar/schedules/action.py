@@ -98,7 +98,5 @@ def parse_action(text: str) -> Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Return the actions of a text, separated by white space. Raises: ConfigError at the first word
-    that is not an action.
-    """
+    """Return the actions of a text, separated by white space. Raises: ConfigError."""
     return tuple(map(parse_action, text.split()))

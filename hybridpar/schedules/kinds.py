@@ -92,9 +92,7 @@ class ActionSpec:
 
     @property
     def peer_offset(self) -> int:
-        """Offset of the stage at a transfer's other end: 1 the next stage, -1 the previous one; 0:
-        no transfer.
-        """
+        """Offset of the stage at a transfer's other end: 1 next, -1 previous, 0 no transfer."""
         if not self.is_async:
             return 0
         return self.flow if self.matching_recv else -self.flow

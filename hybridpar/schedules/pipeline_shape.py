@@ -63,9 +63,7 @@ class PipelineShape:
 
     @staticmethod
     def found(ranks: Mapping[int, int], num_ranks: int) -> PipelineShape:
-        """Return the shape of a pipeline whose stages were seen on these ranks. (They do not tell
-        the number of micro-batches: 1.)
-        """
+        """Return the shape of a pipeline whose stages were seen on these ranks; m counts as 1."""
         chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
         loops = all(
             rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items()
@@ -89,8 +87,7 @@ class PipelineShape:
 
     @property
     def num_links(self) -> int:
-        """Number of pairs of ranks that send to each other: rank r and the one after it, in a ring
-        mod p."""
+        """Number of pairs of neighbours, rank r and the one after it (in a ring: mod p)."""
         return self.num_ranks if self.is_ring else self.num_ranks - 1
 
     @property
@@ -111,9 +108,7 @@ class PipelineShape:
         ]
 
     def turn(self, stage: int) -> int:
-        """Return the number of the pass through the ranks that a stage belongs to; 0 except with
-        stage_layout "v".
-        """
+        """Return the number of a stage's pass through the ranks; 0 unless stage_layout is "v"."""
         return stage // self.num_ranks if self.is_v else 0
 
     def peer(self, stage: int, side: int) -> int | None:
@@ -133,9 +128,7 @@ class PipelineShape:
         return has_link and (flow > 0 or min(stage, stage + side) >= self.num_frozen)
 
     def link(self, stage: int, side: int) -> int | None:
-        """Return the number of the link between a stage and its neighbour on that side; None as
-        `peer`.
-        """
+        """Return the number of the link between a stage and that neighbour; None as for `peer`."""
         if self.peer(stage, side) is None:
             return None
         lower = min(stage, stage + side)

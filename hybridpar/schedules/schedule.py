@@ -103,9 +103,7 @@ class Schedule:
         return interleaved.begun(shape, place + self.warmup(shape, shape.rank_of(action.stage)))
 
     def position(self, shape: PipelineShape, action: Action) -> int:
-        """Return the place of an F, B, I or W in an endless alternation of forwards and backwards:
-        backward k ends at 2k + 1.
-        """
+        """Return the place of a step in an endless alternation: backward k ends at 2k + 1."""
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, shape.rank_of(action.stage), 0
@@ -136,8 +134,7 @@ class Schedule:
     def versions_of(
         self, shape: PipelineShape, batch: int, first_batch: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the versions of all micro-batches of a batch, by stage; the first sync_steps
-        batches run as 1f1b."""
+        """Return the versions of all micro-batches of a batch, by stage."""
         m = shape.num_microbatches
         first = max(first_batch, self.options.sync_steps)
         if batch < self.options.sync_steps:
@@ -162,16 +159,13 @@ class Schedule:
         )
 
     def mean_delay(self, shape: PipelineShape, stage: int) -> float:
-        """Return by how many updates a batch's weights are behind on average, in the
-        steady state."""
+        """Return by how many updates a batch's weights are behind on average."""
         batch, first = self._steady_batch(shape)
         m = shape.num_microbatches
         return sum(batch - self.version(shape, stage, batch * m + k, first) for k in range(m)) / m
 
     def _steady_batch(self, shape: PipelineShape) -> tuple[int, int]:
-        """Return a batch that no longer depends on the start of its range (no weights are p updates
-        old), and that start.
-        """
+        """Return a batch that does not depend on the start of its range, and that start."""
         return self.options.sync_steps + shape.num_stages + 1, self.options.sync_steps
 
     def slack(self, shape: PipelineShape) -> int:
@@ -209,14 +203,11 @@ class Schedule:
         return self.norm_delay(shape, stage, host=host) + 1
 
     def update_delay(self, shape: PipelineShape, stage: int) -> int:
-        """Return the delay of UPDATE(t) if it also starts to gather the new weights: after two
-        thirds of the slack."""
+        """Return the delay of UPDATE(t) if it gathers the new weights: two thirds of the slack."""
         return self._lead(shape, stage) + self._end(shape, gather=True)
 
     def _end(self, shape: PipelineShape, gather: bool) -> int:
-        """Return the forwards and backwards on stage 0 between the last backward of batch t and
-        UPDATE(t).
-        """
+        """Return the steps of stage 0 between the last backward of batch t and UPDATE(t)."""
         return (4 * self.slack(shape) + 1) // 3 if gather else 2 * self.slack(shape)
 
     def _lead(self, shape: PipelineShape, stage: int) -> int:
@@ -234,9 +225,7 @@ class Schedule:
         return ahead if ahead > stage else (4 * stage + 1) // 3
 
     def max_live_activations(self, shape: PipelineShape, stage: int) -> int:
-        """Return an upper bound of the micro-batches that have run forward and not yet backward, on
-        all stages of a rank.
-        """
+        """Return an upper bound of the micro-batches between forward and backward on a rank."""
         if self.activations:
             return vee.most_of_rank(shape, stage, self.activations, drains=self.flush)
         if self.order:

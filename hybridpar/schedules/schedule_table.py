@@ -91,9 +91,7 @@ def _double_buffered_version(
 def _latest_version(
     schedule: Schedule, shape: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
-    """Return the latest version that a stage has: k - (p-1-r) backwards are done when it starts
-    micro-batch k.
-    """
+    """Return the latest version: k - (p-1-r) backwards are done when micro-batch k starts."""
     return max((microbatch - _depth_below(shape, stage)) // shape.num_microbatches, first_batch)
 
 
@@ -103,9 +101,7 @@ def _depth_below(shape: PipelineShape, stage: int) -> int:
 
 
 def _stashed_versions(shape: PipelineShape, stage: int) -> int:
-    """Return how many versions are alive: p-r micro-batches are in flight, and m in a row share a
-    version.
-    """
+    """Return the live versions: p-r micro-batches are in flight, m in a row share one."""
     return -(-_depth_below(shape, stage) // shape.num_microbatches) + 1
 
 

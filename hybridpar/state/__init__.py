@@ -1,5 +1,4 @@
-"""The training state of a rank: weight versions, gradients, optimizer state, and which rank updates
-which part."""
+"""The training state of a rank: weight versions, gradients, optimizer state."""
 
 from hybridpar.state.audit import Mismatch, audit_replicas, find_divergence, replicas_along
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator

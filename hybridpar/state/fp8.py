@@ -63,8 +63,7 @@ class Fp8Weights:
 
 
 def fp8_parameters(stage: nn.Module) -> set[str]:
-    """Return the names of the hidden matrices of hybridpar's linear layers whose sizes fit fp8
-    products."""
+    """Return the names of the hidden matrices whose sizes fit fp8 products."""
     found = set[str]()
     for name, module in stage.named_modules():
         if isinstance(module, _LAYERS):
@@ -75,8 +74,7 @@ def fp8_parameters(stage: nn.Module) -> set[str]:
 
 
 def unquantized_layers(stage: nn.Module) -> list[str]:
-    """Return the names of the linear layers, besides embedding and head, whose products are not in
-    fp8."""
+    """Return the names of hidden linear layers whose products are not in fp8."""
     found = []
     for name, module in stage.named_modules():
         if isinstance(module, _LAYERS):

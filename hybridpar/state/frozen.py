@@ -81,9 +81,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Set all frozen parameters: `write` fills tensors by name, in fp32 (fp64 in an fp64
-        run).
-        """
+        """Set all frozen parameters: `write` fills tensors by name, in fp32 (fp64 runs: fp64)."""
         shared = self.shared()
         for name, leaf in self.leaves.items():
             with self.memory.writing(leaf, *([shared[name]] if name in shared else [])):
@@ -95,16 +93,12 @@ class FrozenWeights:
 
     @torch.no_grad()
     def full(self) -> dict[str, Tensor]:
-        """Return all frozen parameters unsharded, by name; read only. Collectives: an all-gather if
-        replicas shard them.
-        """
+        """Return all frozen parameters unsharded, by name; read only. May all-gather."""
         if not self.shares or not self.partition.is_sharded:
             return {name: self.memory.read(leaf) for name, leaf in self.leaves.items()}
         owned = map(self.memory.read, self.shares[0].owned())
         return self.partition.whole(owned, self.memory.device)
 
     def gather(self, use: BufferUsage) -> Works:
-        """Start to gather an unsharded chunk, whose memory is allocated. Collectives: as
-        Shares.gather.
-        """
+        """Start to gather an unsharded chunk, as Shares.gather; its memory is allocated."""
         return self.shares[0].gather(use)

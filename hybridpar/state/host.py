@@ -68,9 +68,7 @@ class HostMemory(Memory):
 
 
 class UpdatedMemory(Memory):
-    """Memory of the updated state on a rank with a host optimizer: host memory, except for chunks
-    that the host does not update.
-    """
+    """Host memory for the state that the host updates, device memory for other state."""
 
     def __init__(self, memory: Memory):
         super().__init__()
@@ -97,22 +95,16 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
 
 @dataclass(slots=True)
 class CopyTime:
-    """Duration of the copies in one `HostWork.reach` context, in seconds; known once the context
-    has ended.
-    """
+    """Duration of the copies in one `HostWork.reach` context, in seconds; set at its end."""
 
     seconds: float = 0.0
 
 
 class HostWork:
-    """Runs the host's work and the copies to and from it: copies of flat tensors, and the optimizer
-    step of a group.
-    """
+    """Runs the host's work: copies of flat tensors both ways, and optimizer steps."""
 
     def mark(self) -> Any:
-        """Return a marker of the work that the launch thread has queued so far, for copies to wait
-        for. Call it in that thread.
-        """
+        """Return a marker of the work that the calling launch thread has queued so far."""
         return None
 
     @contextmanager
@@ -258,9 +250,7 @@ class HostUpdates:
         """Bytes copied each way so far."""
 
     def held(self) -> tuple[int, int]:
-        """Return the bytes of host memory of the master copy, and of the optimizer state with its
-        copy buffers.
-        """
+        """Return the bytes of host memory of the master copy, and of all other state."""
         master = self._weights.master
         made = self._weights.made
         if master is None or self.staging is None:
@@ -277,9 +267,7 @@ class HostUpdates:
         return sum(t.nbytes for t in hosted), sum(t.nbytes for t in state) + rooms
 
     def work_here(self, here: bool) -> None:
-        """Run all work at once in the calling thread (`here`), so that it can be recorded, or in
-        the three threads.
-        """
+        """Run work at once in the calling thread (`here`; it can be recorded), or in threads."""
         for thread in (self._to_host, self._host, self._from_host):
             thread.is_here = here
 
@@ -380,9 +368,7 @@ class _Thread:
     def submit(
         self, call: Callable[..., None], *args: object, after: Future[None] | None = None
     ) -> Future[None]:
-        """Run a call in the thread, after the earlier calls and `after`; if `after` fails, this
-        call fails too.
-        """
+        """Run a call in the thread, after earlier calls and `after`, whose failure it shares."""
 
         def task() -> None:
             if after is not None:

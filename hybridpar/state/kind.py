@@ -27,32 +27,22 @@ class Stored(Protocol):
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Return whether a tensor `what` was saved for this parameter, or for any other parameter
-        in the same file.
-        """
+        """Return whether the file has a tensor `what` of this parameter or of any other."""
 
     def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """Return this rank's share of the sum of the tensors saved by the ranks that reduce a
-        parameter's gradient.
-        """
+        """Return this rank's share of the sum of the tensors that its replicas saved."""
 
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """Return the tensor saved by the rank at the same place in a grid of the same size; None if
-        no rank saved one.
-        """
+        """Return the tensor saved at the same place in a grid of the same size; None: none."""
 
     def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """Return the tensor saved by all ranks with the same part of the parameter; None if no rank
-        had that part.
-        """
+        """Return the tensor that all ranks with this part of the parameter saved; None: none."""
 
     def newest(self, slot: ParameterSlot) -> Tensor:
         """Return the newest weights, neither rounded nor predicted."""
 
     def common(self, slot: ParameterSlot) -> Tensor:
-        """Return the weights that all sites last had in common: the anchor, or the newest weights
-        if there is one site.
-        """
+        """Return the weights that all sites last had in common (one site: the newest weights)."""
 
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
         """Return the weights that the new run uses for that version."""
@@ -104,9 +94,7 @@ class StateKind(ABC):
 
     @classmethod
     def key(cls, parameter: str, what: str = "") -> str:
-        """Return the key of a parameter's tensor. `what`: which tensor, if a parameter has
-        several.
-        """
+        """Return the key of a parameter's tensor. `what`: which of several tensors."""
         return f"{cls.name}/{cls.form.format(parameter=parameter, what=what)}"
 
     @classmethod
@@ -178,9 +166,7 @@ class RoomKind(StateKind):
 
 
 class Under(Mapping[str, Tensor]):
-    """The tensors whose names start with `prefix`, by the rest of their names. Each tensor is
-    fetched when it is read.
-    """
+    """Tensors whose names start with `prefix`, by the rest of their names; read on access."""
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
         self._prefix = prefix

@@ -43,9 +43,7 @@ from hybridpar.state.weights import copy_all
 
 
 class WeightVersions(StateKind):
-    """Every live version of the weights, in the working precision; frozen parameters once, with the
-    newest version.
-    """
+    """Every live version of the weights, in the working precision; frozen parameters once."""
 
     name = "weights"
     column = "weights"
@@ -78,9 +76,7 @@ class WeightVersions(StateKind):
 
 
 class WeightShares(WeightVersions):
-    """This rank's shards of every live version of the weights, in the working precision
-    (ZeRO-3).
-    """
+    """This rank's shards of every live version of the weights (ZeRO-3)."""
 
     name = "shares"
     whole = False
@@ -201,9 +197,7 @@ class OptimizerState(StateKind):
 
 
 class Anchor(BufferKind):
-    """The weights that sites last had in common, fragment by fragment, in the precision of the
-    master copy.
-    """
+    """The weights that sites last had in common, in the precision of the master copy."""
 
     name = "anchor"
     joint = True
@@ -242,9 +236,7 @@ class Sent(StateKind):
 
 
 class OuterRemainder(BufferKind):
-    """Quantization error of messages to other sites so far. For a message under way: the numbers
-    that it was made from.
-    """
+    """Quantization error of messages to other sites; of one under way: its numbers."""
 
     name = "remainder"
 
@@ -253,9 +245,7 @@ class OuterRemainder(BufferKind):
 
 
 class Unsent(StateKind):
-    """The rest of the gradients that this rank has not sent, in the units of their sum over
-    replicas.
-    """
+    """The unsent rest of the gradients, in the units of their sum over replicas."""
 
     name = "feedback"
     whole = True
@@ -277,9 +267,7 @@ class Unsent(StateKind):
 
 
 class Learned(StateKind):
-    """Tensors that gradient compression has learned for each parameter. Their memory is counted
-    with `Unsent`.
-    """
+    """Tensors that gradient compression has learned. `Unsent` counts their memory."""
 
     name = "learned"
     form = "{parameter}.{what}"
@@ -331,9 +319,7 @@ class Messages(RoomKind):
 
 
 class HostRoom(RoomKind):
-    """Buffers on the host, with a host optimizer, for gradients that arrive and weights that
-    leave.
-    """
+    """Buffers on the host for gradients that arrive and weights that leave."""
 
     name = "host"
 

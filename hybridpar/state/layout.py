@@ -16,9 +16,7 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements [start, stop) of a flat buffer, and the names of its parameters in the order of the
-    layout.
-    """
+    """Elements [start, stop) of a flat buffer, and the names of its parameters, in order."""
 
     start: int
     stop: int

@@ -1,6 +1,4 @@
-"""The parameters of a stage: their placement, the modules that hold them, and their layout in a
-flat buffer.
-"""
+"""The parameters of a stage: placements, the modules that hold them, flat layouts."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def move_buffers(stage: nn.Module, device: torch.device) -> None:
-    """Move the registered buffers of all modules, which custom blocks may have, to the stage's
-    device.
-    """
+    """Move the buffers of all modules, which custom blocks may have, to the stage's device."""
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -27,9 +23,7 @@ def move_buffers(stage: nn.Module, device: torch.device) -> None:
 
 
 def _layout_order(parameter: tuple[str, nn.Parameter, Placement]) -> tuple[int, str]:
-    """Return the sort key of a parameter. It gives the first and last stage their tied parameters
-    in one order, because they all-reduce these gradients together.
-    """
+    """Return a sort key that orders tied parameters alike on the first and the last stage."""
     placement = parameter[2]
     return layout_run(placement), placement.tied
 

@@ -60,9 +60,7 @@ class StatePolicy:
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
-        """Create the policy of a configuration, for a schedule that needs so many weight versions
-        and gradient buffers.
-        """
+        """Create the policy for a schedule that needs these numbers of buffers."""
         return StatePolicy(
             DTYPES[config.train.dtype],
             num_versions,
@@ -92,9 +90,7 @@ class StatePolicy:
 
     @property
     def moves_gradients(self) -> bool:
-        """Whether only one segment's gradients are unsharded at a time. Compressed gradients are
-        not: each replica keeps the unsent rest of all.
-        """
+        """Whether one segment's gradients at a time are unsharded (not if they are compressed)."""
         return self.splits_gradients and self.compression.gradients == "none"
 
     @property
@@ -114,9 +110,7 @@ class StatePolicy:
 
 
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
-    """Return the segments that a stage's blocks are cut into, which compute one at a time; empty if
-    the stage is not cut.
-    """
+    """Return the segments of a stage's blocks, which compute one at a time; () if not cut."""
     memory = config.memory
     by_block = memory.is_limited or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):

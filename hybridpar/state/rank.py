@@ -227,9 +227,7 @@ class RankState:
         )
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Set the newest version of the weights, as WeightStore.fill. All sites then start from
-        these weights.
-        """
+        """Set the newest weights, as WeightStore.fill; all sites start from them."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
@@ -248,9 +246,7 @@ class RankState:
         self.gradients.begin(self.gradients.buffer_index(batch))
 
     def close(self, batch: int, scale: float = 1.0) -> None:
-        """Call before the last backward of a batch: gradients may be reduced once final. scale: the
-        loss scale.
-        """
+        """Call before the last backward of a batch, whose loss scale is `scale`."""
         index = self.gradients.buffer_index(batch)
         if self.compression is not None:
             self.compression.begin(
@@ -275,15 +271,11 @@ class RankState:
         self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
 
     def collect(self, key: Hashable) -> None:
-        """Call before a backward to inputs only: the weight gradients are deferred until
-        `apply(key)`.
-        """
+        """Call before a backward to inputs only: `apply(key)` computes the weight gradients."""
         self.gradients.collect(key)
 
     def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
-        """Add the weight gradients that were deferred since `collect(key)`. `last`: they are then
-        final.
-        """
+        """Add the weight gradients deferred since `collect(key)`; `last`: they are then final."""
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
@@ -292,16 +284,12 @@ class RankState:
         return use.stays or not self._moves_gradients
 
     def _is_final(self, name: str, part: int) -> bool:
-        """Return whether the last backward of a segment makes a gradient final that is reduced once
-        a batch.
-        """
+        """Return whether a segment's last backward makes a gradient final, to be reduced once."""
         use = self.uses(name)
         return use.parts[0] == part and self.is_kept(use)
 
     def _reporter(self, part: int) -> Callable[[str], None]:
-        """Return a function that takes the names of gradients that the last backward of a segment
-        has finished.
-        """
+        """Return a function that takes the names of gradients that a last backward finished."""
         if self.num_parts > 1 or self._moves_gradients:
             return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
         if not part or not self._in_both_ends:
@@ -311,9 +299,7 @@ class RankState:
         return lambda name: None if name in self._in_both_ends else self.reducer.ready(name)
 
     def finish(self, batch: int, part: int) -> None:
-        """End a segment of a batch after its last backward, if there are several segments: missing
-        gradients become zero.
-        """
+        """End a segment of a batch after its last backward; missing gradients become zero."""
         index = self.gradients.buffer_index(batch)
         final = [name for name in self.gradients.layout.names if self._is_final(name, part)]
         self.gradients.settle(index, final)
@@ -322,9 +308,7 @@ class RankState:
             self._squares[index].add(part)
 
     def is_alone(self, part: int) -> bool:
-        """Return whether the gradients that a segment's last backward makes final need no other
-        rank.
-        """
+        """Return whether the gradients of a segment's last backward need no other rank."""
         return self.partition.is_alone(part) and (part > 0 or self.grid.tp.size == 1)
 
     def reduce(self, batch: int) -> None:
@@ -354,9 +338,7 @@ class RankState:
         return self._squares[self.gradients.buffer_index(batch)].total()
 
     def send(self, batch: int) -> None:
-        """Send a batch's gradients to the host, with a host optimizer and if all are in memory at
-        once. Call it after `square_norm`.
-        """
+        """Send a batch's gradients to the host if all are in memory; call after `square_norm`."""
         if self.host is not None and not self.memory.is_limited:
             self.host.send(self.gradients.buffer_index(batch))
 
@@ -436,9 +418,7 @@ class RankState:
         self.weights.advance(step, predict=predict, group=group)
 
     def _settle(self, *, made: bool) -> None:
-        """Tell the compression whether the oldest batch's step is made: only then its unsent rest
-        is carried over.
-        """
+        """Tell the compression whether the oldest batch's step is made (then the rest is kept)."""
         if self.compression is not None:
             self.compression.feedback.close(made=made)
 
@@ -466,9 +446,7 @@ class RankState:
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Elements (start, stop) of the local tensor that this rank owns, for parameters that it
-        owns in part.
-        """
+        """Elements (start, stop) that this rank owns of parameters that it owns in part."""
         return {
             slot.name: slot.part
             for slot in (*self.slots, *self.frozen_slots)
@@ -494,9 +472,7 @@ class RankState:
         }
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:
-        """Yield the state that checkpoints have: each tensor with its key and the slot of its
-        parameter.
-        """
+        """Yield the tensors that checkpoints have, with keys and the slots of their parameters."""
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
             slot = (self.whole_slots if kind.whole else self.owned_slots)[parameter]
@@ -557,9 +533,7 @@ class RankState:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """Replace the newest weights by unpredicted ones while in this context. Collectives: as
-        WeightStore.unpredicted.
-        """
+        """Replace the newest weights by unpredicted ones in this context. May all-gather."""
         self.await_copy()
         with self.weights.unpredicted():
             yield

@@ -175,9 +175,7 @@ class WeightStore:
         }
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """Allocate a buffer in host memory for this rank's shards that the host updates. dtype:
-        None: as the master copy.
-        """
+        """Allocate host memory for this rank's hosted shards; dtype None: as the master copy."""
         assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [EMPTY]
@@ -189,9 +187,7 @@ class WeightStore:
     def make_on_host(
         self, version: int, update: Update | None, *, predict: bool, group: int
     ) -> None:
-        """Make the host's part of a group of a version, as `advance` makes the rest; in the host's
-        copies, if it has some.
-        """
+        """Make the host's part of a group of a version, as `advance` makes the rest."""
         if not self.copies:
             self._make(version, update, predict=predict, group=group, hosted=True)
             return
@@ -337,9 +333,7 @@ class WeightStore:
     def _make(
         self, version: int, update: Update | None, *, predict: bool, group: int, hosted: bool
     ) -> None:
-        """Write this rank's shards of a group of a version: those that the host updates, or the
-        others.
-        """
+        """Write this rank's hosted shards of a group of a version, or its other shards."""
         before = self.slot(version - 1)
         after = self.slot(version)
         mine = self._indices[group, hosted]
@@ -389,9 +383,7 @@ class WeightStore:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """Replace the newest version by W itself, without prediction, while in this context.
-        Collectives: as `full_weights`.
-        """
+        """Replace the newest version by unpredicted W in this context. May all-gather."""
         if not self.predicts:
             yield
             return
@@ -441,17 +433,13 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`, by name, to the frozen parameters that are never sharded. Raises:
-        CheckpointError.
-        """
+        """Copy `tensors`, by name, to the unsharded frozen parameters. Raises: CheckpointError."""
         copy_all(self.frozen.kept(), tensors, "frozen weights", self.memory)
         self._mark_stale(self.num_versions)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` to this rank's shards of the master copy, if there is one. Raises:
-        CheckpointError.
-        """
+        """Copy `tensors` to this rank's shards of the master copy. Raises: CheckpointError."""
         if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 

@@ -33,9 +33,7 @@ class EarlyStopping:
             self.add(step, row)
 
     def add(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Note the evaluation of a step. A number that is not finite is null in a row, and worse
-        than any other.
-        """
+        """Note the evaluation of a step; null (not finite) is worse than any number."""
         if self._patience and self.name in row:
             value = row[self.name]
             is_number = value is not None and math.isfinite(value)

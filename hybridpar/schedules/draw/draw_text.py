@@ -21,9 +21,7 @@ def as_timeline(drawn: Plan | Timeline) -> Timeline:
 
 
 def number_of(action: Action, num_ranks: int) -> str:
-    """Return the label of a micro-batch: its number, with b on the rank's second virtual stage, and
-    so on.
-    """
+    """Return a micro-batch's label: its number, with b on the second virtual stage, and so on."""
     chunk = action.stage // num_ranks
     return f"{action.microbatch}{chr(ord('a') + min(chunk, 25)) if chunk else ''}"
 
@@ -131,9 +129,7 @@ def draw_steps(
 
 
 def related_step(actions: Sequence[Action], missing: Action) -> int:
-    """Return a step near the place where `missing` should be: the first one of the same micro-batch
-    or batch.
-    """
+    """Return the first step of the same micro-batch or batch as `missing`; else the last step."""
     for step, action in enumerate(actions):
         same_sort = (action.kind in PER_BATCH) == (missing.kind in PER_BATCH)
         if same_sort and action.microbatch == missing.microbatch:

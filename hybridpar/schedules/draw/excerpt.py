@@ -66,8 +66,7 @@ def excerpt(timeline: Timeline, longest: float) -> Excerpt:
 
 
 def _full(timeline: Timeline) -> tuple[float, float]:
-    """Return the time from the last rank's first forward to the last forward of rank 0, of the
-    first batch alone if ranks drain behind it."""
+    """Return the time from the last rank's first forward to rank 0's last before it drains."""
     first, *_, last = sorted(timeline.plan) * 2
     forwards = [
         (start, action.microbatch)

@@ -78,9 +78,7 @@ class _Scale:
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
-    """Return the scale: with `widens` wide enough that every box is visible, and with numbers in
-    all boxes of a kind or in none.
-    """
+    """Return the scale. widens: every box is visible; a kind's boxes all have numbers or none."""
     narrowest: dict[Kind, float] = {}
     digits = 1
     for rank in timeline.plan:
@@ -242,9 +240,7 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
 def _svg_update(
     action: Action, reduced: float, normed: float, start: float, end: float, scale: _Scale
 ) -> Iterator[str]:
-    """Draw the path of a batch's gradients into the weights: a bar below the row, then a mark in
-    it.
-    """
+    """Draw the path of a batch's gradients into the weights: a bar, then a mark."""
     y = scale.y(action.stage)
     batch = action.microbatch
     light, dark = _colours(action.version)

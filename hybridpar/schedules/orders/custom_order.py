@@ -88,9 +88,7 @@ def check_order(order: Sequence[Sequence[Step]], shape: PipelineShape) -> None:
 
 
 def _simple_order(shape: PipelineShape) -> str:
-    """Return an order that works, as TOML: all forwards, then all backwards. If it would be long,
-    return another schedule.
-    """
+    """Return an order that works, as TOML, or another schedule if the order would be long."""
     m = shape.num_microbatches
     p = shape.num_ranks
     chunks = shape.virtual_stages

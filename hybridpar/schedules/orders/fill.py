@@ -176,9 +176,7 @@ class _Ranks:
         return None if any(self.left) or any(self.waiting) else max(self.free)
 
     def _next(self, rank: int, now: float, look: int) -> tuple[Step | None, float | None]:
-        """Return the F or I that the rank can run now; if there is none, when the input of the next
-        one arrives, if known.
-        """
+        """Return the F or I that can run now; else when the input of the next one arrives."""
         soon = None
         seen = set()
         for turn, step in enumerate(self.left[rank][: 1 + look]):
@@ -227,9 +225,7 @@ class _Ranks:
 
 
 class _Free(_Ranks):
-    """Simulates all ranks without an order: each rank has a queue of steps for each kind and stage,
-    the more urgent queues first.
-    """
+    """Simulates ranks without an order: a queue for each kind and stage, the urgent ones first."""
 
     def __init__(self, shape: PipelineShape, costs: Costs, room: Room, late: bool):
         super().__init__([[]] * shape.num_ranks, shape, costs, room)

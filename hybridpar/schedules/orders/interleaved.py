@@ -177,9 +177,7 @@ class Receives:
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
 
     def arriving(self, action: Action) -> list[tuple[int, int]]:
-        """Return stage and micro-batch of the receives that the rank posts when it reaches this F,
-        B or I.
-        """
+        """Return the receives (stage, micro-batch) to post when the rank reaches this F, B or I."""
         kind = action.kind
         stage = action.stage
         due = self._due[action.kind]

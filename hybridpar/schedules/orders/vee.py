@@ -101,9 +101,7 @@ def slot_of(shape: PipelineShape, activations: str, step: Step) -> int:
 
 
 def forwards_before(shape: PipelineShape, activations: str, step: Step) -> int:
-    """Return how many forwards through its first virtual stage a rank has started before one of its
-    steps.
-    """
+    """Return how many micro-batches a rank has started before one of its steps."""
     first = slot_of(shape, activations, (Kind.F, shape.rank_of(step[1]), 0))
     return -((first - slot_of(shape, activations, step)) // PERIOD)
 
@@ -116,9 +114,7 @@ def warmup(shape: PipelineShape, rank: int, *, activations: str) -> int:
 def pattern(
     shape: PipelineShape, rank: int, activations: str, first: int, num: int | None
 ) -> Iterator[Step]:
-    """Yield the steps of a rank for micro-batches [first, first + num), or without end, in the
-    order of slots.
-    """
+    """Yield the steps of a rank for `num` micro-batches (None: endless), in the order of slots."""
     stages = shape.stages_of(rank)
     of_slots = slots(activations, shape.num_ranks, rank)
     in_turn = sorted(
@@ -175,9 +171,7 @@ def _filled(shape: PipelineShape, activations: str) -> tuple[tuple[Step, ...], .
 
 @lru_cache(maxsize=256)
 def room(shape: PipelineShape, activations: str) -> int:
-    """Return the largest number of micro-batches that any rank holds, counted on each virtual
-    stage.
-    """
+    """Return the most micro-batches that any rank holds, counted on each virtual stage."""
     if activations == "full":
         return shape.num_stages
     return max(
@@ -245,9 +239,7 @@ class _Full:
 
 @lru_cache(maxsize=1 << 14)
 def most_of_rank(shape: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
-    """Return the largest number of micro-batches that a rank holds, counted on each virtual
-    stage.
-    """
+    """Return the most micro-batches that a rank holds, counted on each virtual stage."""
     steps = (
         batch_order(shape, rank, activations)
         if drains

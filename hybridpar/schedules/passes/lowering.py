@@ -355,9 +355,7 @@ def make_plan(
     num_batches: int = 1,
     parts: int | Division = 1,
 ) -> dict[int, tuple[Action, ...]]:
-    """Return the lists of all ranks, for check, simulate and draw. A rank that runs needs only its
-    own list from `lower`.
-    """
+    """Return the lists of all ranks, for check, simulate and draw."""
     return {
         rank: tuple(lower(schedule, shape, rank, first_batch, num_batches, parts))
         for rank in range(shape.num_ranks)

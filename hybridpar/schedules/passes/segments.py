@@ -241,9 +241,7 @@ class PartCounts:
         return self._counts.get(self._key(kind, stage), 1)
 
     def needed(self, kind: Kind, action: Action, stages: Sequence[int]) -> int:
-        """Return the last part of a batch's action that a part of a stage's action needs, on a rank
-        with these stages.
-        """
+        """Return the last part of a batch's action that a part of a computation needs."""
         own = [self.count(action.kind, stage) for stage in stages]
         if sum(own) != self.count(kind, stages[0]):
             return self.last(kind, stages[0])

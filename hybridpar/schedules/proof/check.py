@@ -244,9 +244,7 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
 
 
 def _check_order(plan: Plan, rank: int, shape: PipelineShape, parts: PartCounts) -> None:
-    """Check that the actions that an action needs on its own rank come before it, if the plan has
-    them.
-    """
+    """Check that the actions that an action needs on its own rank come before it."""
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, shape, parts):
@@ -302,9 +300,7 @@ def _beside(stage: int, side: int, shape: PipelineShape) -> int | None:
 
 
 def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
-    """Prove that accessed items are in their fast tier, within its budget, and that moves can
-    run.
-    """
+    """Prove that accessed items are in their fast tier and within budget, and moves can run."""
     tiers: list[FastTier | SharedTiers] = []
     if isinstance(items, SharedItems):
         tiers.append(SharedTiers(items))
@@ -324,9 +320,7 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
 
 
 def _check_offload(plan: Plan, rank: int) -> None:
-    """Prove that activations are offloaded, evicted and reloaded, in this order, between forward
-    and backward.
-    """
+    """Prove that activations are offloaded, evicted and reloaded between forward and backward."""
     stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
     for step, action in enumerate(plan[rank]):
         if action.kind not in COMPUTE.union(OFFLOAD_KINDS):
@@ -353,9 +347,7 @@ def _check_offload(plan: Plan, rank: int) -> None:
 def _check_link(
     plan: Plan, shape: PipelineShape, kind: Kind, ranks: tuple[int, int], turn: int
 ) -> None:
-    """Check that the i-th send of one rank to another, of a turn, matches the i-th receive there,
-    in micro-batch and stage.
-    """
+    """Check that the i-th send of one rank to another, of a turn, matches its i-th receive."""
     row = ACTION_SPECS[kind]
     sender, receiver = ranks
     sent = [

@@ -36,18 +36,14 @@ class Live:
 
 
 def most_held(steps: Iterable[Step]) -> int:
-    """Return the most micro-batches that have run forward and not yet backward, over one rank's
-    steps.
-    """
+    """Return the most micro-batches between forward and backward, over one rank's steps."""
     return max(accumulate(ACTION_SPECS[kind].holds for kind, _, _ in steps), default=0)
 
 
 def live_counts(
     actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()
 ) -> Iterator[Live]:
-    """Yield the counts after each action of one rank. Versions in `keep` are still needed after the
-    last one.
-    """
+    """Yield the counts after each action; versions in `keep` are needed to the end."""
     last_use = {
         action.version: i for i, action in enumerate(actions) if ACTION_SPECS[action.kind].reads
     }

@@ -1,6 +1,4 @@
-"""Run `check` at the start of a run: on the plan that will run, or on a smaller one if that would
-take long.
-"""
+"""Run `check` at the start of a run, on its plan or a smaller one that stands for it."""
 
 from __future__ import annotations
 

@@ -129,9 +129,7 @@ class Collectives:
                 self._exchanges.complete(member, meeting.end)
 
     def _reduction(self, rank: Rank, batch: int) -> Meeting:
-        """Return the REDUCE of a batch that the rank takes part in. With tied embeddings the first
-        and the last rank share one.
-        """
+        """Return the rank's REDUCE of a batch; tied, the first and the last rank share one."""
         if self._tied and rank.index in (0, len(self._ranks) - 1):
             return self._meeting(Kind.REDUCE, batch, 0, 2)
         return self._meeting(Kind.REDUCE, batch, rank.index, 1)

@@ -1,5 +1,4 @@
-"""Exchanges of ranks that compute nothing while they communicate (`Costs.blocking`), in the
-simulator."""
+"""Exchanges of simulated ranks that compute nothing while they communicate."""
 
 from __future__ import annotations
 

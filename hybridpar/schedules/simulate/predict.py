@@ -38,9 +38,7 @@ _WORTH_OF_TWO = 1.02
 def predict_timeline(
     options: ScheduleOptions, shape: PipelineShape, costs: Costs, num_batches: int = 0
 ) -> Timeline:
-    """Simulate so many batches (0: enough for a steady state in which all variations occur).
-    Raises: ConfigError.
-    """
+    """Simulate so many batches (0: as many as show all variations). Raises: ConfigError."""
     varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
     # which micro-batches leave differs from batch to batch
     if not num_batches and not varying and not options.offload and make_schedule(options).flush:
@@ -140,8 +138,7 @@ def extended(takes: Callable[[int], float], shape: PipelineShape, few: int, leas
 
 
 def _plan(options: ScheduleOptions, shape: PipelineShape, num_batches: int) -> Plan:
-    """Return the plan, kept: a planner asks for it again with other costs, and making it takes as
-    long as simulating it."""
+    """Return a plan, which is kept: a planner asks for it again with other costs."""
     if options.gather and make_schedule(options).flush:
         # each batch ends before it matters when an update comes
         options = replace(options, gather=False)

@@ -69,8 +69,7 @@ class SendWindow:
         self._wake(sender, self._unfinished[sender.index])
 
     def widen(self) -> bool:
-        """Widen the windows by one send if a rank waits for its oldest one, and return whether one
-        does."""
+        """Widen all windows by one send if a rank waits for its oldest one, and return whether."""
         waiting = [rank for rank in self._ranks if rank.waits_for is self._unfinished[rank.index]]
         if not waiting:
             return False

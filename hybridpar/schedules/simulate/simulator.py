@@ -211,9 +211,7 @@ class _Machine:
     # -- rules
 
     def _dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
-        """Return what an action of a kind waits for. Dependencies that set the rank's clock come
-        first.
-        """
+        """Return what an action of a kind waits for; what sets the clock comes first."""
         row = ACTION_SPECS[kind]
         found: list[Dependency] = []
         if self.window is not None:
@@ -265,8 +263,7 @@ class _Machine:
         return tuple(found)
 
     def _durations(self, kind: Kind) -> Sequence[Sequence[float]]:
-        """Return the rank's time for actions of a kind, by stage and micro-batch; parts take equal
-        times."""
+        """Return the rank's time by stage and micro-batch; parts take equal times."""
         if self.items and kind in PER_ITEM:
             return self.items.durations(kind, self.homes)
         durations = self.costs.durations(kind, self.homes)

@@ -30,9 +30,7 @@ _TO_SETTLE = 8
 
 
 def fewer(schedule: Schedule, shape: PipelineShape) -> Iterator[int]:
-    """Yield numbers of micro-batches, fewer than the batch has, whose timeline may prove the time
-    of additional ones.
-    """
+    """Yield numbers of micro-batches whose timeline may prove the time of additional ones."""
     p = shape.num_ranks
     m = shape.num_microbatches
     if schedule.order or schedule.activations or (shape.is_ring and m % p):

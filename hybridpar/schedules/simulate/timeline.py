@@ -67,9 +67,7 @@ class Timeline:
         return self.shape.rank_name
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """Yield each action of a rank with the start and end that pictures show; for an update, the
-        end of the rank's own work.
-        """
+        """Yield actions with start and end as pictures show them (UPDATE: its own work)."""
         for (action, start, done, end), stall in zip(
             self.actions(rank), self._stalls(rank), strict=True
         ):
@@ -131,17 +129,13 @@ class Timeline:
         )
 
     def item_waits(self, rank: int) -> Iterator[tuple[Action, float, float]]:
-        """Yield each action of a rank that waits for items: its start, and how long it waits before
-        that.
-        """
+        """Yield actions that wait for items: action, start, and the wait before it."""
         for step, stall in self.stalls.get(rank, {}).items():
             if self.plan[rank][step].kind not in PER_ITEM:
                 yield self.plan[rank][step], self.starts[rank][step], stall
 
     def idle_share(self, rank: int, since: float = 0.0, until: float | None = None) -> float:
-        """Return the share of [since, until] (default: all) in which the rank is idle (its
-        bubble).
-        """
+        """Return the share of [since, until] in which the rank is idle (its bubble)."""
         until = self.makespan if until is None else until
         return 1 - self.busy(rank, since, until) / (until - since) if until > since else 0.0
 
@@ -173,9 +167,7 @@ class Timeline:
         return starts[middle], starts[-1], len(starts) - 1 - middle
 
     def step_time(self, num_microbatches: int) -> float:
-        """Return the steady-state time of a batch: from the start of its first forward on rank 0 to
-        the start of the next batch.
-        """
+        """Return the steady-state time from a batch's first forward on rank 0 to the next one's."""
         since, until, num_batches = self.steady(num_microbatches)
         return (until - since) / num_batches
 
@@ -227,9 +219,7 @@ class Timeline:
         return windows if took and max(took) - min(took) <= SAME * self.makespan else []
 
     def peak_live(self, rank: int, num_microbatches: int) -> Live:
-        """Return the most activations, weight versions and gradients that the rank holds at
-        once.
-        """
+        """Return the most activations, versions and gradients that the rank holds at once."""
         return peak_live(self.plan[rank], num_microbatches)
 
 

@@ -1,5 +1,4 @@
-"""Transfers between the ranks of a simulated pipeline: flows one way between two neighbours, in
-order."""
+"""Transfers between simulated ranks: flows one way between two neighbours, in order."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ from hybridpar.schedules.simulate.simulated_rank import Rank
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Transfers that one rank has issued and that are not complete: channel, and step of the
-    rank.
-    """
+    """Incomplete transfers that one rank has issued: channel, and step of the rank."""
 
     pending: deque[tuple[Channel, int]] = field(default_factory=deque)
     free: float = 0.0  # when the last one was over
@@ -161,9 +158,7 @@ class Transfers:
         self._transfer(channel)
 
     def _transfer(self, channel: Channel) -> None:
-        """Run the channel's next transfer if it is first in line at both ends, and the transfers
-        that it has blocked.
-        """
+        """Run the channel's next transfer if it is first at both ends, and those it blocked."""
         freed = [channel]
         while freed:
             channel = freed.pop()

@@ -150,9 +150,7 @@ class OuterStep:
             kept.zero_()
 
     def begin_at(self, since: int) -> None:
-        """Prepare for a load: sites have trained apart `since` a version. A message under way
-        becomes void.
-        """
+        """Prepare for a load: sites train apart `since` a version; a message under way is void."""
         if self._under_way is not None:
             self._under_way.wait()
         self._under_way = None
@@ -187,8 +185,7 @@ class OuterStep:
         self._notes = notes
 
     def take_heard(self) -> Tensor | None:
-        """Return the notes of all sites that came with a message since the last call, if any.
-        Shapes: [sites, notes]."""
+        """Return the notes that came with a message since the last call. Shapes: [sites, notes]."""
         heard = self._heard
         self._heard = None
         return heard

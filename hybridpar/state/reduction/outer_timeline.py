@@ -65,7 +65,5 @@ class OuterTimeline:
 
 
 def fragment_of(parameter: str, tied: str, fragments: int) -> int:
-    """Return the fragment of a parameter: blocks are dealt round-robin; tied parameters go with the
-    embedding.
-    """
+    """Return the fragment of a parameter: blocks round-robin, tied ones with the embedding."""
     return 0 if tied else max(block_of(parameter), 0) % fragments

@@ -156,9 +156,7 @@ class Partition:
         return any(self.parts)
 
     def is_alone(self, part: int) -> bool:
-        """Return whether the gradients that a segment's backward makes final belong to this rank
-        alone.
-        """
+        """Return whether gradients that a segment's backward makes final are this rank's alone."""
         return part not in self._shared_parts
 
     @cached_property
@@ -171,9 +169,7 @@ class Partition:
         )
 
     def most_whole(self, ranks: Sequence[int]) -> int:
-        """Return the rank, among these ranks of the job, that updates the most elements of uncut
-        parameters; the first one if there are several.
-        """
+        """Return the first of these ranks that updates most elements of uncut parameters."""
         load = Counter[int]()
         for name, owner in self._owner_of_whole.items():
             load[self.axis_of(name).ranks[owner]] += self._routes[name].whole
@@ -223,9 +219,7 @@ class Partition:
     def owned_views(
         self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool] = lambda use: True
     ) -> Iterator[Tensor]:
-        """Return views of this rank's shards of a flat buffer, in order: complete parameters in
-        their shape, others as vectors.
-        """
+        """Return views of this rank's shards, in order: complete parameters, or vectors."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return (
             flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,))
@@ -252,9 +246,7 @@ class Partition:
         offset_dtype: torch.dtype | None = None,
         wanted: Callable[[BufferUsage], bool] = lambda use: True,
     ) -> FlatLayout:
-        """Return the layout of this rank's shards, in order: complete parameters in their shape,
-        others as vectors.
-        """
+        """Return the layout of this rank's shards, in order: complete parameters, or vectors."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         own = {
             o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)

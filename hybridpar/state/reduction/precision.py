@@ -41,9 +41,7 @@ class Precision:
 
     @classmethod
     def bytes_per_number(cls, name: str, item: int) -> float:
-        """Return the bytes of a number in a large message. item: bytes of a number in full
-        precision.
-        """
+        """Return the bytes of a number in a large message; `item` in full precision."""
         whole = torch.float64 if item == 8 else torch.float32
         return cls(name, whole).num_bytes(TILE) / TILE
 

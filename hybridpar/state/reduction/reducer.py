@@ -1,6 +1,4 @@
-"""Reduces gradients over the ranks that hold the same parameters, bucket by bucket, while the last
-backward of the batch still runs.
-"""
+"""Reduces gradients, bucket by bucket, while the last backward of the batch still runs."""
 
 from __future__ import annotations
 
@@ -86,8 +84,7 @@ class GradientReducer:
         self._started.append([])
 
     def ready(self, name: str) -> None:
-        """Note that the gradient of this parameter is final; starts the bucket that it
-        completes."""
+        """Note that this gradient is final, and start the bucket that it completes."""
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
         if not missing:
@@ -139,9 +136,7 @@ class GradientReducer:
         return Works(self._started[-1] if self._started else ())
 
     def of(self, use: BufferUsage) -> Works:
-        """Return the newest reduction's works for parameters of this use. All of its buckets must
-        have started.
-        """
+        """Return the newest reduction's works for a use, whose buckets must all have started."""
         works = self._started[-1]
         numbers = [
             i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use
@@ -165,8 +160,6 @@ class GradientReducer:
 
 
 def _proceed(exchanges: Iterable[Exchange]) -> None:
-    """Take the next step of each exchange, so that their messages are under way at the same
-    time.
-    """
+    """Take the next step of each exchange, so that their messages travel together."""
     for exchange in exchanges:
         exchange.proceed()

@@ -184,8 +184,7 @@ class _Forker:
         self._thread.join()
 
     def fork(self, env: Mapping[str, str], run: Callable[[], int]) -> int:
-        """Fork a process that runs a function in this environment and a new session; return its
-        pid."""
+        """Fork a process that runs a function in a new session; return its pid."""
         for stream in (sys.stdout, sys.stderr):
             # otherwise the fork would write buffered output a second time
             with contextlib.suppress(Exception):

@@ -226,8 +226,7 @@ class Supervisor(RankAgent):
         return replace(found, text=f"{found.text}; {evidence}") if evidence else found
 
     def _account(self, found: Diagnosis) -> Config | None:
-        """Count the restarts that are left, and return a smaller configuration if a rank keeps
-        failing."""
+        """Count the restarts that are left; return a smaller grid's configuration if need be."""
         newest = self._saved()
         before = self._newest
         smaller = None

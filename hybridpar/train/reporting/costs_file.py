@@ -168,8 +168,7 @@ class _Document:
 
 
 def _with_new_names(document: Any) -> Any:
-    """Return a document with today's names of the pipeline's shape, which older files call sizes
-    and chunks."""
+    """Return a document with the names that older files (sizes, chunks) have today."""
     if not isinstance(document, dict) or not isinstance(shape := document.get("sizes"), dict):
         return document
     renamed = {{"chunks": "virtual_stages"}.get(name, name): n for name, n in shape.items()}

@@ -103,9 +103,7 @@ def _messages(engine: Engine) -> dict[Stream, Sent]:
 
 
 def _weight_gradients(engine: Engine) -> dict[Stream, Sent]:
-    """Return what this rank has handed to reductions of gradients. A gradient counts once, however
-    often the library sends it on.
-    """
+    """Return what this rank has handed to reductions of gradients, each gradient once."""
     partition = engine.state.partition
     compression = engine.state.compression
     item = partition.layout.dtype.itemsize
