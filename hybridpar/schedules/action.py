@@ -43,8 +43,6 @@ class Action:
     """One step of one rank; prints as, for example, `F12@1v3`.
 
     Attributes:
-        kind: What the step does.
-        stage: The stage.
         microbatch: Counts from 0 over the whole run (its batch is microbatch // m). REDUCE, NORM,
             HOST and UPDATE have the batch number here, and FETCH, RELEASE and DROP the item's
             number.

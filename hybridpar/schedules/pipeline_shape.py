@@ -30,44 +30,34 @@ class PipelineShape:
     num_frozen: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise config_error("parallel.pp", self.num_ranks, "must be at least 1", "1")
-        if self.num_microbatches < 1:
-            raise config_error(
-                "pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1"
-            )
-        if self.virtual_stages < 1:
-            raise config_error(
-                "pipeline.virtual_stages", self.virtual_stages, "must be at least 1", "1"
-            )
+        for field, number in (
+            ("parallel.pp", self.num_ranks),
+            ("pipeline.num_microbatches", self.num_microbatches),
+            ("pipeline.virtual_stages", self.virtual_stages),
+        ):
+            if number < 1:
+                raise config_error(field, number, "must be at least 1", "1")
         if self.virtual_stages > 1 and self.num_ranks == 1:
             works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
-            raise config_error(
-                "parallel.pp",
-                1,
-                f"must be at least 2 with {self.virtual_stages} stages per rank (pipeline.virtual_stages): on "
-                "a single rank they would only wait for each other",
-                works,
+            rule = (
+                f"must be at least 2 with {self.virtual_stages} stages per rank "
+                "(pipeline.virtual_stages): on a single rank they would only wait for each other"
             )
+            raise config_error("parallel.pp", 1, rule, works)
 
     @staticmethod
     def of(config: Config) -> PipelineShape:
         """Return the shape that a configuration asks for."""
-        pipeline = config.pipeline
+        of = config.pipeline
         return PipelineShape(
-            config.parallel.pp,
-            pipeline.num_microbatches,
-            pipeline.num_virtual_stages,
-            pipeline.stage_layout,
+            config.parallel.pp, of.num_microbatches, of.num_virtual_stages, of.stage_layout
         )
 
     @staticmethod
     def found(ranks: Mapping[int, int], num_ranks: int) -> PipelineShape:
         """Return the shape of a pipeline whose stages were seen on these ranks; m counts as 1."""
         chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
-        loops = all(
-            rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items()
-        )
+        loops = all(rank == rank_of_stage(s, num_ranks, "loop") for s, rank in ranks.items())
         return PipelineShape(max(num_ranks, 1), 1, chunks, "loop" if loops else "v")
 
     @property
@@ -132,8 +122,6 @@ class PipelineShape:
         if self.peer(stage, side) is None:
             return None
         lower = min(stage, stage + side)
-        return (
-            min(self.rank_of(lower), self.rank_of(lower + 1))
-            if self.is_v
-            else lower % self.num_ranks
-        )
+        if self.is_v:
+            return min(self.rank_of(lower), self.rank_of(lower + 1))
+        return lower % self.num_ranks

@@ -9,7 +9,7 @@ micro-batch, t a batch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -63,9 +63,8 @@ class Schedule:
     @property
     def activations(self) -> str:
         """The value of pipeline.activations (vee.py) with stage_layout "v"; else empty."""
-        return (
-            self.options.activations if self.options.stage_layout == "v" and not self.order else ""
-        )
+        is_v = self.options.stage_layout == "v" and not self.order
+        return self.options.activations if is_v else ""
 
     def with_options(self, **changes: Any) -> Schedule:
         """Return the schedule with other options of its passes.
@@ -231,11 +230,8 @@ class Schedule:
         if self.order:
             return most_held(self.order[stage])
         in_flight = self.warmup(shape, stage) + 1 + self.weight_delay(shape, stage)
-        return (
-            min(in_flight, shape.num_microbatches * shape.virtual_stages)
-            if self.flush
-            else in_flight
-        )
+        of_batch = shape.num_microbatches * shape.virtual_stages
+        return min(in_flight, of_batch) if self.flush else in_flight
 
     def weight_delay(self, shape: PipelineShape, rank: int) -> int:
         """Return how many I may run before the W of an earlier one: as many as let the rank hold no
@@ -244,62 +240,46 @@ class Schedule:
         return self.warmup(shape, 0) - self.warmup(shape, rank) if self.options.zero_bubble else 0
 
     def check_shape(self, shape: PipelineShape) -> None:
-        """Check that this schedule can run on this shape.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Check that this schedule can run on this shape. Raises: ConfigError."""
         if "order" in self.accepts:
             own_order.check_order(self.order, shape)
         elif bool(self.activations) != shape.is_v:
-            raise config_error(
-                "pipeline.stage_layout",
-                shape.stage_layout,
-                "requires schedule 1f1b, 2bw or own",
-                "loop",
-            )
+            rule = "requires schedule 1f1b, 2bw or own"
+            raise config_error("pipeline.stage_layout", shape.stage_layout, rule, "loop")
         p, m, warmup = shape.num_stages, shape.num_microbatches, self._most_ahead(shape)
         fits = (n for n in count(m) if self._most_ahead(replace(shape, num_microbatches=n)) <= n)
         if shape.is_ring and self.options.early_switch is not None:
-            raise config_error(
-                "pipeline.early_switch",
-                self.options.early_switch,
+            rule = (
                 f"requires one stage per rank; this configuration has {shape.virtual_stages} "
-                "(pipeline.virtual_stages)",
-                "off",
+                "(pipeline.virtual_stages)"
             )
+            raise config_error("pipeline.early_switch", self.options.early_switch, rule, "off")
         if shape.is_ring and "virtual_stages" not in self.accepts:
-            raise config_error(
-                "pipeline.virtual_stages",
-                shape.virtual_stages,
-                f"not supported with schedule {self.name}, which has one stage per rank",
-                "0",
-            )
+            rule = f"not supported with schedule {self.name}, which has one stage per rank"
+            raise config_error("pipeline.virtual_stages", shape.virtual_stages, rule, "0")
         if self.needs_full_pipeline and m < warmup:
-            raise config_error(
-                "pipeline.num_microbatches",
-                m,
+            rule = (
                 f"must be at least {warmup} with schedule {self.name} and parallel.pp = "
                 f"{shape.num_ranks}: with fewer, two weight versions are not enough for the "
-                f"forwards that stage 0 runs ahead",
-                str(next(fits)),
+                f"forwards that stage 0 runs ahead"
             )
-        if self.options.early_switch is None:
+            raise config_error("pipeline.num_microbatches", m, rule, str(next(fits)))
+        early_switch = self.options.early_switch
+        if early_switch is None:
             return
         # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of
         # batch t+1 before that backward. If one of them needed W(t+1), each would wait for the
         # other.
         lowest = warmup - (p - 1)
         highest = m - (p - 1)
-        if not lowest <= self.options.early_switch <= highest:
-            raise config_error(
-                "pipeline.early_switch",
-                self.options.early_switch,
+        if not lowest <= early_switch <= highest:
+            rule = (
                 f"out of range: {lowest} to {highest}. Stage 0 runs {warmup} micro-batches ahead on "
-                "the older weights, which parallel.pp - 1 + early_switch of the "
-                f"{m} micro-batches (pipeline.num_microbatches) use",
-                str(min(lowest + 1, highest)),
+                f"the older weights, which parallel.pp - 1 + early_switch of the {m} micro-batches "
+                "(pipeline.num_microbatches) use"
             )
+            works = str(min(lowest + 1, highest))
+            raise config_error("pipeline.early_switch", early_switch, rule, works)
 
     def compute_actions(
         self, shape: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
@@ -326,21 +306,19 @@ class Schedule:
         self, shape: PipelineShape, rank: int, first_batch: int, num_batches: int | None
     ) -> Iterator[Step]:
         m, warmup = shape.num_microbatches, self.warmup(shape, rank)
-        batches = (
-            count(first_batch)
-            if num_batches is None
-            else range(first_batch, first_batch + num_batches)
-        )
+        batches: Iterable[int] = count(first_batch)
+        if num_batches is not None:
+            batches = range(first_batch, first_batch + num_batches)
         if self.activations and not self.flush:
             num = None if num_batches is None else num_batches * m
             return vee.pattern(shape, rank, self.activations, first_batch * m, num)
-        if self.order or self.activations:
-            steps = (
-                own_order.with_stages(self.order[rank], shape, rank)
-                if self.order
-                else vee.batch_order(shape, rank, self.activations)
-            )
-            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
+        if self.order:
+            stages = shape.stages_of(rank)
+            order = self.order[rank]
+            return ((kind, stages[own], t * m + k) for t in batches for kind, own, k in order)
+        if self.activations:
+            order = vee.batch_order(shape, rank, self.activations)
+            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in order)
         if self.flush:
             return (step for t in batches for step in interleaved.order(shape, rank, warmup, t, 1))
         return interleaved.order(shape, rank, warmup, first_batch, num_batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hybridpar.config import Config, PipelineConfig
+from hybridpar.config import Config
 
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack with several replicas, whose reduction needs the rest."""
@@ -59,29 +59,23 @@ class ScheduleOptions:
     def of(config: Config) -> ScheduleOptions:
         """Return the options of a run with this configuration; "auto" counts as off."""
         host_share = 1.0 if config.parallel.dp_cp == 1 else _BESIDE_REDUCTION
-        return replace(
-            ScheduleOptions.of_pipeline(config.pipeline),
-            clip=config.norms_first,
-            gather=config.parallel.zero > 0,
-            host=host_share * config.memory.host_optimizer,
-            feedback=config.feeds_back,
-            offload=config.memory.num_away,
-        )
-
-    @staticmethod
-    def of_pipeline(pipeline: PipelineConfig) -> ScheduleOptions:
-        """Return the options that the section `pipeline` decides alone."""
+        pipeline = config.pipeline
         early_switch = pipeline.early_switch
         return ScheduleOptions(
             pipeline.schedule,
             warmup=pipeline.warmup,
             early_switch=early_switch if isinstance(early_switch, int) else None,
             gradient_buffers=pipeline.gradient_buffers,
+            clip=config.norms_first,
+            gather=config.parallel.zero > 0,
             split=pipeline.split_backward,
+            host=host_share * config.memory.host_optimizer,
             zero_bubble=pipeline.zero_bubble,
             stage_layout=pipeline.stage_layout,
             activations=pipeline.activations,
             order=pipeline.order,
+            feedback=config.feeds_back,
+            offload=config.memory.num_away,
             sync_steps=pipeline.sync_steps,
             virtual_stages=pipeline.virtual_stages,
         )

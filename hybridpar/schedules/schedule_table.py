@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from hybridpar.config import Config
@@ -182,12 +183,7 @@ larger k gains nothing."""
 
 
 def make_schedule(options: ScheduleOptions) -> Schedule:
-    """Return the schedule with these options. (The number of virtual stages is part of the shape.)
-
-    Raises:
-        ConfigError: Lists every option that the schedule does not have, or that has an invalid
-            value.
-    """
+    """Return the schedule with these options. Raises: ConfigError, which lists all problems."""
     schedule = find_schedule(options.schedule)
     options = replace(options, schedule=schedule.name)
     if problems := _problems(schedule, options):
@@ -207,7 +203,8 @@ def make_schedule(options: ScheduleOptions) -> Schedule:
         num_gradient_buffers=options.gradient_buffers or schedule.num_gradient_buffers,
     )
     if options.stage_layout == "v":
-        return _on_v(schedule)
+        endless = partial(vee.warmup, activations=options.activations)
+        return schedule if schedule.flush else replace(schedule, warmup=endless)
     ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
     if options.zero_bubble and "virtual_stages" in schedule.accepts:
         # a gradient of the input comes back in half of the time
@@ -262,29 +259,34 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
     name = schedule.name
     factor = WARMUPS.get(options.warmup, 0)
     is_v = options.stage_layout == "v"
+    where = f"schedule {name}" + ' and pipeline.stage_layout = "v"' * is_v
     most = schedule.num_gradient_buffers
     # With fewer buffers than the schedule can use, all stages stop at the same backward.
     # Micro-batches in flight of a longer warm-up cannot pass the stopped ones if the transfers of a
     # rank on an axis queue: check finds deadlocks from 4 stages on. The same holds for the next
     # batch if a rank holds several stages.
-    buffers = (0, most) if factor > 1 or options.virtual_stages > 1 else range(most + 1)
-    # a long warm-up cannot pass a drain either, or transfers around a ring
-    drains_or_rings = schedule.flush or options.virtual_stages > 1
-    warmups = [warmup for warmup, k in WARMUPS.items() if k < 3 or not drains_or_rings]
+    buffers = (0, most) if factor > 1 or is_v or options.virtual_stages > 1 else range(most + 1)
+    # a long warm-up cannot pass a drain either, or transfers around a ring; a V fixes it
+    longest = 1 if is_v else 2 if schedule.flush or options.virtual_stages > 1 else 3
+    warmups = [warmup for warmup, k in WARMUPS.items() if k <= longest]
+    most_stages = 2 if is_v and options.activations in vee.ENDLESS and name != "own" else inf
     return {
         "warmup": _Rule(
             "depth",
             options.warmup in warmups,
-            f"must be {' or '.join(warmups)} with schedule {name}",
+            f"must be {' or '.join(warmups)} with {where}",
             "depth",
         ),
         "early_switch": _Rule(
-            None, (options.early_switch or 0) >= 0, "must be off or at least 0", "off"
+            None,
+            options.early_switch is None or (options.early_switch >= 0 and not is_v),
+            f"must be off{' or at least 0' * (not is_v)} with {where}",
+            "off",
         ),
         "gradient_buffers": _Rule(
             options.gradient_buffers,
             options.gradient_buffers in buffers,
-            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = "
+            f"must be {' or '.join(map(str, buffers))} with {where} and pipeline.warmup = "
             f"{options.warmup!r}",
         ),
         "sync_steps": _Rule(0, options.sync_steps >= 0, "must not be negative"),
@@ -309,43 +311,13 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
         ),
         "virtual_stages": _Rule(
             0,
-            options.virtual_stages != 1 and (not is_v or options.virtual_stages % 2 == 0),
-            'must be at least 2, or 0 for the default, and even with pipeline.stage_layout = "v"',
+            options.virtual_stages != 1
+            and (not is_v or options.virtual_stages % 2 == 0)
+            and options.virtual_stages <= most_stages,
+            'must be at least 2, or 0 for the default, and even with pipeline.stage_layout = "v", '
+            f"where pipeline.activations {' and '.join(vee.ENDLESS)} allow 2 alone",
         ),
     }
-
-
-def _on_v(schedule: Schedule) -> Schedule:
-    """Return the schedule with stage_layout "v".
-
-    Raises:
-        ConfigError: Lists every option that is not supported with it.
-    """
-    options = schedule.options
-    rule = 'not supported with pipeline.stage_layout = "v", whose schedule fixes it'
-    problems = []
-    if options.warmup != "depth":
-        problems.append(Problem("pipeline.warmup", options.warmup, rule, "depth"))
-    if options.early_switch is not None:
-        problems.append(Problem("pipeline.early_switch", options.early_switch, rule, "off"))
-    if options.activations in vee.ENDLESS and options.virtual_stages > 2:
-        rule = f'must be 2 with pipeline.activations = "{options.activations}"'
-        problems.append(Problem("pipeline.virtual_stages", options.virtual_stages, rule, "0"))
-    if not schedule.flush and schedule.num_gradient_buffers == 1:
-        problems.append(
-            Problem(
-                "pipeline.gradient_buffers",
-                1,
-                'must be 2 with pipeline.stage_layout = "v": the next batch reaches a rank\'s '
-                "second stage before this batch has left its first",
-                "0",
-            )
-        )
-    if problems:
-        raise ConfigError(*problems)
-    if schedule.flush:
-        return schedule
-    return replace(schedule, warmup=partial(vee.warmup, activations=options.activations))
 
 
 def schedule_of(config: Config) -> Schedule:

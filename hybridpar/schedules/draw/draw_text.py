@@ -35,7 +35,6 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
     If a rank holds several stages, a line is a rank, and F0b is micro-batch 0 on its second stage.
 
     Args:
-        drawn: The plan or timeline.
         unit: Unit of time; None: the shortest forward or backward.
         width: Columns of a unit of time; 0: as many as labels need.
     """

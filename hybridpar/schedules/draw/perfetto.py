@@ -45,7 +45,6 @@ def trace_entries(
     """Yield the entries of a trace file for one pipeline.
 
     Args:
-        timeline: The timeline.
         ranks: Number and name of the process for each of its ranks.
         idle: When each rank was idle; None: whenever no action runs on it.
         per_second: Units of time of the timeline in a second.
@@ -63,13 +62,18 @@ def trace_entries(
     yield from _arrows(timeline, ranks, scale)
 
 
+def metadata(kind: str, pid: int, **args: object) -> Entry:
+    """Return an entry that names a process, or one of its tracks."""
+    return {"ph": "M", "name": kind, "pid": pid, "args": args}
+
+
 def process_entries(
     pid: int, name: str, slices: Iterable[Slice], per_second: float = 1.0
 ) -> Iterator[Entry]:
     """Yield the entries of a process, with slices on its track of actions."""
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "actions"}}
+    yield metadata("process_name", pid, name=name)
+    yield metadata("process_sort_index", pid, sort_index=pid)
+    yield metadata("thread_name", pid, name="actions") | {"tid": 0}
     for one in slices:
         yield _entry(pid, 0, one, 1e6 / per_second)
 
@@ -133,13 +137,7 @@ def _beside(timeline: Timeline, rank: int, pid: int, scale: float) -> Iterator[E
         )
         if track == len(free):
             free.append((use, end))
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": pid,
-                "tid": track + 1,
-                "args": {"name": use},
-            }
+            yield metadata("thread_name", pid, name=use) | {"tid": track + 1}
         free[track] = use, end
         name = f"gather of W{action.version}" if action.kind is Kind.UPDATE else str(action)
         one = Slice(name, f"{action.kind.value} under way", start, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import count
 
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
@@ -133,7 +134,7 @@ def draw_svg(
     what = full.rank_name
     shown = excerpt(full, _WIDEST / scale.per_unit if widens else span)
     timeline = shown.timeline
-    ranks = list(shown.ranks)
+    ranks = sorted(timeline.plan)
     span = timeline.makespan or 1.0
     scale = replace(scale, rows={rank: row for row, rank in enumerate(ranks)})
     idle = [steady_idle[rank] if steady_idle else timeline.idle_share(rank) for rank in ranks]
@@ -146,8 +147,8 @@ def draw_svg(
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(full.plan)} {what}s, makespan {full.makespan:.6g}"
-    if said := str(shown):
-        heading += f" ({said})"
+    if shown.text:
+        heading += f" ({shown.text})"
     origin = f" from {shown.since:,.6g} on" if shown.since else ""
     body = "\n".join(
         [
@@ -229,8 +230,7 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
             number = "batch"
         tip = (
             f"{action}: {ACTION_SPECS[action.kind].name} of {number} {action.microbatch} on its "
-            "way, "
-            f"{start:.6g} to {end:.6g}"
+            f"way, {start:.6g} to {end:.6g}"
         )
         yield rect(
             Area(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2), colour, tip
@@ -271,14 +271,8 @@ def _svg_update(
 
 
 def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
-    step = 1.0
-    while step * scale.per_unit < 60:
-        if step * scale.per_unit * 5 < 60:
-            step *= 10
-        elif step * scale.per_unit * 2 < 60:
-            step *= 5
-        else:
-            step *= 2
+    steps = (digit * 10.0**power for power in count() for digit in (1, 2, 5))
+    step = next(step for step in steps if step * scale.per_unit >= 60)
     for i in range(int(span / step) + 1):
         yield f'<text class="muted mid" x="{scale.x(i * step):.1f}" y="{y + 12}">{i * step:g}</text>'
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 
-from hybridpar.errors import ConfigError, config_error
+from hybridpar.errors import config_error
 from hybridpar.schedules.kinds import Kind, Step
 from hybridpar.schedules.pipeline_shape import PipelineShape
 
@@ -31,11 +31,7 @@ EXAMPLE = '["F0 F1 B0 B1", "F0 B0 F1 B1"]'
 
 @lru_cache(maxsize=64)
 def parse_order(text: str, rank: int) -> tuple[Step, ...]:
-    """Return the steps that a rank's line names; the stage of each is its virtual stage, from 0.
-
-    Raises:
-        ConfigError: At the first word that is not a step.
-    """
+    """Return a rank's steps; stages are its virtual stages, from 0. Raises: ConfigError."""
     steps = []
     for word in text.split():
         if (match := _WORD.fullmatch(word)) is None:
@@ -56,35 +52,21 @@ def format_order(steps: Iterable[tuple[Kind, int, int]], shape: PipelineShape, r
     return " ".join(_word((kind, chunks[stage], k)) for kind, stage, k in steps)
 
 
-def with_stages(
-    steps: Sequence[Step], shape: PipelineShape, rank: int
-) -> list[tuple[Kind, int, int]]:
-    """Return the steps with the numbers that the rank's stages have in the pipeline."""
-    stages = shape.stages_of(rank)
-    return [(kind, stages[chunk], k) for kind, chunk, k in steps]
-
-
 def _word(step: Step) -> str:
     kind, chunk, k = step
     return f"{kind.value}{k}{chr(ord('a') + chunk) if chunk else ''}"
 
 
 def check_order(order: Sequence[Sequence[Step]], shape: PipelineShape) -> None:
-    """Check an order against the shape of the pipeline.
-
-    Raises:
-        ConfigError: The order does not match the shape, or a rank's order cannot run.
-    """
+    """Check an order against the shape of the pipeline. Raises: ConfigError."""
     if len(order) != shape.num_ranks:
-        raise config_error(
-            _FIELD,
-            len(order),
-            f"must have {shape.num_ranks} entries, one for each rank of parallel.pp",
-            _simple_order(shape),
-        )
+        rule = f"must have {shape.num_ranks} entries, one for each rank of parallel.pp"
+        raise config_error(_FIELD, len(order), rule, _simple_order(shape))
     for rank, steps in enumerate(order):
         if rule := _problem(steps, shape.num_microbatches, shape.virtual_stages):
-            raise _wrong(rank, steps, rule, _simple_order(shape))
+            text = " ".join(map(_word, steps))
+            shown = text if len(text) < 80 else f"{text[:76]} .."
+            raise config_error(_FIELD, shown, f"of rank {rank} {rule}", _simple_order(shape))
 
 
 def _simple_order(shape: PipelineShape) -> str:
@@ -120,8 +102,7 @@ def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
     if other := [step for step in steps if step[1] >= chunks]:
         return (
             f"has {_word(other[0])}, but the rank holds {chunks} stage{'s' * (chunks > 1)} of the "
-            "model "
-            "(pipeline.virtual_stages)"
+            "model (pipeline.virtual_stages)"
         )
     return _out_of_order(steps, chunks)
 
@@ -140,13 +121,6 @@ def _out_of_order(steps: Sequence[Step], chunks: int) -> str:
                     f"and gradients accumulate, in this order"
                 )
     return ""
-
-
-def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigError:
-    text = " ".join(map(_word, steps))
-    return config_error(
-        _FIELD, text if len(text) < 80 else f"{text[:76]} ..", f"of rank {rank} {rule}", works
-    )
 
 
 def runs_ahead(steps: Sequence[Step]) -> int:

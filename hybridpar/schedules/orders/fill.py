@@ -64,9 +64,6 @@ def fill(
     Args:
         orders: F, and B or I, of each rank for micro-batches 0 to m - 1. With W right after each I
             they must fit into `room`.
-        shape: The shape of the pipeline.
-        costs: Durations of steps and transfers.
-        room: The memory.
         swaps: F's and I's may change places; on each link, transfers stay in the order of
             micro-batches of each stage.
     """

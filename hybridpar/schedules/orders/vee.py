@@ -240,15 +240,7 @@ class _Full:
 @lru_cache(maxsize=1 << 14)
 def most_of_rank(shape: PipelineShape, rank: int, activations: str, *, drains: bool) -> int:
     """Return the most micro-batches that a rank holds, counted on each virtual stage."""
-    steps = (
-        batch_order(shape, rank, activations)
-        if drains
-        else pattern(
-            shape,
-            rank,
-            activations,
-            0,
-            PERIOD + sum(slots(activations, shape.num_ranks, rank).values()) // PERIOD,
-        )
-    )
-    return most_held(steps)
+    if drains:
+        return most_held(batch_order(shape, rank, activations))
+    number = PERIOD + sum(slots(activations, shape.num_ranks, rank).values()) // PERIOD
+    return most_held(pattern(shape, rank, activations, 0, number))

@@ -80,10 +80,7 @@ def delay_weight_gradients(
 
 
 def add_updates(
-    actions: Iterable[Action],
-    schedule: Schedule,
-    shape: PipelineShape,
-    first_batch: int = 0,
+    actions: Iterable[Action], schedule: Schedule, shape: PipelineShape, first_batch: int = 0
 ) -> Iterator[Action]:
     """Add REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 

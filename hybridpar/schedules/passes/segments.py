@@ -63,11 +63,7 @@ class Division:
     late: bool = False
 
     def on(self, shape: PipelineShape, rank: int) -> Division:
-        """Return the division with the number and the order of UPDATEs of that rank.
-
-        Raises:
-            ConfigError: `part_major` in a pipeline, where other ranks wait for each micro-batch.
-        """
+        """Return the division with that rank's number and order of UPDATEs. Raises: ConfigError."""
         if self.part_major and shape.num_ranks > 1:
             raise config_error(
                 "parallel.pp",

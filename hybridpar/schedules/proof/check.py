@@ -75,12 +75,10 @@ class CheckReport:
         held = f" on {self.shape.num_ranks} ranks" if self.shape.virtual_stages > 1 else ""
         return (
             f"{self.schedule}, {self.shape.num_stages} stages{held}, {self.shape.num_microbatches} "
-            "micro-batches, "
-            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: "
-            f"{self.num_actions} actions are "
-            f"right; at most {worst.activations} activations, {worst.versions} weight versions, "
-            f"{worst.gradients} "
-            "gradients"
+            f"micro-batches, batches {self.first_batch} to "
+            f"{self.first_batch + self.num_batches - 1}: {self.num_actions} actions are right; at "
+            f"most {worst.activations} activations, {worst.versions} weight versions, "
+            f"{worst.gradients} gradients"
         )
 
 
@@ -225,17 +223,15 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
         if action.kind in _MOVES:
             continue
         if own and action.stage not in own:
-            raise PlanError(
-                f"{action} is on rank {rank}, which does not hold its stage", plan, [(rank, step)]
-            )
+            reason = f"{action} is on rank {rank}, which does not hold its stage"
+            raise PlanError(reason, plan, [(rank, step)])
         if key in done:
             raise PlanError(f"{action} appears twice", plan, [(rank, done[key]), (rank, step)])
         if key not in missing:
             raise PlanError(f"{action} does not belong in this plan", plan, [(rank, step)])
         if action.version != missing[key].version:
-            raise PlanError(
-                f"{action} has the wrong version; it must be {missing[key]}", plan, [(rank, step)]
-            )
+            reason = f"{action} has the wrong version; it must be {missing[key]}"
+            raise PlanError(reason, plan, [(rank, step)])
         done[key] = step
         del missing[key]
     if missing:
@@ -249,11 +245,8 @@ def _check_order(plan: Plan, rank: int, shape: PipelineShape, parts: PartCounts)
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, shape, parts):
             if steps.get(key, -1) > step:
-                raise PlanError(
-                    f"{action} comes before {plan[rank][steps[key]]}, which it needs",
-                    plan,
-                    [(rank, step), (rank, steps[key])],
-                )
+                reason = f"{action} comes before {plan[rank][steps[key]]}, which it needs"
+                raise PlanError(reason, plan, [(rank, step), (rank, steps[key])])
 
 
 def _needs(action: Action, shape: PipelineShape, parts: PartCounts) -> Iterator[_Key]:
@@ -309,10 +302,8 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
     for step, action in enumerate(plan[rank]):
         fault = ""
         if action.kind in PER_ITEM and (not tiers or action.stage != rank):
-            fault = (
-                f"{action} is on rank {rank}, "
-                f"{'which does not hold its stage' if tiers else 'where nothing moves'}"
-            )
+            why = "which does not hold its stage" if tiers else "where nothing moves"
+            fault = f"{action} is on rank {rank}, {why}"
         for tier in tiers:
             fault = fault or tier.follow(action)
         if fault:
@@ -332,16 +323,12 @@ def _check_offload(plan: Plan, rank: int) -> None:
         at = stages.get(key, -1)
         if action.kind in OFFLOAD_KINDS:
             if at != OFFLOAD_KINDS.index(action.kind):
-                raise PlanError(
-                    f"{action}: the data that it moves is not resident", plan, [(rank, step)]
-                )
+                reason = f"{action}: the data that it moves is not resident"
+                raise PlanError(reason, plan, [(rank, step)])
             stages[key] = at + 1
         elif at not in (0, len(OFFLOAD_KINDS)):
-            raise PlanError(
-                f"{action}: the data that it needs is offloaded (in the slow tier)",
-                plan,
-                [(rank, step)],
-            )
+            reason = f"{action}: the data that it needs is offloaded (in the slow tier)"
+            raise PlanError(reason, plan, [(rank, step)])
 
 
 def _check_link(
@@ -350,29 +337,24 @@ def _check_link(
     """Check that the i-th send of one rank to another, of a turn, matches its i-th receive."""
     row = ACTION_SPECS[kind]
     sender, receiver = ranks
-    sent = [
-        step
-        for step, action in enumerate(plan[sender])
-        if action.kind is kind
-        and shape.turn(action.stage) == turn
-        and shape.peer(action.stage, row.peer_offset) == receiver
-    ]
-    received = [
-        step
-        for step, action in enumerate(plan[receiver])
-        if action.kind is row.matching_recv
-        and shape.turn(action.stage) == turn
-        and shape.peer(action.stage, -row.peer_offset) == sender
-    ]
+
+    def steps(rank: int, kind: Kind | None, offset: int, peer: int) -> list[int]:
+        return [
+            step
+            for step, action in enumerate(plan[rank])
+            if action.kind is kind
+            and shape.turn(action.stage) == turn
+            and shape.peer(action.stage, offset) == peer
+        ]
+
+    sent = steps(sender, kind, row.peer_offset, receiver)
+    received = steps(receiver, row.matching_recv, -row.peer_offset, sender)
     for i, j in zip(sent, received, strict=True):
         one = plan[sender][i]
         other = plan[receiver][j]
         if (one.stage + row.peer_offset, one.microbatch) != (other.stage, other.microbatch):
-            raise PlanError(
-                f"{one} of rank {sender} would be matched with {other} of rank {receiver}",
-                plan,
-                [(sender, i), (receiver, j)],
-            )
+            reason = f"{one} of rank {sender} would be matched with {other} of rank {receiver}"
+            raise PlanError(reason, plan, [(sender, i), (receiver, j)])
 
 
 def _check_memory(
@@ -392,10 +374,7 @@ def _check_memory(
     for step, live in enumerate(live_counts(plan[rank], shape.num_microbatches, keep)):
         peak = peak.peak(live)
         if peak.peak(bound) != bound:
-            raise PlanError(
-                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} "
-                f"allows {bound}",
-                plan,
-                [(rank, step)],
-            )
+            held = f"rank {rank} holds {live} after {plan[rank][step]}"
+            reason = f"{held}, but schedule {schedule.name} allows {bound}"
+            raise PlanError(reason, plan, [(rank, step)])
     return peak

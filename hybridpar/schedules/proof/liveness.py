@@ -48,9 +48,8 @@ def live_counts(
         action.version: i for i, action in enumerate(actions) if ACTION_SPECS[action.kind].reads
     }
     last_use |= dict.fromkeys(keep, len(actions))
-    updated = {
-        action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE
-    }  # wholly
+    updates = ((a.microbatch, i) for i, a in enumerate(actions) if a.kind is Kind.UPDATE)
+    updated = dict(updates)  # by batch: its last part
     made = {action.version for action in actions if ACTION_SPECS[action.kind].makes}
     newest = min(made, default=max(last_use, default=0) + 1) - 1
     versions = {newest} | last_use.keys() - made  # at the start
@@ -62,9 +61,8 @@ def live_counts(
         if action.kind in BESIDE and not row.makes:
             yield counts
             continue
-        activations += row.holds * (
-            action.part == 0
-        )  # from the first part forward to the last one backward
+        # from the first part forward to the last one backward
+        activations += row.holds * (action.part == 0)
         if row.adds:
             gradients.add(action.microbatch // num_microbatches)
         elif row.makes:

@@ -63,13 +63,11 @@ def _prove(schedule: Schedule, shape: PipelineShape, start: int) -> CheckReport:
     report = check(plan, shape, schedule, range(start, start + num_batches))
     allowed = min_send_window(shape.num_ranks)
     if report.send_window > allowed and not schedule.outruns_sends(shape):
-        raise PlanError(
+        reason = (
             f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and "
-            "schedule "
-            f"{schedule.name} allows {allowed}",
-            plan,
-            [],
+            f"schedule {schedule.name} allows {allowed}"
         )
+        raise PlanError(reason, plan, [])
     return report
 
 
@@ -112,9 +110,8 @@ def enough(schedule: Schedule, shape: PipelineShape) -> tuple[Schedule, Pipeline
         return schedule.with_options(early_switch=switch), replace(
             few, num_microbatches=switch + ranks - 1 + min(newer, steady)
         )
-    if (m < p and not needed) or (
-        few.virtual_stages > 1 and m < 2 * p
-    ):  # the pipeline is never full, or has one round
+    # the pipeline is never full, or has one round
+    if (m < p and not needed) or (few.virtual_stages > 1 and m < 2 * p):
         return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
     if few.virtual_stages > 1:  # two rounds, a larger and a smaller one if there are both
         rounds, rest = divmod(m, p)

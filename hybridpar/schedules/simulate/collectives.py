@@ -28,8 +28,6 @@ class Collectives:
     """The collectives of all batches.
 
     Args:
-        ranks: The simulated ranks.
-        costs: Durations.
         ready: By rank, the time at which it has its first weights. None: at once.
         exchanges: Given if ranks compute nothing while they communicate.
         wake: Resumes a waiting rank.

@@ -11,9 +11,7 @@ from hybridpar.schedules.simulate.network import Network
 
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
-PerLink = (
-    float | Sequence[float]
-)  # likewise for the links: link r joins ranks r and r + 1 (a ring: mod p), both ways
+PerLink = float | Sequence[float]  # likewise for links: r joins ranks r and r + 1 (a ring: mod p)
 
 _T = TypeVar("_T")
 
@@ -156,16 +154,12 @@ class Costs:
         whole = expand(self.forward if kind is Kind.F else self.backward, num_stages)
         if ACTION_SPECS[kind].part_of is None:
             return whole
-        inputs = (
-            [b / 2 for b in whole]
-            if self.backward_input is None
-            else expand(self.backward_input, num_stages)
-        )
-        return (
-            inputs
-            if kind is Kind.I
-            else [max(0.0, b - i) for b, i in zip(whole, inputs, strict=True)]
-        )
+        inputs: Sequence[float] = [b / 2 for b in whole]
+        if self.backward_input is not None:
+            inputs = expand(self.backward_input, num_stages)
+        if kind is Kind.I:
+            return inputs
+        return [max(0.0, b - i) for b, i in zip(whole, inputs, strict=True)]
 
 
 def expand(cost: PerStage | PerLink, size: int) -> Sequence[float]:

@@ -129,9 +129,8 @@ def extended(takes: Callable[[int], float], shape: PipelineShape, few: int, leas
     if few >= m:
         return takes(m)
     more = shape.num_ranks + _FEWEST
-    more += (
-        -more % shape.num_ranks if shape.is_ring else 0
-    )  # rounds of interleaved micro-batches are then alike
+    if shape.is_ring:  # rounds of interleaved micro-batches are then alike
+        more += -more % shape.num_ranks
     first = takes(few)
     each = (takes(few + more) - first) / more
     return first + (m - few) * each if each >= _STEADY * least else takes(m)
@@ -202,8 +201,6 @@ def free_to_leave(
 
     Args:
         costs: Include the times of offloading and reloading a micro-batch.
-        shape: The shape of the pipeline.
-        options: Options of the schedule.
         resident: Costs of ranks that offload nothing, if these were measured in a separate trial,
             such as with CUDA graphs. Two trials never take the same time, so the step may then take
             2 % longer.

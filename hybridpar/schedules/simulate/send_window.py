@@ -34,10 +34,7 @@ class SendWindow:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[Rank],
-        outgoing: Mapping[Kind, Sequence[Channel | None]],
-        wake: Wake,
+        self, ranks: Sequence[Rank], outgoing: Mapping[Kind, Sequence[Channel | None]], wake: Wake
     ):
         self.width = min_send_window(len(ranks))
         self._outgoing = outgoing

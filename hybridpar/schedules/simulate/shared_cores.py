@@ -18,9 +18,8 @@ class Cores:
         self.count = count
         self._now = self._served = 0.0
         self._due: list[tuple[float, int, float, Callable[[float], None]]] = []  # by start
-        self._running: list[
-            tuple[float, int, Callable[[float], None]]
-        ] = []  # by what is served when they are done
+        # by what is served when they are done
+        self._running: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0  # only keeps the heaps from comparing callables
 
     def add(self, start: float, work: float, done: Callable[[float], None]) -> None:

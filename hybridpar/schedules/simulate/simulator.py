@@ -1,44 +1,23 @@
-"""Simulates the time that a plan takes, event by event, from the cost of each action.
+"""Simulates the time that a plan takes, event by event, from the cost of each action (costs.py).
 
 The rules are the executor's, so a plan that ends here cannot deadlock there:
 
-    F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's
-              time
-    W         takes the rank's time
-    SEND      returns at once. Its transfer starts once the sender knows that the receive is posted
-              (word takes `latency`; nothing is buffered) and the link's previous transfer is over.
-              It takes `transfer`, and arrives `latency` later. With `serial_links`, a rank's
-              transfers on one axis (SEND_F and RECV_F, or SEND_B and RECV_B) go one by one in the
-              order of issue, as NCCL's do on one communicator. With a send window (send_window.py)
-              a rank that has too many unfinished sends waits for the oldest one
-    RECV      posts the receive, returns at once
-    REDUCE    returns at once, ends `reduce` later; with `tied`, the first and the last stage share
-              one
-    NORM      returns at once, ends `norm` after all stages have issued it and ended their REDUCE
-    HOST      waits for NORM of all stages, returns at once; the host then makes the new weights
-              (copy_engines.py). Gradients have been on their way to it since NORM
-    UPDATE    waits for NORM of all stages (without a NORM, for its own REDUCE) and for its part of
-              HOST's new weights, if there is a HOST; then takes the rank's time. With sharded
-              optimizer state the new weights are there `gather` later
+    F, B, I   wait for their receive, and F for the gather of its weights
+    SEND      its transfer starts once the sender knows that the receive is posted (word takes
+              `latency`; nothing is buffered) and the link's previous transfer is over. With a send
+              window (send_window.py) a rank with too many unfinished sends waits for the oldest one
+    NORM      ends once all stages have issued it and ended their REDUCE
+    HOST      waits for NORM of all stages; gradients have been on their way to the host since NORM
+    UPDATE    waits for NORM of all stages (without a NORM, for its own REDUCE), and for its part of
+              HOST's new weights
+    EVICT     waits until a micro-batch's activations have left, the backward until they are back
 
-    OFFLOAD, RELOAD return at once; a micro-batch's activations leave and come back beside the
-    rank's work (copy_engines.py).
-              EVICT waits until they have left, the backward until they are back
-
-    FETCH, RELEASE, DROP return at once; items move beside the rank's work (copy_engines.py). An
-    action waits for the items
-              that it accesses. For chunks that replicas share, these are collectives
+Computations and UPDATE take the rank's time. All others return after the time of the call itself,
+and what they start goes on beside the rank's work. An action waits for the items of state that it
+accesses. For chunks that replicas share, FETCH, RELEASE and DROP are collectives.
 
 Where an action is cut into parts, the first part to run waits (of an F, every part waits for the
 gather), the last one starts what follows, and all take equal times.
-
-With a `network`, transfers share its links (network.py), which say how long they take; `transfer`
-does not count. With `blocking` a rank computes nothing while it communicates: consecutive SENDs and
-RECVs with one neighbour are one exchange, and the next action waits for its end, as it waits for a
-REDUCE.
-
-"At once" means after the time of the call itself (`calls`). With a number of `cores`, all ranks,
-hosts and transfers slow down alike while more of them are at work than there are cores.
 
 Each rank runs until it must wait, and is woken by what it waits for; where cores are shared, it
 also stops at each piece of work until that is done. The order in which ranks are taken changes no
@@ -80,8 +59,6 @@ def simulate(
     1, a backward 2).
 
     Args:
-        plan: The plan.
-        costs: The costs.
         residency: By rank, the items that the plan moves between tiers or replicas; without it,
             moves take no time.
         ready: By rank, the time at which it has its first weights; None: at once.
@@ -292,19 +269,17 @@ class _Machine:
 
     def run(self) -> None:
         """Run all ranks to the ends of their lists. Raises: StuckError."""
+        shared = self.cores or self.transfers.wires
         self._advance_all()
-        while self._step_shared() or (self.window is not None and self.window.widen()):
+        while (shared is not None and shared.step()) or (
+            self.window is not None and self.window.widen()
+        ):
             self._advance_all()
         waiting = {
             r.index: (len(r.starts), self._reason(r)) for r in self.ranks if r.waits_for is not None
         }
         if waiting:
             raise StuckError(waiting)
-
-    def _step_shared(self) -> bool:
-        """Run the next event of shared cores or links, if there is one."""
-        shared = self.cores or self.transfers.wires
-        return shared is not None and shared.step()
 
     def _advance_all(self) -> None:
         while self.runnable:

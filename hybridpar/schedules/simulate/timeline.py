@@ -9,7 +9,6 @@ from math import inf
 from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
-from hybridpar.schedules.proof.liveness import Live, peak_live
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +35,13 @@ class Timeline:
 
     def actions(self, rank: int) -> Iterator[tuple[Action, float, float, float]]:
         """Yield each action of a rank with start, return and end."""
+        plan = self.plan[rank]
         starts = self.starts[rank]
         ends = self.ends[rank]
-        returns = (
-            self.returns[rank]
-            if rank in self.returns
-            else [
-                s if action.kind in BESIDE else e
-                for action, s, e in zip(self.plan[rank], starts, ends, strict=True)
-            ]
-        )
-        return zip(self.plan[rank], starts, returns, ends, strict=True)
+        if (returns := self.returns.get(rank)) is None:
+            times = zip(plan, starts, ends, strict=True)
+            returns = [start if action.kind in BESIDE else end for action, start, end in times]
+        return zip(plan, starts, returns, ends, strict=True)
 
     @property
     def shape(self) -> PipelineShape:
@@ -68,18 +63,10 @@ class Timeline:
 
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Yield actions with start and end as pictures show them (UPDATE: its own work)."""
-        for (action, start, done, end), stall in zip(
-            self.actions(rank), self._stalls(rank), strict=True
-        ):
-            yield (
-                action,
-                start + stall * (action.kind in PER_ITEM),
-                end if action.kind in BESIDE else done,
-            )
-
-    def _stalls(self, rank: int) -> Iterator[float]:
         stalls = self.stalls.get(rank, {})
-        return (stalls.get(step, 0.0) for step in range(len(self.plan[rank])))
+        for step, (action, start, done, end) in enumerate(self.actions(rank)):
+            began = start + stalls.get(step, 0.0) * (action.kind in PER_ITEM)
+            yield action, began, end if action.kind in BESIDE else done
 
     def scaled(self, by: float) -> Timeline:
         """Return the timeline in another unit of time."""
@@ -93,32 +80,35 @@ class Timeline:
         }
         return Timeline(self.plan, starts, ends, by * self.makespan, returns, stalls)
 
-    def cut_at(self, until: float) -> Timeline:
-        """Return the timeline up to a time, at which actions under way are cut off."""
-        kept = {
-            rank: [step for step, start in enumerate(starts) if start < until]
-            for rank, starts in self.starts.items()
-        }
+    def cut_at(
+        self, until: float, *, since: float = 0.0, ranks: Sequence[int] | None = None
+    ) -> Timeline:
+        """Return the actions of some ranks (None: all) in a window of time, which then begins at 0.
 
-        def cut(table: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-            return {
-                rank: [min(times[step], until) for step in kept[rank]]
-                for rank, times in table.items()
+        Actions are cut off at its edges.
+        """
+        until = min(self.makespan, until)
+        plan: dict[int, tuple[Action, ...]] = {}
+        tables: list[dict[int, list[float]]] = [{}, {}, {}]
+        stalls: dict[int, dict[int, float]] = {}
+        for rank in self.plan if ranks is None else ranks:
+            stalled = self.stalls.get(rank, {})
+            kept = [
+                (step, action, times)
+                for step, (action, *times) in enumerate(self.actions(rank))
+                if times[0] < until and (times[0] >= since or max(times) > since)
+            ]
+            plan[rank] = tuple(action for _, action, _ in kept)
+            for number, table in enumerate(tables):
+                cut = (min(max(times[number], since), until) for _, _, times in kept)
+                table[rank] = [time - since for time in cut]
+            stalls[rank] = {
+                place: stalled[step]
+                for place, (step, _, times) in enumerate(kept)
+                if step in stalled and times[0] >= since
             }
-
-        plan = {
-            rank: tuple(self.plan[rank][step] for step in steps) for rank, steps in kept.items()
-        }
-        stalls = {
-            rank: {
-                place: self.stalls[rank][step]
-                for place, step in enumerate(steps)
-                if step in self.stalls.get(rank, {})
-            }
-            for rank, steps in kept.items()
-        }
-        makespan = min(self.makespan, until)
-        return Timeline(plan, cut(self.starts), cut(self.ends), makespan, cut(self.returns), stalls)
+        starts, returns, ends = tables
+        return Timeline(plan, starts, ends, until - since, returns, stalls)
 
     def busy(self, rank: int, since: float = 0.0, until: float = inf) -> float:
         """Return the time in [since, until] that the rank itself spends on actions."""
@@ -217,10 +207,6 @@ class Timeline:
             windows.append((returns[before], returns[last]))
             took += [returns[last] - returns[before], ends[last] - ends[before]]
         return windows if took and max(took) - min(took) <= SAME * self.makespan else []
-
-    def peak_live(self, rank: int, num_microbatches: int) -> Live:
-        """Return the most activations, versions and gradients that the rank holds at once."""
-        return peak_live(self.plan[rank], num_microbatches)
 
 
 SAME = 1e-12

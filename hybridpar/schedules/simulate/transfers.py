@@ -47,9 +47,6 @@ class Transfers:
     """All channels, each with the order in which its ends have issued transfers.
 
     Args:
-        ranks: The simulated ranks.
-        shape: The shape of the pipeline.
-        homes: Ranks of the stages.
         costs: Durations. Shared cores or links decide how long transfers take.
         arrived: Called with the channel and the time of each arrival.
     """
@@ -70,14 +67,10 @@ class Transfers:
         self.cores = None if costs.cores is None else Cores(costs.cores)
         self.wires = None if costs.network is None else Wires(costs.network.bandwidth)
         assert self.cores is None or self.wires is None, "cores or links are shared, not both"
-        channels = {
-            flow: self._channels(flow) for flow in (1, -1)
-        }  # by flow: what each stage receives
+        # by flow: the channels into and out of each stage
+        channels = {flow: self._channels(flow) for flow in (1, -1)}
+        leaving = {1: [*channels[1][1:], None], -1: [None, *channels[-1][:-1]]}
         self.incoming = {kind: channels[row.flow] for kind, row in ACTION_SPECS.items() if row.flow}
-        leaving = {
-            1: [*channels[1][1:], None],
-            -1: [None, *channels[-1][:-1]],
-        }  # likewise: what each sends
         self.outgoing = {
             kind: leaving[row.flow] for kind, row in ACTION_SPECS.items() if row.matching_recv
         }
@@ -99,9 +92,8 @@ class Transfers:
         routes = [] if network is None else network.forward if flow > 0 else network.backward
         assert not network or len(routes) == links, f"{len(routes)} routes for {links} links"
 
-        found: dict[
-            tuple[int, int, int], Channel
-        ] = {}  # by sender, receiver and turn: what has the same is in order
+        # by sender, receiver and turn: transfers of one channel are in order
+        found: dict[tuple[int, int, int], Channel] = {}
 
         def channel(stage: int, receiver: int) -> Channel | None:
             sender = shape.peer(stage, -flow)
@@ -109,11 +101,9 @@ class Transfers:
             if sender is None or link is None or not shape.carries(flow, stage, -flow):
                 return None
             turn = shape.turn(stage)
-            ends = (
-                (queues[sender, turn], queues[receiver, turn])
-                if costs.serial_links
-                else (Queue(), Queue())
-            )
+            ends = Queue(), Queue()
+            if costs.serial_links:
+                ends = queues[sender, turn], queues[receiver, turn]
             return found.setdefault(
                 (sender, receiver, turn),
                 Channel(

@@ -30,7 +30,7 @@ def test_a_small_picture_shows_all() -> None:
     timeline = simulated("1f1b", 4, 8)
     part = excerpt(timeline, timeline.makespan)
     assert part.timeline is timeline
-    assert str(part) == ""
+    assert part.text == ""
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -39,20 +39,20 @@ def test_a_window_of_the_steady_state_is_busy(schedule: str) -> None:
     timeline = simulated(schedule, 32, 64)
     part = excerpt(timeline, 30.0)
     assert part.timeline.makespan == pytest.approx(30.0)
-    assert part.ranks == [*range(8), *range(24, 32)]
-    for rank in part.ranks:
+    assert list(part.timeline.plan) == [*range(8), *range(24, 32)]
+    for rank in list(part.timeline.plan):
         assert part.timeline.idle_share(rank) == pytest.approx(
             timeline.idle_share(rank, part.since, part.since + 30.0)
         )
         assert part.timeline.idle_share(rank) < 0.1
     until = part.since + 30.0
-    assert str(part) == f"{part.since:,.6g} to {until:,.6g}, stages 0-7 and 24-31 of 32"
+    assert part.text == f"{part.since:,.6g} to {until:,.6g}, stages 0-7 and 24-31 of 32"
 
 
 def test_boxes_of_the_window_are_those_of_the_plan() -> None:
     timeline = simulated("2bw", 20, 40)
     part = excerpt(timeline, 25.0)
-    for rank in part.ranks:
+    for rank in list(part.timeline.plan):
         inside = {
             (action, start)
             for action, start, end in timeline.shown(rank)
