@@ -36,12 +36,6 @@ class Mismatch:
     ranks: tuple[int, ...]
     first: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.name} on ranks {', '.join(map(str, self.ranks))} differs from that on rank "
-            f"{self.first}"
-        )
-
 
 def find_divergence(
     tensors: Iterable[tuple[str, Tensor, ParameterSlot]],
@@ -119,7 +113,6 @@ def replicas_along(
     by their common name, because each stage has its own name for them.
 
     Args:
-        axis: Name of the axis.
         tensors: Key, tensor, and the slot that says which part of the parameter this rank has.
     """
     held: dict[str, Tensor] = {}

@@ -26,7 +26,6 @@ class Fp8Weights:
     """Owns the quantized forms of the named parameters of several buffers of weights.
 
     Args:
-        buffers: Leaves of each buffer, by name.
         names: Parameters whose products are in fp8.
     """
 

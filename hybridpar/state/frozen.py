@@ -29,9 +29,7 @@ class FrozenWeights:
     A stage without frozen parameters has no buffer.
 
     Args:
-        parameters: The parameters of the stage.
         partition: The shards of the frozen layout that this rank keeps.
-        memory: Allocates buffers.
         splits: Replicas shard the weights (ZeRO-3).
 
     Attributes:

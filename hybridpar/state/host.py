@@ -178,7 +178,6 @@ class HostStep:
 
     Attributes:
         version: The version of the weights that it makes.
-        lr: Learning rate.
         factor: Multiplies the gradients; None: the version equals the one before.
         predict: As in WeightStore.advance.
     """
@@ -209,12 +208,10 @@ class HostUpdates:
     known, and `wait` for each group. Gradients that were not sent before are sent by `begin`.
 
     Args:
-        weights: The rank's weights.
         optimizer: Its first groups are the weights that the host updates, stepped in order.
         groups: Numbers of the rank's shards in each of these groups.
         gradients: The reduced gradients of the rank's shards, for each buffer that batches use in
             turn.
-        work: Runs copies and steps.
     """
 
     def __init__(
@@ -341,11 +338,7 @@ class HostUpdates:
         )
 
     def wait(self, group: int) -> None:
-        """Return once a group has arrived from the host.
-
-        Raises:
-            Exception: The error of the thread that failed.
-        """
+        """Return once a group has arrived. Raises: the error of the thread that failed."""
         self._made.pop(group).wait()
         del self._sent[group]
         if not self._sent and self._later is not None:

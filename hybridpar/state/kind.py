@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
-from hybridpar.optim import GroupedOptimizer, ParameterSlot
-from hybridpar.state.compression import Compression
-from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.host import HostUpdates
-from hybridpar.state.reduction.outer import OuterStep
-from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory
-from hybridpar.state.residency.shares import Shares
-from hybridpar.state.weights import WeightStore, copy_all
+from hybridpar.optim import ParameterSlot
+from hybridpar.state.residency.chunks import Buffer
+from hybridpar.state.weights import copy_all
+
+if TYPE_CHECKING:
+    from hybridpar.state.rank import RankState
 
 
 class Stored(Protocol):
@@ -48,21 +46,6 @@ class Stored(Protocol):
         """Return the weights that the new run uses for that version."""
 
 
-class Holder(Protocol):
-    """The owner of the state: a RankState."""
-
-    weights: WeightStore
-    gradients: GradientAccumulator
-    optimizer: GroupedOptimizer
-    memory: Memory
-    shares: list[Shares]
-    host: HostUpdates | None
-    outer: OuterStep | None
-    compression: Compression | None
-
-    def is_kept(self, use: BufferUsage) -> bool: ...
-
-
 class StateKind(ABC):
     """One kind of state, of one rank.
 
@@ -89,7 +72,7 @@ class StateKind(ABC):
     joint: ClassVar[bool] = False
     column: ClassVar[str] = "optimizer"
 
-    def __init__(self, holder: Holder):
+    def __init__(self, holder: RankState):
         self.holder = holder
 
     @classmethod
@@ -99,11 +82,7 @@ class StateKind(ABC):
 
     @classmethod
     def parse(cls, rest: str) -> tuple[str, str]:
-        """Return the parameter and `what` of a key without the kind's name.
-
-        Raises:
-            ValueError: It is not such a key.
-        """
+        """Return the parameter and `what` of a key without the kind's name. Raises: ValueError."""
         pattern = cls.form.replace(".", r"\.").format(
             parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})"
         )
@@ -135,22 +114,21 @@ class StateKind(ABC):
         copy_all(own, tensors, self.name, self.holder.memory)
 
 
-class BufferKind(StateKind):
-    """Kind of state in one flat buffer of this rank's shards."""
+class OuterKind(StateKind):
+    """Kind of state in a flat buffer of the outer step, which has this rank's shards."""
 
-    @abstractmethod
-    def buffer(self) -> Buffer | None:
-        """Return the buffer; None if the run has no such state."""
+    @property
+    def _buffer(self) -> Buffer | None:
+        outer = self.holder.outer
+        return None if outer is None else outer.buffers.get(self.name)
 
     def tensors(self) -> dict[str, Tensor]:
-        buffer = self.buffer()
-        if buffer is None:
-            return {}
-        return {self.key(name): view for name, view in buffer.views().items()}
+        buffer = self._buffer
+        views = {} if buffer is None else buffer.views()
+        return {self.key(name): view for name, view in views.items()}
 
     def memory(self) -> list[Tensor]:
-        buffer = self.buffer()
-        return [] if buffer is None else buffer.tensors
+        return [] if self._buffer is None else self._buffer.tensors
 
 
 class RoomKind(StateKind):

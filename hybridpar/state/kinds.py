@@ -1,33 +1,8 @@
-"""The kinds of state that a rank keeps: name, content, and what a load does if a checkpoint has
-none.
+"""The kinds of state that a rank keeps.
 
-    key                            tensors                                    if a load finds none
-    weights/<version>/<parameter>  complete local parameters, on all          (always present)
-                                   replicas; frozen ones once, with the
-                                   newest version
-    shares/<version>/<parameter>   this rank's shards of weights that         the weights
-                                   replicas shard (ZeRO-3)
-    master/<parameter>             this rank's shards                         the weights
-    optimizer/<parameter>.<state>  this rank's shards                         zero
-    anchor/<parameter>             this rank's shards of the weights that     the weights
-                                   all sites last had in common
-    outer/<parameter>              this rank's shards of the outer momentum   zero
-    sent/<parameter>               this rank's shards of differences that     (there are none)
-                                   were sent to other sites, not yet applied
-    remainder/<parameter>          this rank's shards of the quantization     zero
-                                   error of messages to other sites
-    feedback/<parameter>           complete local parameters, different on    zero; if the number of replicas
-                                   every replica                              changes, their sum is preserved
-    learned/<parameter>.<what>     what compression has learned, different    zero: it restarts
-                                   on every replica
-    basis/<parameter>.<what>       what compression has learned, equal on     zero: it restarts
-                                   all replicas
-    gradients                      complete local parameters; never saved
-    messages                       buffers of compressed gradients; never saved
-    host                           buffers of copies to and from the host; never saved
-    fp8                            quantized hidden matrices of every live version; never saved
-
-Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
+Keys of tensors begin with a kind's name, then the parameter or the kind's `form`. If a load finds
+no tensor, `restate` says what it takes: the weights, or else zeros. Checkpoints, copies of the
+state, audits and the prediction of memory go through `KINDS`.
 """
 
 from __future__ import annotations
@@ -37,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from hybridpar.optim import ParameterSlot
-from hybridpar.state.kind import BufferKind, RoomKind, StateKind, Stored, Under
+from hybridpar.state.kind import OuterKind, RoomKind, StateKind, Stored, Under
 from hybridpar.state.residency.chunks import Buffer, BufferUsage
 from hybridpar.state.weights import copy_all
 
@@ -196,7 +171,7 @@ class OptimizerState(StateKind):
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
-class Anchor(BufferKind):
+class Anchor(OuterKind):
     """The weights that sites last had in common, in the precision of the master copy."""
 
     name = "anchor"
@@ -206,18 +181,12 @@ class Anchor(BufferKind):
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
         return stored.common(slot)
 
-    def buffer(self) -> Buffer | None:
-        return None if self.holder.outer is None else self.holder.outer.anchor
 
-
-class OuterMomentum(BufferKind):
+class OuterMomentum(OuterKind):
     """The momentum of the outer step."""
 
     name = "outer"
     joint = True
-
-    def buffer(self) -> Buffer | None:
-        return None if self.holder.outer is None else self.holder.outer.momentum
 
 
 class Sent(StateKind):
@@ -235,13 +204,10 @@ class Sent(StateKind):
         return [] if outer is None else outer.room
 
 
-class OuterRemainder(BufferKind):
+class OuterRemainder(OuterKind):
     """Quantization error of messages to other sites; of one under way: its numbers."""
 
     name = "remainder"
-
-    def buffer(self) -> Buffer | None:
-        return None if self.holder.outer is None else self.holder.outer.remainder
 
 
 class Unsent(StateKind):
@@ -366,11 +332,7 @@ KINDS: tuple[type[StateKind], ...] = (
 
 
 def saved_kind(name: str) -> type[StateKind]:
-    """Return the saved kind of that name.
-
-    Raises:
-        ValueError: There is no such kind.
-    """
+    """Return the saved kind of that name. Raises: ValueError."""
     for kind in KINDS:
         if kind.saved and kind.name == name:
             return kind
@@ -378,11 +340,7 @@ def saved_kind(name: str) -> type[StateKind]:
 
 
 def parse_key(key: str) -> tuple[type[StateKind], str, str]:
-    """Return the kind, the parameter and `what` of a checkpoint's key.
-
-    Raises:
-        ValueError: It is not such a key.
-    """
+    """Return the kind, the parameter and `what` of a checkpoint's key. Raises: ValueError."""
     name, _, rest = key.partition("/")
     try:
         kind = saved_kind(name)

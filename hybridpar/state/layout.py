@@ -28,9 +28,6 @@ class Owned:
     """The shard of a parameter that this rank updates: elements [start, stop) of the flat buffer.
 
     Attributes:
-        name: The parameter.
-        start: First element in the flat buffer.
-        stop: Element after the last one.
         part: The same range, counted in the parameter itself; None: the complete parameter.
         shared: Other ranks update this shard as well.
     """
@@ -49,16 +46,12 @@ class FlatLayout:
     elements has 64 bytes of padding, so that no two parameters start at one offset.
 
     Args:
-        names: The parameters.
-        shapes: Their shapes.
-        dtype: Type of the elements.
         offset_dtype: Narrowest dtype of the buffers that use these offsets, such as a master copy
             and its working copies; each parameter is aligned in all of them.
 
     Attributes:
         offsets: First element of each parameter.
         ends: Element after the last one of each parameter, with the padding.
-        numel: Number of elements of the buffer.
     """
 
     def __init__(

@@ -33,8 +33,6 @@ class StageParameters:
     layouts.
 
     Args:
-        stage: The stage.
-        dtype: Type that micro-batches compute in.
         rounds_gradients: Gradients have this type, too, and not the master copy's.
 
     Attributes:

@@ -26,17 +26,10 @@ class StatePolicy:
 
     Attributes:
         dtype: Type that micro-batches compute in.
-        num_versions: Weight versions that the schedule needs.
-        num_gradient_buffers: Gradient buffers that the schedule needs.
-        optim: Settings of the optimizer.
-        parallel: Sizes of the grid, and the ZeRO stage.
         backend: Backend of the optimizer's kernels.
         defers: Weight gradients may be computed later than input gradients.
         ends_apart: Embedding and head are on different ranks of a pipeline.
         on_host: The host updates the weights.
-        outer: How sites synchronize, if there are several.
-        compression: Compression of gradients.
-        kernels: Backends of its kernels.
         fp8: Products of hidden matrices have float8 factors.
         rounds_gradients: Gradients are accumulated and reduced in `dtype`, not in the master copy's.
         is_limited: State moves between the device and a slower tier.

@@ -50,20 +50,14 @@ class RankState:
     All weights are zero until `initialize`, `fill` or `load`.
 
     Args:
-        stage: All blocks of the rank, built on the meta device, with global names.
-        grid: The process grid.
         policy: How much state to keep.
-        memory: Holds the state, on the rank's device.
         parts: Blocks that compute at a time; empty: all. An update then has `num_groups` parts.
         host_work: Runs the host's work, with a host optimizer.
 
     Attributes:
         partition: The shards of the trained parameters that this rank updates.
         slots: Placement of each of these shards.
-        kinds: The state, by kind.
         shares: Shards of each gradient buffer, if replicas shard gradients.
-        compression: Compression of gradients; None: they are sent uncompressed.
-        outer: The outer step, if there are several sites.
     """
 
     def __init__(
@@ -382,8 +376,6 @@ class RankState:
         whether there is a step.
 
         Args:
-            batch: Number of the batch.
-            lr: Learning rate.
             factor: Multiplies the gradients; None: the next version equals the current one.
             predict: Predict this version, if weights are predicted.
             group: Which part of the update to make.
@@ -516,7 +508,6 @@ class RankState:
         """Load tensors by key. Each tensor is read once; optimizer tensors are kept without a copy.
 
         Args:
-            tensors: The tensors, by key.
             versions: Versions of the weights, oldest first.
             num_updates: Steps that the optimizer has taken.
             since: The version since which sites have trained apart.

@@ -69,16 +69,13 @@ class WeightStore:
     update is made group by group.
 
     Args:
-        parameters: The parameters of the stage.
         partition: Which shards of the trained parameters this rank updates, and how it gets the
             others. Its uses cut the buffers into chunks.
         frozen: Which shards of the frozen parameters this rank keeps.
         policy: Number of versions, and whether they are predicted, sharded or quantized.
-        memory: Holds the buffers.
         hosted: The parameters that the host updates; None: the device updates all.
 
     Attributes:
-        places: The modules that hold each parameter.
         shares: This rank's shard of each buffer, if replicas shard the weights.
     """
 
@@ -447,11 +444,7 @@ class WeightStore:
 def copy_all(
     targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory
 ) -> None:
-    """Copy tensors by name to their targets.
-
-    Raises:
-        CheckpointError: A tensor is missing or of another shape.
-    """
+    """Copy tensors by name to their targets. Raises: CheckpointError, naming the first misfit."""
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")

@@ -15,8 +15,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
 from hybridpar.prediction.footprint import Buffers, trace_stage
-from hybridpar.state import find_divergence, kinds
-from hybridpar.state.kind import Holder, StateKind
+from hybridpar.state import RankState, find_divergence, kinds
+from hybridpar.state.kind import StateKind
 from hybridpar.state.kinds import parse_key
 from hybridpar.train.engine import Engine
 from hybridpar.verify.run import Disturbance, verify
@@ -46,7 +46,7 @@ class Residual(StateKind):
 
     name = "residual"
 
-    def __init__(self, holder: Holder):
+    def __init__(self, holder: RankState):
         super().__init__(holder)
         self.residuals = {
             name: torch.zeros_like(x, dtype=holder.weights.master_dtype)

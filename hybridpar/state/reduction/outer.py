@@ -64,15 +64,14 @@ class OuterStep:
     Between two versions at most one message is under way.
 
     Args:
-        settings: The configuration's `outer` table.
         site: The ranks that hold the same parameters at other sites.
         slots: The shards that this rank updates.
         dtype: Type of the master copy, or of the weights if there is none.
-        memory: Allocates buffers.
 
     Attributes:
-        remainder: With lossy messages, each parameter's quantization error, which is added to its
-            next message; for a message under way, the numbers that it was made from.
+        buffers: Anchor, momentum ("outer") and, with lossy messages, "remainder": each parameter's
+            quantization error, which is added to its next message; for a message under way, the
+            numbers that it was made from. By the kind of state.
     """
 
     def __init__(
@@ -87,21 +86,17 @@ class OuterStep:
         self.site = site
         self.timeline = OuterTimeline.of(settings)
         layout = FlatLayout([slot.name for slot in slots], [slot.shape for slot in slots], dtype)
-        self.anchor, self.momentum = (
-            Buffer(layout, dtype, memory, kind=kind) for kind in ("anchor", "outer")
-        )
-        self._anchors, self._momenta = (
-            list(kept.views().values()) for kept in (self.anchor, self.momentum)
-        )
+        self._form = Precision(settings.precision, dtype)
+        kinds = ["anchor", "outer", *["remainder"] * self._form.is_lossy]
+        self.buffers = {kind: Buffer(layout, dtype, memory, kind=kind) for kind in kinds}
+        views = {kind: list(kept.views().values()) for kind, kept in self.buffers.items()}
+        self._anchors = views["anchor"]
+        self._momenta = views["outer"]
+        self._remainders = views.get("remainder", [])
         self._members: list[list[int]] = [[] for _ in range(settings.fragments)]
         for i, slot in enumerate(slots):
             self._members[fragment_of(slot.name, slot.placement.tied, settings.fragments)].append(i)
         self._slots = list(slots)
-        self._form = Precision(settings.precision, dtype)
-        self.remainder = (
-            Buffer(layout, dtype, memory, kind="remainder") if self._form.is_lossy else None
-        )
-        self._remainders = [] if self.remainder is None else list(self.remainder.views().values())
         self._pieces = list(map(_pieces, slots))
         self._cuts = [list(map(self._form.size, pieces)) for pieces in self._pieces]
         self._sizes = [[sum(self._cuts[i]) for i in members] for members in self._members]
@@ -195,7 +190,6 @@ class OuterStep:
         """Apply and send the fragments that are due while a version is made.
 
         Args:
-            version: The version that is being made.
             weights: The new weights of all slots, in order.
             wait: Called with a function that waits for other sites.
 

@@ -108,8 +108,6 @@ class Partition:
     one replica own the same uncut parameters.
 
     Args:
-        layout: Layout of the buffer.
-        routes: How each parameter's gradient is reduced.
         bucket_bytes: Size at which a bucket is closed.
         uses: Returns how a parameter is used; the parameters of a bucket have one use and one
             route.
@@ -127,6 +125,7 @@ class Partition:
         self._ranges = dict(
             zip(layout.names, zip(layout.offsets, layout.ends, strict=True), strict=True)
         )
+        self._shapes = dict(zip(layout.names, layout.shapes, strict=True))
         self._routes = routes
         keys = {
             name: (route.axis.name, route.sharded, route.group, uses(name))
@@ -220,9 +219,8 @@ class Partition:
         self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool] = lambda use: True
     ) -> Iterator[Tensor]:
         """Return views of this rank's shards, in order: complete parameters, or vectors."""
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return (
-            flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,))
+            flat[o.start : o.stop].view(self._shapes[o.name] if o.part is None else (-1,))
             for o in self.owned
             if wanted(self.uses(o.name))
         )
@@ -247,9 +245,8 @@ class Partition:
         wanted: Callable[[BufferUsage], bool] = lambda use: True,
     ) -> FlatLayout:
         """Return the layout of this rank's shards, in order: complete parameters, or vectors."""
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         own = {
-            o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)
+            o.name: self._shapes[o.name] if o.part is None else (o.stop - o.start,)
             for o in self.owned
             if wanted(self.uses(o.name))
         }
@@ -280,14 +277,13 @@ class Partition:
                 )
 
     def _owned(self) -> Iterator[Owned]:
-        sizes = dict(zip(self.layout.names, map(prod, self.layout.shapes), strict=True))
         for bucket, axis, parts in zip(self.buckets, self.axes, self.parts, strict=True):
             mine = [
                 (bucket.start + a, bucket.start + b) for owner, a, b in parts if owner == axis.rank
             ]
             for name in bucket.names:
                 start = self._ranges[name][0]
-                size = sizes[name]
+                size = prod(self._shapes[name])
                 if not parts or self._owner_of_whole.get(name, -1) == axis.rank:
                     yield Owned(name, start, start + size, None, shared=not parts)
                 elif name not in self._owner_of_whole:

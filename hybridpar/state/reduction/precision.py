@@ -20,8 +20,6 @@ class Precision:
 
     Args:
         name: "full", "bf16", "int8" or "int4".
-        dtype: Type of the numbers.
-        backend: Backend of ops.quantize.
 
     Attributes:
         unit: dtype of a message's elements.

@@ -28,7 +28,6 @@ class GradientReducer:
     partition is sharded.
 
     Args:
-        partition: The buckets, and the owners of their shards.
         reduces: Selects the uses that this object reduces.
         compression: Compresses the buckets that it covers.
 

@@ -47,7 +47,7 @@ def test_it_is_torch_sgd_with_nesterov_momentum(mix: float) -> None:
         weights = [w.clone() for w in trained]
         outer.step(version, Weights.in_place(weights))
         for anchor, kept, w, own in zip(
-            anchors, outer.anchor.views().values(), weights, trained, strict=True
+            anchors, outer.buffers["anchor"].views().values(), weights, trained, strict=True
         ):
             torch.testing.assert_close(kept, anchor.detach(), rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(
@@ -68,7 +68,7 @@ def test_an_element_has_the_same_bits_wherever_it_lies() -> None:
         for version, change in enumerate(x, 1):
             weights = [torch.cat([torch.zeros(offset), weights[0][offset:] + change])]
             outer.step(version, Weights.in_place(weights))
-        found.append((weights[0][offset:], outer.anchor[offset : offset + 1009]))
+        found.append((weights[0][offset:], outer.buffers["anchor"][offset : offset + 1009]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 
@@ -102,10 +102,7 @@ def test_rounding_of_an_integer_message_goes_with_the_next(precision: str, share
     step of its tiles."""
     settings = OuterConfig(every=1, lr=1e-9, momentum=0.0, precision=precision)  # type: ignore[arg-type]
     outer = step(settings, [torch.zeros(70_001)])
-    assert outer.remainder is not None
-    anchor, mean, kept = (
-        buffer.views()["blocks.0.x"] for buffer in (outer.anchor, outer.momentum, outer.remainder)
-    )
+    anchor, mean, kept = (buffer.views()["blocks.0.x"] for buffer in outer.buffers.values())
     change = torch.randn(70_001, generator=torch.Generator().manual_seed(3))
     sent = torch.zeros(70_001)
     for version in range(1, 41):
