@@ -25,7 +25,6 @@ from hybridpar.train.engine import Engine
 from hybridpar.train.folder import find_run, measured
 from hybridpar.train.reporting import trace
 from hybridpar.train.reporting.costs_file import read_costs, run_costs, write_costs
-from hybridpar.train.reporting.peak import read_peaks
 from hybridpar.train.reporting.run_metrics import read_metrics
 from hybridpar.validate import problems
 from hybridpar.watch import Board, page
@@ -69,7 +68,6 @@ def read_run(folder: Path) -> None:
 
     with contextlib.suppress(ConfigError):
         settings_of(folder, 7, 4)
-    read_peaks(folder / "peaks.json")
 
 
 def make_runs(folder: Path) -> list[Path]:

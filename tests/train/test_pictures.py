@@ -10,9 +10,8 @@ import pytest
 from train.runs import run_job, write_config
 
 from hybridpar.train import job as loop
-from hybridpar.train.reporting import plot
+from hybridpar.train.reporting import log, plot
 from hybridpar.train.reporting import run_report as report
-from hybridpar.train.reporting.log import TensorBoard
 
 pytestmark = pytest.mark.full_report
 
@@ -44,7 +43,7 @@ def test_a_saved_run_ends_well_without_its_pictures(
     monkeypatch.setattr(report, "can_plot", lambda: True)
     monkeypatch.setattr(plot, "_PROGRAM", f"import os; os.write(2, {OPENBLAS!r}); os._exit(1)")
     monkeypatch.setattr(loop.Generator, "load", fail)
-    monkeypatch.setattr(TensorBoard, "_begin", old_protobuf)
+    monkeypatch.setattr(log, "_encoded", old_protobuf)
     out = run_job(
         1,
         "train",

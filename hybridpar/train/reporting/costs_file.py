@@ -31,15 +31,7 @@ _MOST_CORES = 1e6
 _TIME = Within(0, 1e9)
 _OF_SPLIT = "backward_input"  # present if backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
-_OF_TIERS = (
-    "fetch",
-    "release",
-    "offload",
-    "reload",
-    "to_host",
-    "host",
-    "from_host",
-)  # optional
+_OF_TIERS = ("fetch", "release", "offload", "reload", "to_host", "host", "from_host")  # optional
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
 # not stored: a run measures wall time over all groups
 _OF_PLANS = ("host_shares", "host_works")
@@ -208,10 +200,7 @@ def _run_costs(document: Any) -> RunCosts:
 
 
 def _check_costs(costs: Costs, shape: PipelineShape) -> None:
-    """Check that every cost exists for each stage, rank or link, and is a valid time.
-
-    Raises: ValueError.
-    """
+    """Check that every cost exists for each place, and is a valid time. Raises: ValueError."""
     p = shape.num_ranks
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
@@ -284,14 +273,13 @@ def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
     rest = "".join(
         f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step
     )
+    mean = fmean(p.compute for p in measured.parts)
     return [
         f"step time: {in_ms(step)} measured ({measured.num_batches} batches), {in_ms(simulated)} "
-        "simulated from "
-        f"the measured costs ({simulated / step:.0%})",
+        f"simulated from the measured costs ({simulated / step:.0%})",
         f"idle by {name}: {percent(measured.idle)} measured, {percent(idle)} simulated",
         f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} "
-        "of the step; the mean "
-        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
+        f"of the step; the mean {name} {in_ms(mean)}){rest}",
     ]
 
 

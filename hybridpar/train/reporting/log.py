@@ -29,10 +29,6 @@ class RunLog(Records):
     metrics.jsonl grows by a line per row. On a resume it is first cut back to the resumed step.
 
     Args:
-        folder: The run folder.
-        resumed_step: Step that training resumes after.
-        reporter: Shows notes.
-        writes: Whether this rank writes the files.
         config: Configuration of the run, whose trackers receive the rows.
     """
 
@@ -58,10 +54,7 @@ class RunLog(Records):
             self._keep_names()
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
-        """Write a row of numbers; numbers that are not finite become null.
-
-        besides: further values for metrics.jsonl only.
-        """
+        """Write a row of numbers; `besides` has further values for metrics.jsonl only."""
         if not self.writes:
             return
         self._step = row["step"]
@@ -128,67 +121,52 @@ class TensorBoard:
     is used here. If tensorboard fails, that is reported once, and nothing more is written.
 
     Args:
-        records: Files of the run.
         folder: Folder for the events, in the run folder.
-        resumed_step: Step that training resumes after.
-        say: Called with each line to report.
     """
 
     def __init__(
         self, records: Records, folder: str, resumed_step: int, say: Callable[[str], None]
     ):
         self._records = records
-        self._file = ""
         self._say = say
-        if importlib.util.find_spec("tensorboard") is None:
-            return
+        self._is_used = importlib.util.find_spec("tensorboard") is not None
         self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        records.begin(self._file, 0, MOST_FEW_RECORDS)
-        self._try(self._begin)
+        if self._is_used:
+            records.begin(self._file, 0, MOST_FEW_RECORDS)
+        self._add(file_version="brain.Event:2")
         self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:
         """Hide earlier records of steps after `step`, in this file and in older ones."""
-        self._try(lambda: self._hide_after(step))
+        first = step + 1 if step else 0  # an evaluation comes before the first step
+        self._add(step=first, session_log={"status": "START"})
 
     def write(self, row: dict[str, Any]) -> None:
         """Add the floating point numbers of a row of metrics.jsonl."""
-        self._try(lambda: self._add_row(row))
+        values = [
+            {"tag": name, "simple_value": value}
+            for name, value in row.items()
+            if isinstance(value, float)
+        ]
+        self._add(step=row["step"], summary={"value": values})
 
-    def _try(self, do: Callable[[], None]) -> None:
-        if not self._file:
+    def _add(self, **fields: Any) -> None:
+        """Add an event with these fields of tensorboard's protobuf."""
+        if not self._is_used:
             return
         try:
-            do()
+            record = _encoded(fields)
         except Exception as error:  # for example an import error, or an unsupported protobuf
-            self._file = ""
+            self._is_used = False
             self._say(f"tensorboard: {in_a_line(error)}; training continues without it")
+        else:
+            self._records.append(self._file, record)
 
-    def _begin(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
 
-        self._add(Event(file_version="brain.Event:2"))
+def _encoded(fields: dict[str, Any]) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def _hide_after(self, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        first = step + 1 if step else 0  # an evaluation comes before the first step
-        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
-
-    def _add_row(self, row: dict[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [(name, value) for name, value in row.items() if isinstance(value, float)]
-        summary = Summary(
-            value=[Summary.Value(tag=name, simple_value=value) for name, value in values]
-        )
-        self._add(Event(step=row["step"], summary=summary))
-
-    def _add(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        event.wall_time = time.time()
-        record = BytesIO()
-        RecordWriter(record).write(event.SerializeToString())
-        self._records.append(self._file, record.getvalue())
+    record = BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    return record.getvalue()

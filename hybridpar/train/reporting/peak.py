@@ -1,39 +1,26 @@
 """Peak FLOP/s of a job's processes together in matrix products, the reference of MFU.
 
-    <data folder>/peaks.json    {"host, device, dtype, processes, threads": FLOP/s}
-
 A measurement is too low if other programs ran. So the fastest of many short products counts, and
-the largest known peak: a new run measures again, a resumed run uses the known peak, and steps that
-exceed the peak raise it.
+steps that exceed the peak raise it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import platform
 import re
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from statistics import harmonic_mean
-from typing import Annotated
 
 import torch
 
-from hybridpar.checkpoint.format.files import write_text
-from hybridpar.comm import all_reduce, barrier, gather_objects
-from hybridpar.config import FINITE, Config, from_plain
-from hybridpar.cpu import cpu_name
+from hybridpar.comm import all_reduce, barrier
+from hybridpar.config import Config
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES
 from hybridpar.nn import matmul
-from hybridpar.reading import read_json
 
-PEAKS = "peaks.json"
-_MAX_BYTES = 1 << 20
 _STEPS = 5
 """Number of steps that raise the peak together: one step may seem short because the one before it
 was long."""
@@ -79,51 +66,18 @@ class Peak:
     """The peak of a job in FLOP/s (`flops`), and its origin (`source`).
 
     Args:
-        config: Configuration of the run.
-        device: Device of this rank.
-        world: All ranks of the job.
         say: Called once if the peak was too low.
-        goes_on: Whether the run resumes.
 
     Collectives: the constructor, on all ranks.
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        world: Axis,
-        say: Callable[[str], None],
-        *,
-        goes_on: bool,
+        self, config: Config, device: torch.device, world: Axis, say: Callable[[str], None]
     ):
-        name = cpu_name()
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-        self._key = (
-            f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
-            f"{torch.get_num_threads()} threads"
-        )
-        self._path = config.cache_folder / PEAKS
         self._say = say
         self._said = False
         self._reached: deque[float] = deque(maxlen=_STEPS)
-        known = 0.0
-        if world.rank == 0:
-            known = read_peaks(self._path).get(self._key, 0.0)
-        self.flops: float = gather_objects(known, world)[0]
-        self.source = (
-            f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
-            f"process{'es at once' * (world.size > 1)}"
-        )
-        # a GPU's data sheet takes no time, so a resumed run reads it again
-        if not (self.flops and goes_on) or device.type == "cuda":
-            measured, source = peak_flops(config, device, world)
-            if measured >= self.flops:
-                self.flops = measured
-                self.source = source
-        if world.rank == 0:
-            self._keep()
+        self.flops, self.source = peak_flops(config, device, world)
 
     def share(self, flops: float) -> float:
         """Return a step's FLOP/s as a share of the peak, at most 1. Call it at every step.
@@ -136,32 +90,11 @@ class Peak:
             if not self._said:
                 self._say(
                     f"MFU: steps reach {reached / 1e9:,.0f} GFLOP/s, so the peak of "
-                    f"{self.flops / 1e9:,.0f} was "
-                    "measured too low (other programs ran?); raised"
+                    f"{self.flops / 1e9:,.0f} was measured too low (other programs ran?); raised"
                 )
             self.flops = reached
             self._said = True
-            self._keep()
         return min(1.0, flops / self.flops)
-
-    def _keep(self) -> None:
-        """Store the peak; if the folder is not writable, the next run measures again."""
-        known = read_peaks(self._path)
-        if self.flops > known.get(self._key, 0.0):
-            with contextlib.suppress(OSError):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(self._path, json.dumps(known | {self._key: self.flops}, indent=1) + "\n")
-
-
-def read_peaks(path: Path) -> dict[str, float]:
-    """Return known peaks by machine and job; empty if the file is missing or invalid."""
-    try:
-        found = from_plain(
-            Annotated[dict[str, float], FINITE], read_json(path, _MAX_BYTES), path.name
-        )
-        return {key: flops for key, flops in found.items() if flops > 0}
-    except (OSError, ValueError):
-        return {}
 
 
 def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:

@@ -37,7 +37,6 @@ class Journal:
     """A file that only grows, and the records that wait to be written into it.
 
     Args:
-        path: The file.
         end: Size to which the file is cut first. None: the end of its last complete line.
         most: Most waiting records; older ones are dropped.
     """
@@ -112,7 +111,6 @@ class Records:
     """The files of a folder that only this process writes. No method raises OSError.
 
     Args:
-        folder: The folder.
         say: Called when writing fails, and when it works again.
         writes: Whether this rank writes files.
     """
@@ -175,10 +173,8 @@ class Records:
                 for path, journal in self._journals.items()
                 if journal.waiting
             ] + [str(path) for path in self._files]
-            self._say(
-                "never written, for want of room: "
-                f"{'; '.join(filter(None, (', '.join(lost), self._dropped())))}"
-            )
+            said = "; ".join(filter(None, (", ".join(lost), self._dropped())))
+            self._say(f"never written, for want of room: {said}")
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()

@@ -90,9 +90,7 @@ class RunReport:
         self._num_unlabelled = 0
         self._knows_validation_sets = False
         self._flops_per_token = training_flops_per_token(config.model, visible)
-        self._peak = Peak(
-            config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0
-        )
+        self._peak = Peak(config, engine.device, engine.grid.world, reporter.say)
         counts = config.model.counts
         each = (
             f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} "
@@ -164,9 +162,8 @@ class RunReport:
         if self._num_unlabelled == 1:
             self.reporter.say(
                 f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), "
-                "so the "
-                "losses over labels and their gradients are 0; further such batches are counted as "
-                "unlabelled_steps in metrics.jsonl"
+                "so the losses over labels and their gradients are 0; further such batches are "
+                "counted as unlabelled_steps in metrics.jsonl"
             )
         return {"unlabelled_steps": self._num_unlabelled}
 
@@ -194,8 +191,7 @@ class RunReport:
                     fewer = f"; train.eval_batches = {once} takes each at most once"
                 self.reporter.say(
                     f"validation{of_set}: train.eval_batches = {num_batches} asks for {asked} "
-                    "samples, "
-                    f"and {repeats} of them repeat earlier ones, as the validation set is "
+                    f"samples, and {repeats} of them repeat earlier ones, as the validation set is "
                     f"smaller{fewer}"
                 )
 
@@ -205,7 +201,6 @@ class RunReport:
         """Report an evaluation.
 
         Args:
-            step: The evaluated step.
             numbers: Losses and metrics by set.
             row: The same numbers, named as in metrics.jsonl.
             loss: Loss that compares checkpoints; None if no label of its set counts.
@@ -231,14 +226,12 @@ class RunReport:
         for line in traffic:
             say(line)
         if self._num_unlabelled:
-            is_only_loss = len(self.engine.loss_names) == 1
-            momentum = (
-                ", and only momentum and weight decay changed the weights" if is_only_loss else ""
-            )
+            momentum = ""
+            if len(self.engine.loss_names) == 1:
+                momentum = ", and only momentum and weight decay changed the weights"
             say(
                 f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that "
-                "counts: the losses "
-                f"over labels gave no gradient there{momentum}"
+                f"counts: the losses over labels gave no gradient there{momentum}"
             )
         if self._step_seconds:
             say(self._summary())
@@ -259,8 +252,7 @@ class RunReport:
         elif self._traced:
             detail(
                 f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an "
-                "evaluation or a "
-                "checkpoint"
+                "evaluation or a checkpoint"
             )
         self.log.finish()
         if can_plot():
@@ -352,10 +344,8 @@ class RunReport:
         text = f"{in_ms(took)} a step (median of {len(self._step_seconds)}{planned})"
         if self._costs is None or self._costs.shape.num_ranks == 1:
             return text
-        return (
-            f"{text}; {self._costs.shape.rank_name}s idle {percent(self._costs.measured.idle)} of "
-            "the time"
-        )
+        idle = percent(self._costs.measured.idle)
+        return f"{text}; {self._costs.shape.rank_name}s idle {idle} of the time"
 
     def _compare_with_plan(self) -> None:
         plan = self.config.plan

@@ -20,7 +20,14 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.runtime.executor import Executor
 from hybridpar.runtime.recording import Event, Recording, Usage, make_clock
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.draw.perfetto import Entry, Slice, trace_entries, trace_json, wait_name
+from hybridpar.schedules.draw.perfetto import (
+    Entry,
+    Slice,
+    metadata,
+    trace_entries,
+    trace_json,
+    wait_name,
+)
 from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
@@ -108,10 +115,7 @@ class Recorder:
 
 
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
-    """Return the events of all ranks on rank 0's clock, from 0.
-
-    Collectives: on all ranks of the grid.
-    """
+    """Gather the events of all ranks of the grid on rank 0's clock, from 0."""
     shift = shift_to_first(grid)
     mine = replace(
         events_of(recorder, grid),
@@ -236,7 +240,6 @@ def executed(
     long as the median of the link.
 
     Args:
-        ranks: Events of all ranks.
         pipeline: Index of the pipeline; default: the first.
         gathers: Whether replicas all-gather new weights after an update.
     """
@@ -318,16 +321,10 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
         }
         names = {stage: (r.rank, r.name) for stage, r in stages.items()}
         entries += trace_entries(executed(ranks, pipeline, gathers=gathers), names, idle)
-    entries += [
-        {
-            "ph": "M",
-            "name": "process_labels",
-            "pid": r.rank,
-            "args": {"labels": f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"},
-        }
-        for r in ranks
-        if r.clock_error
-    ]
+    for r in ranks:
+        if r.clock_error:
+            text = f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"
+            entries.append(metadata("process_labels", r.rank, labels=text))
     write_text(path, trace_json(entries))
 
 

@@ -20,6 +20,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,9 +65,6 @@ class Trackers:
     """All trackers of a run, on the rank that writes its files. Errors are reported, not raised.
 
     Args:
-        config: Configuration of the run.
-        say: Called with each line to report.
-        resumed_step: Step that training resumes after.
         last_step: Last step that the run has reached before; -1 if none.
 
     Attributes:
@@ -83,21 +81,18 @@ class Trackers:
         self._offset = known.offset
         self._next_position = last_step + known.offset + 1 if known.ids else 0
         for name in config.run.trackers:
-
-            def begin(name: str = name) -> None:
-                self._open[name] = _TRACKERS[name](config, self.ids.get(name, ""))
-                self.ids[name] = self._open[name].id
-                self._next_position = max(self._next_position, self._open[name].next_position)
-
-            self._try(name, begin)
+            self._try(name, partial(self._begin, name, config))
         # an evaluation comes before the first step
-        self._put_behind(resumed_step + 1 if resumed_step else 0)
+        self.go_back(resumed_step + 1 if resumed_step else 0)
 
-    def go_back(self, step: int) -> None:
-        """Place rows from `step` on after all rows that were sent already."""
-        self._put_behind(step)
+    def _begin(self, name: str, config: Config) -> None:
+        tracker = _TRACKERS[name](config, self.ids.get(name, ""))
+        self._open[name] = tracker
+        self.ids[name] = tracker.id
+        self._next_position = max(self._next_position, tracker.next_position)
 
-    def _put_behind(self, first_step: int) -> None:
+    def go_back(self, first_step: int) -> None:
+        """Place rows from `first_step` on after all rows that were sent already."""
         self._offset = max(self._offset, self._next_position - first_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -113,7 +108,7 @@ class Trackers:
         position = row["step"] + self._offset
         self._next_position = max(self._next_position, position + 1)
         for name, tracker in list(self._open.items()):
-            self._try(name, lambda tracker=tracker: tracker.write(step, position, values))  # type: ignore[misc]
+            self._try(name, partial(tracker.write, step, position, values))
 
     def close(self) -> None:
         """Wait until all numbers are sent."""
@@ -130,10 +125,8 @@ class Trackers:
             do()
         except Exception as error:  # any error of a server, a network or a disk
             self._open.pop(name, None)
-            self._say(
-                f"run.trackers: {name}: {error or type(error).__name__}; training continues without "
-                "it"
-            )
+            said = error or type(error).__name__
+            self._say(f"run.trackers: {name}: {said}; training continues without it")
 
 
 def _known(path: Path) -> _Known:

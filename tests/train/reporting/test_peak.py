@@ -1,81 +1,30 @@
-"""The peak that MFU is a share of: the largest that was seen on a machine."""
+"""The peak that MFU is a share of."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from hybridpar.config import Config, RunConfig, TrainConfig
+from hybridpar.config import Config, TrainConfig
 from hybridpar.grid import Axis
 from hybridpar.train.reporting import peak
-from hybridpar.train.reporting.peak import PEAKS, Peak
+from hybridpar.train.reporting.peak import Peak
 
 pytestmark = pytest.mark.full_report
 
 
-class Machine:
-    """One whose measured peak is `flops`, and what is said on it."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.folder = folder
-        self.flops = 100e9
-        self.measured = 0
-        self.said: list[str] = []
-        monkeypatch.setattr(peak, "peak_flops", self._measure)
-
-    def _measure(self, config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
-        self.measured += 1
-        return self.flops, "measured"
-
-    def peak(self, dtype: str = "fp32", *, goes_on: bool = False) -> Peak:
-        config = Config(train=TrainConfig(dtype=dtype), run=RunConfig(dir=str(self.folder)))  # type: ignore[arg-type]
-        return Peak(config, torch.device("cpu"), Axis("world"), self.said.append, goes_on=goes_on)
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    return Machine(tmp_path, monkeypatch)
-
-
-def test_a_run_that_goes_on_takes_the_peak_that_it_began_with(machine: Machine) -> None:
-    assert machine.peak().flops == 100e9
-    machine.flops = 40e9
-    assert (machine.peak(goes_on=True).flops, machine.measured) == (100e9, 1)
-
-
-def test_a_new_run_measures_again_and_the_largest_counts(machine: Machine) -> None:
-    found = []
-    for machine.flops in (40e9, 100e9, 60e9):  # the first while other programs ran
-        found.append(machine.peak().flops)
-    assert found == [40e9, 100e9, 100e9]
-    assert "the fastest seen here" in machine.peak().source
-
-
-def test_another_dtype_or_machine_has_a_peak_of_its_own(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.peak()
-    machine.flops = 10e9
-    assert machine.peak("bf16").flops == 10e9
-    monkeypatch.setattr(peak.platform, "node", lambda: "elsewhere")
-    assert machine.peak().flops == 10e9
-    assert len(json.loads((machine.folder / "data" / PEAKS).read_text())) == 3
-
-
-def test_steps_that_pass_the_peak_raise_it_once_and_for_all(machine: Machine) -> None:
-    mine = machine.peak()
+def test_steps_that_pass_the_peak_raise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(peak, "peak_flops", lambda config, device, world: (100e9, "measured"))
+    mine = Peak(Config(), torch.device("cpu"), Axis("world"), said.append)
     assert [mine.share(90e9) for _ in range(4)] == [0.9] * 4
     assert mine.share(150e9) == 1.0, "a share of the peak, even if one step seems short"
     assert mine.flops == 100e9, "one step that seems short proves nothing"
     shares = [mine.share(134e9) for _ in range(9)]
     assert max(shares) == 1.0
-    assert len(machine.said) == 1
-    assert "steps reach 105 GFLOP/s" in machine.said[0], "the last five steps together"
-    raised = 5 / (1 / 150e9 + 4 / 134e9)
-    assert machine.peak(goes_on=True).flops == pytest.approx(raised)
+    assert len(said) == 1
+    assert "steps reach 105 GFLOP/s" in said[0], "the last five steps together"
+    assert mine.flops == pytest.approx(5 / (1 / 150e9 + 4 / 134e9))
 
 
 def test_the_probe_finds_the_speed_of_a_core_that_others_interrupt(
@@ -91,20 +40,6 @@ def test_the_probe_finds_the_speed_of_a_core_that_others_interrupt(
     monkeypatch.setattr(peak.matmul, "linear", product)
     monkeypatch.setattr(peak.time, "perf_counter", lambda: work + 4e-3 * (work // 4e-3))
     assert peak._probe(torch.float32, torch.device("cpu")) == pytest.approx(100e9, rel=0.01)
-
-
-def test_a_damaged_file_and_a_folder_that_cannot_be_written_to_only_cost_a_measurement(
-    machine: Machine,
-) -> None:
-    (machine.folder / "data").mkdir()
-    for damaged in ('{"a": "b"}', "[", json.dumps(dict.fromkeys(["a", "b"], -1.0))):
-        (machine.folder / "data" / PEAKS).write_text(damaged)
-        assert machine.peak().flops == 100e9
-    kept = json.loads((machine.folder / "data" / PEAKS).read_text())
-    (machine.folder / "data" / PEAKS).write_text(json.dumps(dict.fromkeys(kept, -1.0)))
-    assert machine.peak(goes_on=True).flops == 100e9
-    machine.folder = machine.folder / "data" / PEAKS  # a file
-    assert machine.peak(goes_on=True).flops == 100e9
 
 
 @pytest.mark.parametrize(
