@@ -94,10 +94,7 @@ class StopRequest:
 
 
 def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
-    """Return the signals of train.stop_signals, without an ignored HUP.
-
-    nohup ignores HUP, so that the job outlives its terminal.
-    """
+    """Return the signals of train.stop_signals, without a HUP that nohup ignores."""
     numbers = [signal.Signals[f"SIG{name}"] for name in names]
     return [
         number
@@ -107,10 +104,7 @@ def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
 
 
 def end_with(supervisor: int) -> None:
-    """Make Linux send SIGTERM to this process when its supervisor ends, even if it is killed.
-
-    supervisor: process id. If it has ended already, this process ends here.
-    """
+    """Make Linux send SIGTERM to this process when its supervisor, by process id, ends."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

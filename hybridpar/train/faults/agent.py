@@ -8,6 +8,7 @@ the agent's end    whatever the reason: no rank is left running
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 
 from hybridpar.train.stop import SAME_REQUEST_S
 
@@ -32,7 +33,6 @@ class RankAgent(LocalElasticAgent):
     """An agent that leaves no rank running, and writes no log folders.
 
     Args:
-        spec: The processes to start.
         stop_s: Seconds that ranks have to finish and save after a signal. 0: ranks save nothing and
             are killed.
     """
@@ -68,6 +68,18 @@ class RankAgent(LocalElasticAgent):
         if self._pcontext is not None:
             with _handling_signals(act):
                 self._pcontext.close(death_sig, time_s)
+
+
+def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
+    """Run an agent; return 0, 1 if its ranks have failed, 128 + n if signal n ended them."""
+    for name in ("agent.server.api", "multiprocessing.api"):  # each sets its own level
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
+    try:
+        return 1 if agent.run().is_failed() else 0
+    except SignalException as stopped:
+        return 128 + stopped.sigval.value
+    finally:
+        agent.end_ranks()
 
 
 class NoLogs(DefaultLogsSpecs):

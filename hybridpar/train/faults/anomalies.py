@@ -46,10 +46,7 @@ class AnomalyDetector(Protocol):
     """Decides for each step, in order, whether it is an anomaly."""
 
     def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
-        """Return the anomaly of a step, or None.
-
-        cured: the step overflowed, and a lower loss scale will deal with that.
-        """
+        """Return the anomaly of a step, or None. cured: a lower loss scale will cure it."""
         ...
 
     def state(self) -> dict[str, list[float]]:
@@ -155,6 +152,5 @@ def _spike(name: str, value: float, recent: Sequence[float], limit: float, windo
     far = (value - middle) / deviation if deviation else float("inf")
     return (
         f"{name} is {value:.6g}, {far:.3g} robust standard deviations above {middle:.6g}, the "
-        "median of the last "
-        f"{len(recent)} (limit {limit:g})"
+        f"median of the last {len(recent)} (limit {limit:g})"
     )

@@ -29,20 +29,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Shift:
-    """Seconds to add to time.perf_counter() here to get rank 0's clock.
-
-    error: bound on the shift's error.
-    """
+    """Seconds to add to this host's clock to get rank 0's, and a bound on their error."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def shift_to_first(grid: ProcessGrid) -> Shift:
-    """Return the shift of this rank's clock to rank 0's.
-
-    Collectives: on all ranks of the grid; with several hosts also messages to rank 0.
-    """
+    """Return the shift of this rank's clock to rank 0's. Collectives: on all ranks."""
     world = grid.world
     hosts: list[str] = gather_objects(_host(), world)
     mine = Shift()

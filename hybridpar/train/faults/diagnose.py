@@ -31,7 +31,6 @@ class Seen:
     """The state of a rank as the supervisor sees it.
 
     Attributes:
-        rank: Number of the rank.
         record: Its flight record; None before it has opened one in the run folder.
         exit_code: None while it runs; minus the signal that ended it.
         idle_s: Time since its record last changed.
@@ -115,10 +114,7 @@ class Seen:
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended with an orderly error that a restart would repeat.
-
-        It ended before training could begin, or to stop at an anomaly.
-        """
+        """Whether it ended with an orderly error, before training or to stop at an anomaly."""
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 
@@ -131,9 +127,6 @@ class Diagnosis:
             (the request cannot work) or stopped (by a signal to a rank).
         rank: The rank that failed first; of a circle or link the rank that waited first; -1: all
             ranks together.
-        text: The diagnosis in words.
-        record: Flight record of the rank.
-        exit_code: Its exit code.
         victims: Descriptions of the ranks that waited for it.
     """
 
@@ -204,9 +197,8 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
                 kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0
             )
         if refused:  # if the lowest of them is rank 0, it has reported the error itself
-            lowest = dead[0]
-            return _of("refused", lowest, f"{lowest.who} {_end(lowest)}{_doing(lowest)}", ranks)
-        return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
+            return _ended("refused", dead[0], ranks)
+        return _ended("died", first, ranks)
     idle = [
         seen
         for seen in ranks
@@ -257,10 +249,7 @@ def _transfer(record: Record | None) -> tuple[Kind, int] | None:
 
 
 def _message(record: Record | None) -> str:
-    """Return the message between stages that a record waits for, as ', for the activation of ..'.
-
-    Empty if it waits for no such message.
-    """
+    """Return the message that a record waits for, as ', for the activation of ..'."""
     transfer = _transfer(record)
     if record is None or transfer is None:
         return ""
@@ -322,6 +311,11 @@ def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
     )
 
 
+def _ended(kind: str, culprit: Seen, ranks: Sequence[Seen]) -> Diagnosis:
+    text = f"{culprit.who} {end_text(culprit.exit_code or 0)}{_doing(culprit)}"
+    return _of(kind, culprit, text, ranks)
+
+
 def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis:
     victims = tuple(
         f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits
@@ -329,8 +323,8 @@ def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis
     return Diagnosis(kind, culprit.rank, text, culprit.record, culprit.exit_code or 0, victims)
 
 
-def _end(seen: Seen) -> str:
-    code = seen.exit_code or 0
+def end_text(code: int) -> str:
+    """Return how a process ended whose exit code (minus a signal's number) is not 0."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"failed (exit code {code})"

@@ -22,8 +22,7 @@ GRACE_S = 2.0
 the dead rank first."""
 TO_CONNECT = (
     "between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that "
-    "leads to the "
-    "others, and firewalls let all TCP ports through"
+    "leads to the others, and firewalls let all TCP ports through"
 )
 """Advice for ranks that cannot connect."""
 
@@ -59,14 +58,7 @@ class SetupError(HybridparError):
 def describe_failure(
     error: Exception, who: str, record: Record | None = None, link: str = ""
 ) -> RankError:
-    """Return the error of a rank as one line; an internal error keeps its traceback.
-
-    Args:
-        error: The exception.
-        who: Name of the rank.
-        record: What the rank was doing.
-        link: Description of a lost link.
-    """
+    """Return the error of a rank as one line; an internal error keeps its traceback."""
     situation = "" if record is None else record.situation()
     if is_lost_contact(error):
         peers = record.peers if record is not None else ()
@@ -82,13 +74,10 @@ def describe_failure(
         return RankError(f"{who}: {text}")
     if is_out_of_memory(error):
         said = first_line(error)
-        less = (
-            'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.limit needs '
-            "less"
-        )
         return RankError(
-            f"{who} is out of memory{situation}: {said}; {less}. `hybridpar check` predicts how "
-            f"much a run needs"
+            f"{who} is out of memory{situation}: {said}; a smaller train.micro_batch_size, "
+            'pipeline.recompute = "all" or memory.limit needs less. `hybridpar check` predicts how '
+            "much a run needs"
         )
     if lacks_threads(error):
         return RankError(

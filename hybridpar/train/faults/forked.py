@@ -36,8 +36,9 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from hybridpar.config import Config, become_rank, passing_on_signals
+from hybridpar.train.faults.agent import run_agent
 from hybridpar.train.faults.diagnose import Diagnosis
-from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor, run_agent
+from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor
 from hybridpar.train.stop import numbers_of
 
 Run = Callable[[Config], int]
@@ -90,17 +91,10 @@ class ForkingSupervisor(Supervisor):
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
         }
-        envs = {
-            worker.local_rank: {
-                **common,
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-            }
-            for worker in worker_group.workers
-        }
-        texts = {
-            rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()
-        }
+        texts = {}
+        for worker in worker_group.workers:
+            env = common | {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
+            texts[worker.local_rank] = {name: str(value) for name, value in env.items()}
         run = partial(self._run, self._config)
         self._pcontext = _ForkContext(
             texts, self._logs_specs, lambda env: self._forker.fork(env, run)
@@ -123,29 +117,23 @@ class _ForkContext(SubprocessContext):
 
     def _start(self) -> None:
         self.subprocess_handlers = {
-            rank: _Handler(_Process(self._fork(env)))  # type: ignore[misc]
+            rank: _Fork(self._fork(env))  # type: ignore[misc]
             for rank, env in self.envs.items()
         }
 
 
-class _Handler:
-    """Wraps a fork for torch's process context."""
+class _Fork:
+    """A fork: both torch's handler of a process and the process, as `subprocess.Popen` has it."""
 
-    def __init__(self, process: _Process):
-        self.proc = process
+    def __init__(self, pid: int):
+        self.proc = self
+        self.pid = pid
+        self.returncode: int | None = None
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Signal the fork's process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
-
-
-class _Process:
-    """A fork, with the methods of `subprocess.Popen` that torch's context calls."""
-
-    def __init__(self, pid: int):
-        self.pid = pid
-        self.returncode: int | None = None
+            os.killpg(self.pid, death_sig or signal.SIGTERM)
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the signal that ended the fork; None while it runs."""

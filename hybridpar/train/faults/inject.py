@@ -75,8 +75,6 @@ class Fault:
     """A fault to inject.
 
     Attributes:
-        text: The fault as the user wrote it.
-        kind: Kind of the fault.
         rank: Rank that has the fault; of a link the sender.
         step: Step of the fault, from 1; 0 for the set-up.
         microbatch: Micro-batch of the step; -1: its first action.
@@ -106,12 +104,8 @@ def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
         try:
             found.append(parse_fault(text, config))
             if texts.count(text) > 1:
-                raise config_error(
-                    "inject",
-                    text,
-                    "given twice; a fault happens once",
-                    "another step for one of them",
-                )
+                rule = "given twice; a fault happens once"
+                raise config_error("inject", text, rule, "another step for one of them")
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -129,10 +123,8 @@ def parse_fault(text: str, config: Config) -> Fault:
             "inject",
             text,
             "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', "
-            "'cut "
-            "link A-B at step S', 'outage rank R at step S for T s', 'corrupt shard|disk full|hang "
-            "save at step S', "
-            "'nan gradient rank R at step S'",
+            "'cut link A-B at step S', 'outage rank R at step S for T s', "
+            "'corrupt shard|disk full|hang save at step S', 'nan gradient rank R at step S'",
             '"kill rank 0 at step 2"',
         )
     parts: dict[str, Any] = match.groupdict()
@@ -140,9 +132,17 @@ def parse_fault(text: str, config: Config) -> Fault:
     m = config.pipeline.num_microbatches
     ranks = parallel.num_ranks
     stages = parallel.pp * config.pipeline.num_virtual_stages
-    rank = number = int(parts["rank"] or 0)
+
+    def wrong(rule: str, works: str) -> ConfigError:
+        return config_error("inject", text, rule, works)
+
+    rank = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
-        rank = number % parallel.pp * parallel.tp * parallel.dp_cp
+        if rank >= stages:
+            raise wrong(
+                f"the pipeline has {stages} stages, 0 to {stages - 1}", f"stage {stages - 1}"
+            )
+        rank = rank % parallel.pp * parallel.tp * parallel.dp_cp
     fault = Fault(
         text,
         parts["kind"],
@@ -154,50 +154,22 @@ def parse_fault(text: str, config: Config) -> Fault:
     )
     first = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1
     last = config.train.num_steps
-    for is_wrong, rule, works in (
-        (
-            parts.get("where") == "stage" and number >= stages,
-            f"the pipeline has {stages} stages, 0 to {stages - 1}",
-            f"stage {stages - 1}",
-        ),
-        (
-            max(rank, fault.peer) >= ranks,
-            f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
-            "rank 0",
-        ),
-        (
-            fault.kind == "outage" and sys.platform != "linux",
-            "the kernel must be Linux",
-            "cut link 0-1 at step 5",
-        ),
-        (
-            "link" in fault.kind and rank == fault.peer,
-            "a link is between two ranks",
-            f"{fault.kind} 0-1",
-        ),
-        (
-            not first <= fault.step <= last,
-            f"steps are {first} to train.num_steps = {last}",
-            f"step {last}",
-        ),
-        (
-            fault.microbatch >= m,
-            f"micro-batches of a step are 0 to {m - 1}",
-            f"micro-batch {m - 1}",
-        ),
-    ):
-        if is_wrong:
-            raise config_error("inject", text, rule, works)
+    if max(rank, fault.peer) >= ranks:
+        rule = f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages"
+        raise wrong(rule, "rank 0")
+    if fault.kind == "outage" and sys.platform != "linux":
+        raise wrong("the kernel must be Linux", "cut link 0-1 at step 5")
+    if "link" in fault.kind and rank == fault.peer:
+        raise wrong("a link is between two ranks", f"{fault.kind} 0-1")
+    if not first <= fault.step <= last:
+        raise wrong(f"steps are {first} to train.num_steps = {last}", f"step {last}")
+    if fault.microbatch >= m:
+        raise wrong(f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")
     sizes = sizes_of(parallel)
-    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(
-        sizes, config.replicas_differ
-    ):
-        raise config_error(
-            "inject",
-            text,
-            f"rank {rank} writes no checkpoint file; only ranks of replica 0 do",
-            "rank 0",
-        )
+    writing = writers(sizes, config.replicas_differ)
+    if fault.kind in _SAVING and place_of(rank, sizes) not in writing:
+        rule = f"rank {rank} writes no checkpoint file; only ranks of replica 0 do"
+        raise wrong(rule, "rank 0")
     return fault
 
 
@@ -251,13 +223,9 @@ class Injector:
         index = -1
         if action.kind not in PER_BATCH:
             batch, index = divmod(action.microbatch, m)
-        if action.kind in PER_ITEM:
+        if action.kind in PER_ITEM or fault.kind in _SAVING or batch + 1 != fault.step:
             return False
-        if (
-            fault.kind in _SAVING
-            or batch + 1 != fault.step
-            or (fault.microbatch >= 0 and index != fault.microbatch)
-        ):
+        if fault.microbatch >= 0 and index != fault.microbatch:
             return False
         if "link" in fault.kind:
             return _is_over_link(action, self._engine.grid.pp, self._engine.shape, fault.peer)
@@ -322,19 +290,16 @@ class Injector:
         self.pending.remove(fault)
         path = self._folder / INJECTED / fault.name
         path.parent.mkdir(exist_ok=True)
+        mark = {
+            "fault": fault.text,
+            "kind": fault.kind,
+            "rank": fault.rank,
+            "time": time.time(),
+            "done": self._engine.batches_done,
+            "saved": saved_steps(self._folder / CHECKPOINTS),
+        }
         with path.open("x", encoding="utf-8") as file:
-            saved = saved_steps(self._folder / CHECKPOINTS)
-            json.dump(
-                {
-                    "fault": fault.text,
-                    "kind": fault.kind,
-                    "rank": fault.rank,
-                    "time": time.time(),
-                    "done": self._engine.batches_done,
-                    "saved": saved,
-                },
-                file,
-            )
+            json.dump(mark, file)
             file.flush()
             os.fsync(file.fileno())
 

@@ -66,10 +66,7 @@ class Hosts:
 
     @staticmethod
     def of(introductions: Sequence[Any], rank: int) -> Hosts:
-        """Derive the hosts from the messages of all processes, as seen by the process `rank`.
-
-        Two hosts may have the same name.
-        """
+        """Derive the hosts from the messages of all processes; two may have one name."""
         name, mine = introductions[rank]
         names = {
             address: f"{node} ({address})"
@@ -86,10 +83,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a host has sent to others and received from them, headers included.
-
-    seconds: time of the count, since an arbitrary moment.
-    """
+    """Bytes that a host has sent to others and received, headers included, at a time."""
 
     sent: float = 0
     received: float = 0
@@ -109,8 +103,7 @@ class Traffic:
     def __str__(self) -> str:
         return (
             f"sent {amount(self.sent)} to other hosts and received {amount(self.received)}, that "
-            "is "
-            f"{a_day(*self.a_day)}"
+            f"is {a_day(*self.a_day)}"
         )
 
 
@@ -136,8 +129,6 @@ class LinkWatch:
 
     Args:
         flight: Flight record of this process, which receives the counted bytes.
-        limit_s: Time limit of communication.
-        hosts: The hosts of the job.
         files: Flight records of all ranks of this host; `traffic` sums their bytes.
         say: Called with each line to report; None if another rank of this host reports.
     """

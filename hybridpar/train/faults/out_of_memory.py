@@ -89,8 +89,8 @@ class OomKiller:
         free = f"; at least {min(self._free) / 1e9:.3g} GB were free before" if self._free else ""
         return (
             "perhaps out of memory: the kernel's OOM killer sends this signal, and neither its "
-            "counter nor the "
-            f"kernel's log can be read here{free}. Ask `dmesg`, and `free -m` while it runs"
+            f"counter nor the kernel's log can be read here{free}. Ask `dmesg`, and `free -m` while "
+            "it runs"
         )
 
     def _count(self) -> int | None:

@@ -21,12 +21,7 @@ _PREPARES = "opening the run"
 
 
 class StartWatch:
-    """Watches the start of a job's ranks, until all of them train.
-
-    Args:
-        num_ranks: Number of ranks that start on this machine.
-        say: Called with each line to print.
-    """
+    """Watches the start of a job's ranks, until all of them train."""
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]):
         self._num_ranks = num_ranks

@@ -37,7 +37,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -45,7 +45,7 @@ from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
 from hybridpar.checkpoint.folders import half_written
 from hybridpar.config import JOB, Config, pass_on_signals
-from hybridpar.train.faults.agent import RankAgent
+from hybridpar.train.faults.agent import RankAgent, run_agent
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.out_of_memory import OomKiller
@@ -54,6 +54,7 @@ from hybridpar.train.faults.starting import StartWatch, waiting
 from hybridpar.train.faults.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launching.launch import LOOPBACK
+from hybridpar.train.reporting.console import say
 from hybridpar.train.reporting.records import Records
 from hybridpar.train.stop import numbers_of
 from hybridpar.validate import resolve
@@ -82,17 +83,10 @@ def supervise(
     """Run `python -m hybridpar *args` on ranks of this machine; restart them after failures.
 
     Args:
-        config: The configuration, not yet resolved.
-        num_ranks: Number of ranks.
         args: Arguments of each rank.
-        inject: Faults to inject.
         advise: Returns advice for a resolved configuration that needs too much memory.
 
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigError: Before anything is started.
+    Returns the exit code. Raises: ConfigError, before anything is started.
     """
     config = resolve(config, num_ranks)
     agent = Supervisor(config, args, parse_faults(inject, config), advise)
@@ -122,22 +116,6 @@ def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
     )
 
 
-def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
-    """Run an agent to its end.
-
-    Returns:
-        0; 1 if its ranks have failed; 128 + n if signal n has ended them.
-    """
-    for name in ("agent.server.api", "multiprocessing.api"):  # each sets its own level
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
-    try:
-        return 1 if agent.run().is_failed() else 0
-    except SignalException as stopped:
-        return 128 + stopped.sigval.value
-    finally:
-        agent.end_ranks()
-
-
 class Supervisor(RankAgent):
     """The agent of a job on this machine."""
 
@@ -158,7 +136,7 @@ class Supervisor(RankAgent):
         self._advise = advise
         self._is_short = False
         self._start: StartWatch | None = None
-        self._records = Records(self._folder, self._say)
+        self._records = Records(self._folder, say)
         self._records.begin(FAILURES)
         self._unwritten: list[bytes] = []
         self._newest = self._saved()
@@ -280,7 +258,7 @@ class Supervisor(RankAgent):
                 + f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}"
             )
         if found.kind != "refused" or found.rank > 0:  # rank 0 has reported a refusal itself
-            self._say("\n".join(lines))
+            say("\n".join(lines))
         line = found.as_json() | {
             "time": began,
             "saved": self._saved(),
@@ -313,7 +291,7 @@ class Supervisor(RankAgent):
     def _begin_start(self) -> None:
         self._left = half_written(self._folder / CHECKPOINTS)
         self._oom.begin()
-        self._start = StartWatch(self._ranks, self._say)
+        self._start = StartWatch(self._ranks, say)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # the remaining ranks wait for the one that failed
@@ -321,14 +299,14 @@ class Supervisor(RankAgent):
             # only now, because the prediction takes seconds, and memory that is free again
             advise = self._advise
             self._advise = None
-            self._say(advise(self._config))
+            say(advise(self._config))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
         """End the ranks, at once if some do not train yet: then there is nothing to save."""
         if death_sig is not signal.SIGKILL and self._pcontext is not None and waiting(self._look()):
             saved = self._saved()
             kept = f"; the run is at step {saved}" if saved else ""
-            self._say(
+            say(
                 f"{death_sig.name}: ending all {self._ranks} ranks, which had not begun to "
                 f"train{kept}"
             )
@@ -337,10 +315,6 @@ class Supervisor(RankAgent):
 
     def _saved(self) -> int:
         return max(saved_steps(self._folder / CHECKPOINTS), default=0)
-
-    @staticmethod
-    def _say(text: str) -> None:
-        print(f"hybridpar: {text}", file=sys.stderr, flush=True)
 
 
 class Watch:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import hybridpar
 from hybridpar.flight import FAILED, NO_FLIGHT, Flight, Observer, Record, hang_text
+from hybridpar.train.reporting import console
 from hybridpar.train.stop import end_with
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def begin(launch: Launch, limit_s: float = START_S) -> Flight:
     torchrun has started gets a record without memory, and no watchdog.
 
     Args:
-        launch: This process's place in the job.
         limit_s: Time without progress until the process records another phase; 0: no limit.
     """
     global _flight, _pid
@@ -85,12 +85,9 @@ def begin(launch: Launch, limit_s: float = START_S) -> Flight:
     try:
         _start(launcher, launch.rank, ends_hangs=not launch.supervisor)
     except OSError as error:
-        print(
-            f"hybridpar: rank {launch.rank} runs without its watchdog ({error.strerror}): it may "
-            "outlive its "
-            "launcher if it hangs",
-            file=sys.stderr,
-            flush=True,
+        console.say(
+            f"rank {launch.rank} runs without its watchdog ({error.strerror}): it may outlive its "
+            "launcher if it hangs"
         )
     return _flight
 
@@ -123,10 +120,8 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
         numbers = [pid, rank, held[0], held[1] if lives else -1]
         root = str(Path(hybridpar.__file__).parents[1])
         program = (
-            f"import sys; sys.path.insert(0, {root!r}); from hybridpar.train.faults.watchdog "
-            "import "
-            "watch; "
-            f"watch(*{numbers}, ends_hangs={ends_hangs})"
+            f"import sys; sys.path.insert(0, {root!r})\n"
+            f"from {__name__} import watch; watch(*{numbers}, ends_hangs={ends_hangs})"
         )
         # in its own session, so that no signal to the rank's group reaches it
         _watchdog = Popen(
@@ -145,11 +140,8 @@ def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool)
     """Watch a process until it has ended: the main function of a watchdog.
 
     Args:
-        pid: Number of the process.
-        rank: Its rank.
         process: Its descriptor (pidfd).
         launcher: Descriptor of its launcher; -1 if the launcher is gone.
-        ends_hangs: Whether to end the process if it hangs.
     """
     _ignore_signals()
     watched = _Watched(pid, rank)
@@ -213,10 +205,7 @@ class _Watched:
         return ""
 
     def orphan(self, since: float) -> str:
-        """Return why the process must be ended after its launcher; empty if it has time left.
-
-        since: time at which the launcher ended.
-        """
+        """Return why to end the process, whose launcher ended at `since`; empty: it has time."""
         (record, idle_s), (saving, saving_idle_s) = self._look()
         who = self._name(record)
         now = time.monotonic()
@@ -231,10 +220,8 @@ class _Watched:
         saves = saving is not None and saving.limit_s > 0 and not stopped
         still_s = min(idle_s, saving_idle_s)
         if still_s > limit_s and not saves:
-            return (
-                f"{hang_text(who, still_s, doing, stopped=stopped)}; ended, as its launcher has "
-                "ended"
-            )
+            text = hang_text(who, still_s, doing, stopped=stopped)
+            return f"{text}; ended, as its launcher has ended"
         return ""
 
     def note(self, text: str) -> None:
@@ -254,10 +241,7 @@ class _Watched:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals, which are meant for the rank, and leave the working folder.
-
-    The folder may be on a disk that is to be unmounted.
-    """
+    """Ignore signals, which are for the rank, and leave a folder that may be unmounted."""
     for number in signal.valid_signals():
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)

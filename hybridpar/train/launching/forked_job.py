@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybridpar.errors import ConfigError, HybridparError, Problem, config_error,
 from hybridpar.scratch import scratch_folder
 from hybridpar.train.faults.errors import GRACE_S, LostContactError, RankError
 from hybridpar.train.faults.forked import supervise_forks
+from hybridpar.train.reporting.console import say
 
 Action = Callable[[Config, Launch], Any]
 
@@ -24,7 +24,6 @@ def run_forked(config: Config, action: Action) -> Any:
     """Run an action on forks of this process, one per rank; return the first rank's result.
 
     Args:
-        config: The resolved configuration.
         action: Called on each rank with the configuration and the rank's place in the job.
 
     Raises:
@@ -52,17 +51,14 @@ def run_forked(config: Config, action: Action) -> Any:
 
 
 def _run_rank(config: Config, action: Action, folder: Path) -> int:
-    """Run the action on this rank and return its exit code.
-
-    Its result or error is written to `folder`, for the program to read.
-    """
+    """Run the action on this rank; leave its result in `folder`, and return the exit code."""
     launch = Launch.from_environment()
     path = folder / str(launch.rank)
     path.unlink(missing_ok=True)  # left by an earlier start
     try:
         result = action(config, launch)
     except RankError as error:  # the other ranks lose contact with this one
-        print(f"hybridpar: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         _write(path, "failure", _plain(error))
         if isinstance(error, LostContactError):
             time.sleep(GRACE_S)

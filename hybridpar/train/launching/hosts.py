@@ -28,8 +28,10 @@ from torch.distributed.elastic.multiprocessing import SignalException, Subproces
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hybridpar.config import AGENT, STOP_SIGNALS, pass_on_signals
-from hybridpar.train.faults.agent import RankAgent
+from hybridpar.train.faults.agent import RankAgent, run_agent
+from hybridpar.train.faults.diagnose import end_text
 from hybridpar.train.launching.launch import leave_word, says_every
+from hybridpar.train.reporting.console import say
 from hybridpar.train.stop import numbers_of
 
 _SAY_EVERY_S = 15.0
@@ -58,8 +60,6 @@ def main(argv: Sequence[str]) -> int:
     host = Host(given.node_rank, given.nnodes, given.master_addr, given.master_port)
     # as with torchrun: ranks find the process to stop by this name
     torch.multiprocessing._set_thread_name(AGENT)
-    for name in ("agent.server.api", "multiprocessing.api"):  # each sets its own level
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     # every stop signal ends the ranks too, so that none is left behind
     pass_on_signals(number.name for number in numbers_of(STOP_SIGNALS))
     return HostAgent(host, given.nproc_per_node, given.max_restarts, given.train).exit_code()
@@ -138,30 +138,21 @@ class HostAgent(RankAgent):
         )
 
     def exit_code(self) -> int:
-        """Run the ranks until they have ended.
-
-        Returns:
-            0; 1 if ranks have failed; 128 + n if signal n has ended them.
-        """
+        """Run the ranks; return 0, 1 if some have failed, 128 + n if signal n has ended them."""
         try:
-            return 1 if self.run().is_failed() else 0
-        except SignalException as stopped:
-            if self._host.number == 0:
-                time.sleep(_LINGER_S)
-            refused = any(0 < code < 128 for code in self._exit_codes())
-            return 1 if refused else 128 + stopped.sigval.value
+            code = run_agent(self, logging.CRITICAL)
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
-            print(
-                f"hybridpar: host {self._host.number} has no contact with the store of host 0 at "
-                f"{self._host.store} "
-                f"({reason})",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"host {self._host.number} has no contact with the store of host 0 at "
+                f"{self._host.store} ({reason})"
             )
             return 1
-        finally:
-            self.end_ranks()
+        if code < 128:
+            return code
+        if self._host.number == 0:
+            time.sleep(_LINGER_S)
+        return 1 if any(0 < one < 128 for one in self._exit_codes()) else code
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         try:
@@ -183,13 +174,10 @@ class HostAgent(RankAgent):
         for rank, failure in sorted(result.failures.items()):
             code = failure.exitcode
             left = self._remaining_restarts
-            how = f"failed (exit code {code})"
-            if code < 0:
-                how = f"was ended by {signal.Signals(-code).name}"
             what = "no restarts are left"
             if left:
                 what = f"starting again, {left - 1} restarts are left"
-            print(f"hybridpar: rank {rank} {how}; {what}", file=sys.stderr, flush=True)
+            say(f"rank {rank} {end_text(code)}; {what}")
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -16,7 +16,6 @@ import platform
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import NO_FLIGHT, RENDEZVOUS, Flight, Waiting
 from hybridpar.reading import parse_json
 from hybridpar.train.faults.errors import TO_CONNECT, LostContactError, RankError
+from hybridpar.train.reporting import console
 
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
@@ -76,10 +76,8 @@ class Job:
         """Create a job of processes that have met.
 
         Args:
-            launch: This process's place in the job.
             store: Store of this start only.
             lobby: Store of all starts of the job.
-            flight: Records that this process waits for others.
         """
         assert store is not None or launch.world_size == 1
         self.launch = launch
@@ -100,12 +98,8 @@ class Job:
         if launch.world_size == 1:
             return Job(launch, flight=flight)
         if not launch.launched:
-            raise config_error(
-                "RANK",
-                "",
-                f"this environment variable must be set with WORLD_SIZE = {launch.world_size}",
-                "0",
-            )
+            rule = f"this environment variable must be set with WORLD_SIZE = {launch.world_size}"
+            raise config_error("RANK", "", rule, "0")
         where = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         missing: set[int] = set()
         try:
@@ -130,10 +124,7 @@ class Job:
             ) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
-        """Run `action` on the processes where `here` is true; if one fails, all fail.
-
-        Raises: On every process, the HybridparErrors that `action` raised on some, as one message.
-        """
+        """Run `action` where `here` is true; if it fails on some processes, all fail alike."""
         result = None
         error = None
         if here:
@@ -172,10 +163,7 @@ class Job:
         raise HybridparError("\n".join(lines))
 
     def _part(self) -> None:
-        """Wait before an error of all ranks: rank 0 may serve the store, so it ends last.
-
-        It waits for _PART_S at most.
-        """
+        """Let rank 0, which may serve the store, end last; it waits for _PART_S at most."""
         store = self.store
         end = time.monotonic() + _PART_S
         assert store is not None
@@ -228,10 +216,7 @@ class Job:
             )
 
     def require_addresses(self, backend: str) -> None:
-        """Check that other hosts can reach the address that Gloo offers them.
-
-        Raises: ConfigError, as `together`.
-        """
+        """Check that other hosts can reach the address that Gloo offers. Raises: ConfigError."""
         if backend == "gloo" and self.store is not None:
             several = len(set(self.gather(sockets.network()))) > 1
             self.together(lambda: _require_address(self.launch.interface, several))
@@ -289,7 +274,7 @@ def says_every(
         while not over.wait(interval_s):
             line = text(time.monotonic() - began)
             if not over.is_set():
-                print(f"hybridpar: {line}", file=sys.stderr, flush=True)
+                console.say(line)
 
     if speaks:
         threading.Thread(target=say, name="waiting", daemon=True).start()
@@ -317,7 +302,6 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
     Args:
         store: Store of all starts of the job.
-        launch: This process's place in the job.
         missing: On rank 0 it is filled with the ranks that have not come yet.
 
     Raises:
@@ -395,10 +379,7 @@ def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
 
 
 def _loopback_store(launch: Launch) -> dist.Store:
-    """Return the store of a job on one machine.
-
-    The store of torch's rendezvous would listen on all interfaces.
-    """
+    """Return the store of a job on one machine, on loopback, unlike torch's rendezvous."""
     listening = None
     if launch.rank == 0:
         with socket.create_server((LOOPBACK, launch.own_store_port)) as server:
@@ -465,8 +446,6 @@ def choose_device(
     compared by UUID rather than by index.
 
     Args:
-        config: Device settings.
-        launch: This process's place in the job.
         gather: Returns the UUIDs of all processes in rank order.
 
     Collectives: `gather`, unless `config.device` is "cpu".
@@ -500,10 +479,7 @@ def choose_backend(config: TrainConfig, device: torch.device) -> str:
 
 
 def set_precision(config: TrainConfig, device: torch.device) -> None:
-    """Set the precision of fp32 matrix products on a GPU, as `config.tf32` says.
-
-    Raises: ConfigError if fp8 is configured and the GPU has none.
-    """
+    """Set the precision of fp32 products on a GPU. Raises: ConfigError, if it lacks fp8."""
     if device.type == "cuda":
         if config.fp8 and (capability := torch.cuda.get_device_capability(device)) != (9, 0):
             rule = "requires a GPU of compute capability 9.0 (H100, H200), not {}.{}".format(
@@ -514,10 +490,7 @@ def set_precision(config: TrainConfig, device: torch.device) -> None:
 
 
 def set_threads(wanted: int, launch: Launch) -> int:
-    """Set the number of CPU threads of this process, and return it.
-
-    wanted: 0 divides this machine's cores among its processes.
-    """
+    """Set this process's CPU threads (0: its share of the machine's cores); return them."""
     threads = wanted or max(1, available_cores() // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 
-class LastingStream:
-    """A text stream that drops text which cannot be written.
+def say(text: str) -> None:
+    """Print a line of this command to stderr."""
+    print(f"hybridpar: {text}", file=sys.stderr, flush=True)
 
-    lost: reason of the first loss; empty if nothing was dropped.
-    """
+
+class LastingStream:
+    """A text stream that drops text which cannot be written; `lost` is the first reason."""
 
     def __init__(self, stream: TextIO | None):
         """Wrap a stream; None if its descriptor was closed before Python started."""

@@ -60,7 +60,7 @@ def test_more_ranks_than_cores_are_said_at_once(
 def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that appears once rank 0 connects to rank 1, which does not come: it is in C++ code,
     as many are."""
-    connect = loop._Place.connect
+    connect = loop.JobPlace.connect
     mark = tmp_path / "connecting"
 
     def connect_or_not(self: Any, config: Config, flight: Flight) -> Any:
@@ -69,7 +69,7 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         mark.touch()
         return connect(self, config, flight)
 
-    monkeypatch.setattr(loop._Place, "connect", connect_or_not)
+    monkeypatch.setattr(loop.JobPlace, "connect", connect_or_not)
     return mark
 
 
