@@ -18,11 +18,10 @@ class EarlyStopping:
     """Compares the evaluations of a run.
 
     Args:
-        config: The configuration.
         past: Rows of metrics.jsonl with evaluations, by step.
     """
 
-    def __init__(self, config: Config, past: Mapping[int, Mapping[str, float | None]]):
+    def __init__(self, config: Config, past: Mapping[int, Mapping[str, float]]):
         self._patience = config.train.stop_patience
         number, _, valid_set = config.train.stop_by.partition("/")
         self.name = valid_name(number, valid_set)
@@ -32,12 +31,11 @@ class EarlyStopping:
         for step, row in past.items():
             self.add(step, row)
 
-    def add(self, step: int, row: Mapping[str, float | None]) -> None:
-        """Note the evaluation of a step; null (not finite) is worse than any number."""
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        """Note the evaluation of a step; a number that is not finite is worse than any other."""
         if self._patience and self.name in row:
             value = row[self.name]
-            is_number = value is not None and math.isfinite(value)
-            self._values[step] = self._sign * value if value is not None and is_number else math.inf
+            self._values[step] = self._sign * value if math.isfinite(value) else math.inf
 
     def forget_after(self, step: int) -> None:
         """Forget the evaluations of later steps, as the run goes back to this one."""

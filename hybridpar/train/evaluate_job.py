@@ -9,31 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, Launch, from_mapping
+from hybridpar.config import Config, Launch
 from hybridpar.data import Data
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, Flight
-from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.train import folder as run_folder
 from hybridpar.train.autotuning.autotune import autotune
 from hybridpar.train.engine import Engine
-from hybridpar.train.equal_plans import (
-    require_equal_data,
-    require_equal_settings,
-    require_equal_start,
-)
+from hybridpar.train.equal_plans import require_equal_data, require_equal_start
 from hybridpar.train.evaluation import Evaluator, as_told
-from hybridpar.train.faults import watchdog
 from hybridpar.train.faults.errors import LostContactError, describe_failure
-from hybridpar.train.job import open_job_data, with_kept_batch
-from hybridpar.train.launching.launch import (
-    Job,
-    choose_backend,
-    choose_device,
-    set_precision,
-    set_threads,
-)
+from hybridpar.train.job import join, open_job_data
 from hybridpar.validate import resolve
 
 
@@ -50,17 +37,9 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     pipeline = config.pipeline
     if pipeline.early_switch == "auto":
         pipeline = replace(pipeline, early_switch="off")
-    config = resolve(replace(config, pipeline=pipeline), launch.world_size)
-    flight = watchdog.begin(launch)
-    flight.phase("starting", config.faults.start_timeout_s)
-    job = Job.connect(launch, flight)
-    require_equal_settings(config, job)
-    device = choose_device(config.train, launch, job.gather)
-    set_threads(config.train.threads, launch)
-    set_precision(config.train, device)
-    flight.phase("opening the run")
-    config = with_kept_batch(config, job)
-    config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
+    place, config = join(resolve(replace(config, pipeline=pipeline), launch.world_size), launch)
+    job = place.job
+    flight = job.flight
     with contextlib.ExitStack() as held:
         saved = job.decide(lambda: _find_newest(config, held))
         require_equal_start(config.model, job, resumes=bool(saved))
@@ -69,14 +48,10 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
         without = replace(config, train=replace(config.train, eval_interval=0))
         data = open_job_data(without, job, datasets)
         require_equal_data(data, job)
-        flight.phase("connecting", config.faults.start_timeout_s)
-        backend = choose_backend(config.train, device)
-        job.require_addresses(backend)
-        job.start_group(device, backend, config.longest_wait_s)
-        grid = ProcessGrid(sizes_of(config.parallel), device_type=device.type, flight=flight)
+        grid = place.connect(config, flight)
         try:
-            config = autotune(config, grid, device, lambda text: None, lambda build: build())
-            engine = Engine(JobPlan(config), grid, device)
+            config = autotune(config, grid, place.device, lambda text: None)
+            engine = Engine(JobPlan(config), grid, place.device)
             flight.phase("loading", config.faults.start_timeout_s)
             if saved:
                 checkpoint.start_from(Path(saved), engine)
@@ -102,11 +77,7 @@ def _find_newest(config: Config, held: contextlib.ExitStack) -> str:
 
 def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, Any]:
     if not data.valid:
-        raise config_error(
-            "datasets",
-            "valid",
-            "missing: evaluation needs samples",
-            'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}',
-        )
+        works = 'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}'
+        raise config_error("datasets", "valid", "missing: evaluation needs samples", works)
     flight.phase("evaluating", engine.config.faults.start_timeout_s)
     return as_told(Evaluator(engine, data.valid, data.tokenizer).evaluate())

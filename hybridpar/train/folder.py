@@ -22,7 +22,7 @@ Next to tokenizer.json are the tokenizer's other files: special tokens, settings
 from __future__ import annotations
 
 import contextlib
-import importlib
+import fcntl
 import json
 import os
 import platform
@@ -30,7 +30,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -45,6 +45,7 @@ from hybridpar.config import (
     MODEL_FOLDER,
     Config,
     Launch,
+    from_plain,
     import_rule,
     read_run_config,
     spec_folder,
@@ -56,8 +57,10 @@ from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_err
 from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.job import JobPlan
+from hybridpar.reading import parse_json
 from hybridpar.train.faults.watchdog import ORPHAN_S, record_name
 from hybridpar.train.launching.launch import Job
+from hybridpar.train.reporting.console import say
 from hybridpar.train.reporting.run_metrics import last_step
 from hybridpar.validate import problems
 
@@ -80,8 +83,6 @@ _MEASURED = {
 """Settings that may be "auto", and the type of the measured value."""
 _WITH = {("pipeline", "schedule"): FOUND}
 """Further settings that are measured with them."""
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-"""Open flag that refuses symbolic links: a link in a copied folder may lead to any file."""
 _KILL_S = 10.0
 """Time until a killed process has gone."""
 _LOOK_AGAIN_S = 0.5
@@ -127,9 +128,6 @@ def with_kept_batch(config: Config) -> Config:
     The result is `config` itself if no run has begun, if train.continue_with names a setting of the
     batch, or if no number of micro-batches keeps the batch size, which `find_run` refuses.
 
-    Args:
-        config: The resolved configuration.
-
     Raises:
         ConfigError: That number of micro-batches conflicts with other settings.
     """
@@ -153,18 +151,12 @@ def with_kept_batch(config: Config) -> Config:
             f"the run in {folder} has batches of {samples} samples, which takes {number} "
             f"micro-batches here; "
         )
-        raise ConfigError(
-            *(replace(one, rule=rule + one.rule, suggestion=_other_batch(config)) for one in found)
+        works = (
+            f'train.continue_with = ["pipeline.num_microbatches"] to continue with batches of '
+            f"{config.global_batch_size} samples, or the grid and schedule that the run had"
         )
+        raise ConfigError(*(replace(one, rule=rule + one.rule, suggestion=works) for one in found))
     return kept
-
-
-def _other_batch(config: Config) -> str:
-    """Return the setting that lets a run continue with another batch size, for an error message."""
-    return (
-        f'train.continue_with = ["pipeline.num_microbatches"] to continue with batches of '
-        f"{config.global_batch_size} samples, or the grid and schedule that the run had"
-    )
 
 
 def _has_begun(folder: Path, steps: Sequence[int]) -> bool:
@@ -257,10 +249,7 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
 
 
 def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove half-written files of a killed job, which cannot be in use: this job holds the lock.
-
-    names: paths below the folder that `write_changed` writes.
-    """
+    """Remove half-written files of a killed job: of `write_changed` and of Records."""
     asides = (folder / name for name in names)
     left = [path.with_name(f".{path.name}.part") for path in asides]
     # from Records, from write_text in their folders, and from require_shared
@@ -272,10 +261,7 @@ def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Write a file unless it already has this text, so that a job can restart on a full disk.
-
-    Raises: OSError.
-    """
+    """Write a file unless it has this text: jobs restart on full disks. Raises: OSError."""
     if not path.is_file() or path.read_bytes() != as_bytes(text):
         write_text(path, text)
 
@@ -322,9 +308,6 @@ class _Holder:
 
     Attributes:
         pid: Process to end: the launcher, or rank 0 if there is no launcher that ends with it.
-        host: Name of its host.
-        since: Start time, as of time.time().
-        command: Command line of the job.
         rank_pid: Process id of rank 0.
         launcher: Process id of the launcher; 0 if there is none that ends with the job.
         launcher_began: Start time of the launcher in Linux clock ticks.
@@ -357,15 +340,9 @@ class _Holder:
         """Return the holder that a lock file names, or None if it names none."""
         file.seek(0)
         try:
-            plain = json.loads(file.read(_MOST_OF_LOCK))
-            holder = _Holder(**plain)
-            numbers = holder.pid, holder.rank_pid, holder.launcher
-            texts = holder.host, holder.command, holder.launcher_began
-            known = isinstance(holder.since, float) and all(
-                isinstance(number, int) for number in numbers
-            )
-            return holder if known and all(isinstance(text, str) for text in texts) else None
-        except (OSError, ValueError, TypeError, RecursionError):
+            holder: _Holder = from_plain(_Holder, parse_json(file.read(_MOST_OF_LOCK)), "holder")
+            return holder
+        except (OSError, ValueError):
             return None
 
     def write(self, file: TextIO) -> None:
@@ -405,7 +382,6 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     its watchdog ends it soon.
 
     Args:
-        folder: The run folder.
         launch: This process's launch, which the lock file then names.
 
     Raises:
@@ -413,29 +389,27 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(
-            folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666
-        )
+        # no links: a link in a copied folder may lead to any file
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = os.open(folder / ".lock", flags, 0o666)
     except OSError as error:
         raise config_error(
             "run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs"
         ) from None
     with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
-        with contextlib.suppress(ImportError):  # Windows
-            fcntl = importlib.import_module("fcntl")
-            with contextlib.suppress(OSError):  # a file system without locks
-                _lock(file, folder, lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
-                _Holder.of_this_process(launch or Launch(0, 0, 1, 1)).write(file)
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock(file, folder)
+            _Holder.of_this_process(launch or Launch(0, 0, 1, 1)).write(file)
         yield
 
 
-def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
+def _lock(file: TextIO, folder: Path) -> None:
     """Take the lock. Raises: ConfigError if another job has it; OSError if there are no locks."""
     end = time.monotonic() + ORPHAN_S + _KILL_S
     said = False
     while True:
         try:
-            return lock()
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _Holder.read(file)
         if holder is None or not holder.is_orphan or time.monotonic() > end:
@@ -446,12 +420,9 @@ def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
                 works = f"{works}, or end it: kill {holder.pid}"
             raise config_error("run.name", folder.name, rule, works)
         if not said:
-            print(
-                f"hybridpar: waiting for {holder}, whose launcher has ended: it saves, and ends "
-                "within "
-                f"{ORPHAN_S:.0f} s",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"waiting for {holder}, whose launcher has ended: it saves, and ends within "
+                f"{ORPHAN_S:.0f} s"
             )
             said = True
         time.sleep(_LOOK_AGAIN_S)

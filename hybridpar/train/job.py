@@ -94,12 +94,8 @@ def train(
     """Train as `config` says in this process's job, from the run's last checkpoint if there is one.
 
     Args:
-        config: The configuration, not yet resolved.
-        launch: This process's place in the job.
         inject: Faults to inject, in the syntax of `train.faults.inject`.
-        callbacks: Functions of the program to call on each rank.
         datasets: Data sets by split that replace the data sets of a custom model.
-        is_verbose: Whether to show details.
 
     Collectives: to be called by all processes of the job.
 
@@ -109,38 +105,19 @@ def train(
         RankError: Training failed on this rank.
     """
     config = resolve(config, launch.world_size)
-    flight = watchdog.begin(launch)
-    flight.phase("starting", config.faults.start_timeout_s)
-    job = Job.connect(launch, flight)
-    require_equal_settings(config, job)
-    use_all_gpu_queues()
-    device = choose_device(config.train, launch, job.gather)
-    if choose_backend(config.train, device) == "nccl":
-        job.together(lambda: require_gpu_queues(config.parallel.pp))
-    job.require_addresses(choose_backend(config.train, device))
-    threads = set_threads(config.train.threads, launch)
-    set_precision(config.train, device)
-    if device.type == "cuda":
-        # now, so that a missing compiler is reported before the first micro-batch
-        examine_triton(warn=launch.local_rank == 0)
-    if device.type == "cpu":
-        keep_freed_memory()
+    given = config.pipeline.num_microbatches
+    place, config = join(config, launch)
+    job = place.job
+    faults = parse_faults(inject, config)
     folder = config.run.folder
     num_steps = config.train.num_steps
     first = launch.rank == 0
-    flight.phase("opening the run")  # no time limit: tokenizing may take hours
-    given = config.pipeline.num_microbatches
-    config = with_kept_batch(config, job)
-    faults = parse_faults(inject, config)
-    config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     require_equal_start(config.model, job, resumes=saved > 0)
     if saved >= num_steps:
         if first:
-            print(
-                f"{folder}: finished, {saved} steps are done; raise train.num_steps to continue",
-                file=sys.stderr,
-            )
+            said = f"{folder}: finished, {saved} steps are done; raise train.num_steps to continue"
+            print(said, file=sys.stderr)
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         start = ""
@@ -167,7 +144,7 @@ def train(
             )
         for line in data.notes:
             reporter.say(line)
-        place = _Place(job, device, threads, faults, callbacks)
+        place = replace(place, faults=faults, callbacks=callbacks)
         outcome = _train_on_grid(config, data, place, reporter, _Start(start, held))
         if (
             first
@@ -179,14 +156,35 @@ def train(
     return outcome
 
 
-def with_kept_batch(config: Config, job: Job) -> Config:
-    """Return `config` with the global batch size of the run in its folder.
+def join(config: Config, launch: Launch) -> tuple[JobPlace, Config]:
+    """Join the other processes of the job, and prepare this one.
 
-    Rank 0 reads the folder (run_folder.with_kept_batch). Collectives: on all processes of the job.
-    Raises: ConfigError on all.
+    The configuration gets the batch size and the measured values of the run in its folder, which
+    rank 0 reads.
+
+    Collectives: on all processes of the job. Raises: HybridparError, on all of them.
     """
+    flight = watchdog.begin(launch)
+    flight.phase("starting", config.faults.start_timeout_s)
+    job = Job.connect(launch, flight)
+    require_equal_settings(config, job)
+    use_all_gpu_queues()
+    device = choose_device(config.train, launch, job.gather)
+    if choose_backend(config.train, device) == "nccl":
+        job.together(lambda: require_gpu_queues(config.parallel.pp))
+    job.require_addresses(choose_backend(config.train, device))
+    threads = set_threads(config.train.threads, launch)
+    set_precision(config.train, device)
+    if device.type == "cuda":
+        # now, so that a missing compiler is reported before the first micro-batch
+        examine_triton(warn=launch.local_rank == 0)
+    if device.type == "cpu":
+        keep_freed_memory()
+    flight.phase("opening the run")  # no time limit: tokenizing may take hours
     number = job.decide(lambda: run_folder.with_kept_batch(config).pipeline.num_microbatches)
-    return replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
+    kept = replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
+    measured = from_mapping(job.decide(lambda: run_folder.measured(kept)), kept)
+    return JobPlace(job, device, threads), measured
 
 
 def _find_start(config: Config, held: contextlib.ExitStack) -> str:
@@ -207,25 +205,21 @@ def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data
     data = job.together(opened, here=not first) or data
     assert data is not None
     if not data.valid and config.train.eval_interval:
-        raise config_error(
-            "train.eval_interval",
-            config.train.eval_interval,
-            f"requires validation samples, and {config.model.kind} has none",
-            "0",
-        )
+        rule = f"requires validation samples, and {config.model.kind} has none"
+        raise config_error("train.eval_interval", config.train.eval_interval, rule, "0")
     require_best_set(config, data.valid)
     return data
 
 
 @dataclass(frozen=True)
-class _Place:
+class JobPlace:
     """This process's place in the job, the faults to inject there, and the program's callbacks."""
 
     job: Job
     device: torch.device
     threads: int
-    faults: tuple[Fault, ...]
-    callbacks: Callbacks
+    faults: tuple[Fault, ...] = ()
+    callbacks: Callbacks = SILENT
 
     def connect(self, config: Config, flight: Flight) -> ProcessGrid:
         """Start the process group and create the grid. Collectives: on all processes of the job."""
@@ -293,7 +287,7 @@ class _Start:
 
 
 def _train_on_grid(
-    config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start
+    config: Config, data: Data, place: JobPlace, reporter: Reporter, start: _Start
 ) -> Outcome:
     """Build the engine, load a checkpoint, and train.
 
@@ -365,11 +359,7 @@ def _train_on_grid(
 
 
 def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
-    """Load the run's newest checkpoint, or else the weights of `start`.
-
-    Returns:
-        Step of the run's checkpoint; 0 if there is none.
-    """
+    """Load and return the run's newest checkpoint's step, or load `start` and return 0."""
     flight = engine.grid.flight
     config = engine.config
     flight.phase("loading", config.faults.start_timeout_s)
@@ -384,7 +374,7 @@ def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
 
 
 def _introduce(
-    config: Config, place: _Place, grid: ProcessGrid, reporter: Reporter, resumed: int
+    config: Config, place: JobPlace, grid: ProcessGrid, reporter: Reporter, resumed: int
 ) -> None:
     """Say what is trained, on which grid, and from which step."""
     parallel = config.parallel
@@ -404,16 +394,12 @@ def _introduce(
         gpus = torch.cuda.device_count()
         reporter.say(
             f"train.share_gpus: {local} processes of this machine share {gpus} "
-            f"GPU{'s' * (gpus > 1)} and "
-            "talk over Gloo, through host memory, which is slow"
+            f"GPU{'s' * (gpus > 1)} and talk over Gloo, through host memory, which is slow"
         )
 
 
 def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
-    """Generate text from the checkpoint just saved and show it, shortened if it is still noise.
-
-    loss: the last step's.
-    """
+    """Generate text from the saved checkpoint; show little of it if the last `loss` is high."""
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
@@ -429,8 +415,7 @@ def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
         text = " ".join(text[:_FEW_CHARACTERS].split())
         reporter.say(
             f"{folder / 'sample.txt'}: {text} ... (still noise: the loss is {loss:.1f}, and "
-            "guessing "
-            f"has {guessing:.1f})"
+            f"guessing has {guessing:.1f})"
         )
     else:
         reporter.say(f"{folder / 'sample.txt'}:\n{text}")

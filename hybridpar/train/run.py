@@ -11,7 +11,6 @@ reporting/run_report.py writes the metrics and the progress lines.
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
-from hybridpar.config.row_names import VALID, valid_name
+from hybridpar.config.row_names import valid_name
 from hybridpar.data import Data
 from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
@@ -38,7 +37,7 @@ from hybridpar.train.faults.errors import CallbackError
 from hybridpar.train.faults.rollback import AnomalyHandler
 from hybridpar.train.faults.watchdog import SAVING
 from hybridpar.train.reporting.history import History
-from hybridpar.train.reporting.run_metrics import BatchClock, evaluation_at, stream_metrics
+from hybridpar.train.reporting.run_metrics import BatchClock
 from hybridpar.train.reporting.run_report import RunReport, is_evaluated
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals
@@ -62,9 +61,6 @@ class Outcome:
     """Result of a call of `train`.
 
     Attributes:
-        folder: The run folder.
-        step: Number of steps done.
-        num_steps: Number of steps that the configuration asks for.
         resumed_from: Step of the checkpoint that the call resumed from.
         loss: The last training loss of this call; None if it trained no step.
         val_loss: The last validation loss of this call; None if it evaluated nothing.
@@ -128,11 +124,7 @@ class Run:
     """Training of a job from the step that its engine stands at.
 
     Args:
-        engine: The engine.
-        data: The data sets.
-        report: Reports the run.
         watch: Measures memory; None: it is not measured.
-        callbacks: Functions of the program to call.
 
     Collectives: `go` and the constructor, on all ranks.
     """
@@ -146,7 +138,7 @@ class Run:
         callbacks: Callbacks = SILENT,
     ):
         config = self.config = engine.config
-        self.callbacks = CallbackRunner(callbacks, self._stop_soon)
+        self.callbacks = CallbackRunner(callbacks, engine.request_stop)
         self.engine = engine
         self.grid = engine.grid
         self.report = report
@@ -239,7 +231,6 @@ class Run:
         The loop ends because each rollback goes to another checkpoint.
 
         Args:
-            stop: Reason to end the run.
             saves: Whether a save is due.
             last: Whether training ends here.
 
@@ -267,10 +258,7 @@ class Run:
                 return stop
 
     def _raise_callback_errors(self) -> None:
-        """Raise CallbackError on all ranks if a callback raised on any.
-
-        Collectives: one gather, on all ranks.
-        """
+        """Raise CallbackError on all ranks if a callback raised on any. Collectives: one gather."""
         errors = gather_objects(self.callbacks.error, self.grid.world)
         texts = {
             text: [rank for rank, other in enumerate(errors) if other == text]
@@ -363,35 +351,25 @@ class Run:
         if self.evaluated is not None and self.grid.rank == 0:
             self.saver.add_val_loss(*self.evaluated)
 
-    def _past_evaluations(self) -> dict[int, dict[str, Any]]:
-        """Return the rows of metrics.jsonl with evaluations, up to the step that the run is at.
-
-        Collectives: one gather.
-        """
-        found = {}
-        if self.grid.rank == 0 and self.config.train.stop_patience:
-            for row in stream_metrics(self.config.run.folder / run_folder.METRICS):
-                numbers = {name: value for name, value in row.items() if name.startswith(VALID)}
-                if numbers and row["step"] <= self.engine.batches_done:
-                    found[int(row["step"])] = numbers
+    def _past_evaluations(self) -> dict[int, dict[str, float]]:
+        """Return the evaluations in metrics.jsonl up to the run's step. Collectives: one gather."""
         if not self.config.train.stop_patience:
             return {}
-        past: dict[int, dict[str, Any]] = gather_objects(found, self.grid.world)[0]
-        return past
+        found = self._evaluations() if self.grid.rank == 0 else {}
+        past: dict[int, dict[str, float]] = gather_objects(found, self.grid.world)[0]
+        return {step: past[step] for step in past if step <= self.engine.batches_done}
+
+    def _evaluations(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of all evaluations in metrics.jsonl, by step and name."""
+        return History.read(self.config.run.folder / run_folder.METRICS).validation
 
     def _recorded_losses(self, step: int) -> tuple[float | None, float | None]:
-        """Return a step's validation losses in its manifest and in metrics.jsonl, on rank 0.
-
-        None stands for a loss that is not recorded.
-        """
+        """Return a step's validation losses in its manifest and metrics.jsonl, on rank 0."""
         if self.grid.rank != 0:
             return None, None
+        numbers = self._evaluations().get(step, {})
         name = valid_name("loss", self.evaluator.best)
-        row = evaluation_at(self.config.run.folder / run_folder.METRICS, step, name)
-        loss: float | None = None
-        if row is not None:  # a loss that is not finite is null there
-            loss = row[name] if isinstance(row[name], float) else math.nan
-        return self.saver.val_loss_of(step), loss
+        return self.saver.val_loss_of(step), numbers.get(name)
 
     def _evaluate(self) -> None:
         if not self._is_evaluation_due:
@@ -423,10 +401,7 @@ class Run:
         self.report.log.write({"step": self.engine.batches_done}, notes)
 
     def _save(self, *, last: bool) -> None:
-        """Save a checkpoint.
-
-        last: the run needs this checkpoint. Otherwise the save may run in the background, or fail.
-        """
+        """Save a checkpoint, which the run needs if it is the last; others may fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
         step, val_loss = self.evaluated or (-1, None)
         if step != self.engine.batches_done:
@@ -461,15 +436,8 @@ class Run:
             "again after a second to quit at once"
         )
 
-    def _stop_soon(self) -> None:
-        """Ask all ranks to stop, with the sums of the next batch."""
-        self.engine.request_stop()
-
     def _agree(self, number: int) -> StopReason:
-        """Agree with all ranks on whether to stop, and why, so that all leave at the same step.
-
-        number: this rank's signal; 0 if none.
-        """
+        """Agree with all ranks on whether to stop, and why. number: this rank's signal, or 0."""
         wants_stop = self.callbacks.wants_stop or self.early_stopping.is_over
         mine = StopReason.of(number, by_program=wants_stop)
         seen = torch.tensor([mine.code], dtype=torch.int64, device=self.engine.device)

@@ -225,7 +225,7 @@ def test_bytes_of_tokens() -> None:
     assert Tokenizer(inner).byte_lengths is None
 
 
-def stopping(name: str, patience: int, *values: float | None) -> EarlyStopping:
+def stopping(name: str, patience: int, *values: float) -> EarlyStopping:
     config = Config(train=TrainConfig(stop_by=name, stop_patience=patience))
     rows = {2 * i: {f"val_{name}": value} for i, value in enumerate(values)}
     return EarlyStopping(config, rows)
@@ -234,7 +234,7 @@ def stopping(name: str, patience: int, *values: float | None) -> EarlyStopping:
 def test_a_run_ends_when_it_does_not_get_better() -> None:
     assert not stopping("loss", 2, 3.0, 2.0, 2.5).is_over
     assert stopping("loss", 2, 3.0, 2.0, 2.5, 2.0).is_over
-    assert stopping("accuracy", 2, 0.5, 0.4, None).is_over
+    assert stopping("accuracy", 2, 0.5, 0.4, math.nan).is_over
     assert not stopping("accuracy", 2, 0.5, 0.4, 0.6).is_over
     assert not stopping("loss", 0, 1.0, 2.0, 3.0, 4.0).is_over
     back = stopping("loss", 2, 3.0, 2.0, 2.5, 2.0)

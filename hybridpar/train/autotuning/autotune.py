@@ -38,10 +38,6 @@ def autotune(
     Collectives: on all ranks of the grid.
 
     Args:
-        config: The resolved configuration.
-        grid: The process grid.
-        device: The device of this rank.
-        say: Called with each line to report.
         build: Builds a trial's engine on all ranks, or fails on all.
 
     Raises:
@@ -65,8 +61,7 @@ def autotune(
         )
         say(
             f"pipeline: {found or 'schedule = 1f1b'}, the fastest here: {1e3 * best.step_time:.4g} "
-            "ms a step by what "
-            f"its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms"
+            f"ms a step by what its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms"
         )
     if config.pipeline.early_switch == "auto":
         trial = tried(replace(config, pipeline=replace(config.pipeline, early_switch="off")))

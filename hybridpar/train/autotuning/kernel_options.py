@@ -92,8 +92,7 @@ class KernelOptions:
         except OSError as error:
             say(
                 f"{folder / FILE} cannot be written ({error.strerror}): when this run resumes, it "
-                "will time kernels "
-                "again, and may then compute other bits"
+                "will time kernels again, and may then compute other bits"
             )
 
 
@@ -125,8 +124,6 @@ def choose(
 
     Args:
         job: The job, which communicates through its store.
-        folder: The run folder.
-        say: Called with each line to report.
         kind: Name of this rank's GPU and of the versions that its kernels are compiled with; empty
             if no kernel here has options.
         measure: Returns the entries of this run's launches, given the known entries for this GPU

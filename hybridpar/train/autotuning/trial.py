@@ -41,14 +41,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial.
-
-    Attributes:
-        costs: Action costs of all ranks.
-        schedule_options: Options of the trial's schedule.
-        moves: Copy times of this rank.
-        replays: Whether micro-batches ran as CUDA graphs on this rank.
-    """
+    """Costs of all ranks; of this rank copy times, and whether it replayed CUDA graphs."""
 
     costs: Costs
     schedule_options: ScheduleOptions
@@ -64,10 +57,15 @@ def try_out(
     warmup: number of unmeasured batches before them. Collectives: on all ranks of the grid.
     """
     trial = _train(config, grid, device, build, warmup)
-    gc.collect()  # engine and executor form a reference cycle that holds a run's worth of memory
+    free_memory(device)
+    return trial
+
+
+def free_memory(device: torch.device) -> None:
+    """Free the memory of an engine: engine and executor form a reference cycle."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return trial
 
 
 def _train(

@@ -12,8 +12,7 @@ Then it frees all memory.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -24,14 +23,11 @@ from hybridpar.data.synthetic import synthetic_loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction.fake_neighbours import silent_grid
-from hybridpar.schedules.action import Action
-from hybridpar.train.engine import Actions, Engine
+from hybridpar.train.autotuning.trial import Build, free_memory
+from hybridpar.train.engine import Engine
 
 _BATCHES = 2
 """Two, because a schedule with two weight versions uses only one of them in the first batch."""
-
-Build = Callable[[Callable[[], Engine]], Engine]
-"""Builds an engine on all ranks; if one rank cannot, it fails on all."""
 
 
 def is_needed(grid: ProcessGrid, device: torch.device) -> bool:
@@ -39,39 +35,21 @@ def is_needed(grid: ProcessGrid, device: torch.device) -> bool:
     return device.type == "cuda" and grid.pp.size > 1 and not grid.pp.via_host
 
 
-def warm_up(
-    config: Config,
-    grid: ProcessGrid,
-    device: torch.device,
-    build: Build,
-    watch: Callable[[Action], object] | None = None,
-) -> None:
+def warm_up(config: Config, grid: ProcessGrid, device: torch.device, build: Build) -> None:
     """Train a few micro-batches on discarded weights, without the other ranks.
 
     Args:
         config: Resolved; settings may be "auto".
         grid: The job's grid. Nothing is sent over it except by `build`.
-        device: This rank's device.
-        build: Builds the engine.
-        watch: Called with each action before it runs.
     """
     config = _shortened(config)
-
-    def watched(actions: Actions) -> Actions:
-        for action in actions:
-            if watch is not None:
-                watch(action)
-            yield action
-
     alone = silent_grid(config, grid.world.rank, _send_zeros)
-    engine = build(lambda: Engine(JobPlan(config), alone, device, wrap_plan=watched))
+    engine = build(lambda: Engine(JobPlan(config), alone, device))
     loader = synthetic_loader(config, grid.replica, grid.num_replicas)
     engine.train(loader, _BATCHES, lambda result: None)
     engine.close()
     del engine
-    gc.collect()  # engine and executor form a reference cycle that holds a run's worth of memory
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(device)
 
 
 def _send_zeros(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:

@@ -30,10 +30,6 @@ class BatchActions:
     The executor decides when each action runs, and calls these methods.
 
     Args:
-        policy: Decides about each batch.
-        state: This rank's weights, gradients and optimizer.
-        executor: Runs the plan.
-        parts: Segments of this rank's stages.
         division: Segments of the plan: whether norms and updates come one per segment.
     """
 

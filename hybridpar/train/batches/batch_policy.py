@@ -23,7 +23,6 @@ class BatchPolicy:
     """Decide about each batch of a run.
 
     Args:
-        job: Everything derived from the configuration.
         detector: Detects anomalies. Default: the configured detector.
         original: The job whose schedule says which weight versions a batch uses; a reference run
             follows the run that it checks. Default: `job`.
@@ -110,7 +109,6 @@ class BatchPolicy:
         of 0 would distort the statistics that other batches are compared with.
 
         Args:
-            batch: Number of the batch.
             squares: Squared gradient norm of each pipeline rank, scaled by the loss scale.
             numbers: Partial losses, then metrics.
             num_targets: Number of labels in the batch that count.
@@ -145,7 +143,6 @@ class BatchPolicy:
         """Return the factor that unscales and clips the gradients, or None to skip the update.
 
         Args:
-            batch: Number of the batch.
             result: The batch's result. None: not known yet, so gradients are not clipped.
         """
         if result is None:

@@ -34,7 +34,6 @@ class BatchResults:
     the caller and decides where training ends.
 
     Args:
-        policy: Decides about a batch from its sums.
         state: This rank's state; its gradient norm enters the sums.
         executor: Keeps the losses of each batch until they are summed.
     """
@@ -74,20 +73,23 @@ class BatchResults:
         """Start the sums of a batch. Collectives: one all-reduce over the site's ranks."""
         square = self._state.square_norm(batch)
         self._state.send(batch)
-        totals = BatchTotals(self._grid.pp.size, self.names, self._executor.transport.device)
-        totals.set_square_norm(self._grid.pp.rank, square)
-        totals.set_stop_requested(self._stop_requested)
         losses = self._executor.losses.pop(batch, {})
-        if self._grid.is_first_copy:
-            totals.set_numbers(losses)
-        work = totals.all_reduce_async(self._grid.site_group)
-        self._executor.watch(work.is_done)
+        if not self._grid.is_first_copy:
+            losses = {}
+        totals = BatchTotals(
+            self._grid,
+            square,
+            self._stop_requested,
+            [losses.get(name, 0.0) for name in self.names],
+            self._executor.transport.device,
+        )
+        self._executor.watch(totals.work.is_done)
         self._pending[batch] = totals
 
     def take(self, batch: int) -> StepResult:
         """Wait for a batch's sums and return its result."""
         totals = self._pending.pop(batch)
-        self._executor.wait(totals.wait)
+        self._executor.wait(totals.work.wait)
         # Works on a GPU complete in stream order; reading the values is what blocks this thread.
         with self._grid.site_group.waiting("all_reduce"):
             sums = totals.read()
@@ -101,7 +103,6 @@ class BatchResults:
         """Hand a result to the caller of `Engine.train`.
 
         Args:
-            result: The result of a batch.
             lead: Number of batches after this one that a rank may have begun already. They finish
                 before a stop request takes effect. Several sites stop together instead, at the
                 outer step whose message says so.

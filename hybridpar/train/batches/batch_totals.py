@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm import Work, all_reduce_async
-from hybridpar.grid import Axis
+from hybridpar.comm import all_reduce_async
+from hybridpar.grid import ProcessGrid
 
 
 @dataclass(frozen=True)
 class BatchSums:
-    """Totals of a batch, equal on all ranks.
-
-    Attributes:
-        square_norms: Squared gradient norm of each pipeline rank.
-        stop_requested: Whether any rank asks to end training.
-        numbers: Losses and metrics, in the order of `BatchTotals`' names.
-    """
+    """Totals of a batch, equal on all ranks of a site. numbers: losses, then metrics."""
 
     square_norms: list[float]
     stop_requested: bool
@@ -28,48 +22,36 @@ class BatchSums:
 
 
 class BatchTotals:
-    """This rank's share of a batch's sums: gradient norm, stop request, losses, metrics.
+    """A batch's sums under way: one float64 all-reduce, so that every rank takes the same decision.
 
-    One float64 all-reduce, so that every rank takes the same decision.
     Layout: squared norm of each pipeline rank, number of stop requests, losses and metrics.
 
     Args:
-        num_ranks: Number of pipeline ranks.
-        names: Names of losses and metrics, in order.
-        device: Device of the buffer.
+        numbers: This rank's share of losses and metrics, in order.
+
+    Attributes:
+        work: The all-reduce, over the site's ranks.
     """
 
-    def __init__(self, num_ranks: int, names: Sequence[str], device: torch.device):
-        self._num_ranks = num_ranks
-        self._names = names
-        self._values = torch.zeros(num_ranks + 1 + len(names), dtype=torch.float64, device=device)
-        self._work: Work | None = None
-
-    def set_square_norm(self, rank: int, value: Tensor) -> None:
-        """Set this pipeline rank's squared gradient norm."""
-        self._values[rank] = value
-
-    def set_stop_requested(self, requested: bool) -> None:
-        """Set whether this rank asks to end training."""
-        self._values[self._num_ranks] = float(requested)
-
-    def set_numbers(self, numbers: Mapping[str, Tensor]) -> None:
-        """Set losses and metrics by name; a missing name counts as 0."""
-        for i, name in enumerate(self._names):
-            self._values[self._num_ranks + 1 + i] = numbers.get(name, 0.0)
-
-    def all_reduce_async(self, axis: Axis) -> Work:
-        """Start the all-reduce over an axis of the grid."""
-        self._work = all_reduce_async(self._values, axis)
-        return self._work
-
-    def wait(self) -> None:
-        """Wait for the all-reduce."""
-        assert self._work is not None, "no sum was started"
-        self._work.wait()
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        square_norm: Tensor,
+        stop_requested: bool,
+        numbers: Sequence[Tensor | float],
+        device: torch.device,
+    ):
+        pp = grid.pp
+        self._num_ranks = pp.size
+        self._values = torch.zeros(pp.size + 1 + len(numbers), dtype=torch.float64, device=device)
+        self._values[pp.rank] = square_norm
+        self._values[pp.size] = float(stop_requested)
+        for place, number in enumerate(numbers, pp.size + 1):
+            self._values[place] = number
+        self.work = all_reduce_async(self._values, grid.site_group)
 
     def read(self) -> BatchSums:
-        """Return the sums; call `wait` first. On a GPU this blocks until the device has them."""
+        """Return the sums; wait for `work` first. On a GPU this blocks until the device has them."""
         values = self._values.tolist()
         stop = values[self._num_ranks]
         return BatchSums(values[: self._num_ranks], stop > 0, values[self._num_ranks + 1 :])

@@ -17,17 +17,10 @@ class WeightUpdates:
     """Make new versions of this rank's weights.
 
     Args:
-        policy: Gives the learning rate and the factor of the gradients.
-        state: Weights, gradients and optimizer.
         executor: Waits for other ranks within the current action, and holds state in memory.
     """
 
-    def __init__(
-        self,
-        policy: BatchPolicy,
-        state: RankState,
-        executor: Executor,
-    ):
+    def __init__(self, policy: BatchPolicy, state: RankState, executor: Executor):
         self.policy = policy
         self.state = state
         self._executor = executor
@@ -45,8 +38,6 @@ class WeightUpdates:
         """Make one part of W(batch + 1), equal to W(batch) if the update is skipped.
 
         Args:
-            batch: The batch whose gradients are applied.
-            part: Number of the part.
             result: The batch's result. None: not known yet, so gradients are not clipped.
         """
         policy = self.policy

@@ -33,11 +33,8 @@ class StepResult:
     """Outcome of one optimizer step, equal on all ranks of a site.
 
     Attributes:
-        step: Number of the step, from 1.
         losses: Partial losses of this site by name; their sum is the loss.
         grad_norm: Gradient norm before clipping.
-        lr: Learning rate.
-        loss_scale: Loss scale of the batch.
         skipped: Whether the update was skipped.
         stage_norms: Gradient norm of each pipeline rank; tied weights count once, with the first.
         anomaly: The anomaly found in this step, if any.

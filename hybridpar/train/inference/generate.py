@@ -6,17 +6,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridpar.checkpoint import FullWeights, hold_found, read_held, read_manifest
-from hybridpar.checkpoint.finding import MOST_TRIES
-from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, TrainConfig
@@ -41,11 +38,9 @@ class Sampling:
     """Rules for choosing the next token.
 
     Attributes:
-        max_tokens: Most tokens to generate.
         temperature: Softmax temperature; 0: the most likely token.
         top_k: Number of most likely candidates; 0: all.
         top_p: Keep the most likely candidates that reach this total probability.
-        seed: Seed of the random numbers.
         repetition_penalty: Divides positive logits of tokens that the text or its prompt has, and
             multiplies negative ones; 1: none.
         stop: Texts at which a continuation ends; they are not returned.
@@ -100,8 +95,6 @@ class Generator:
         A rank reads only its part of the weights.
 
         Args:
-            path: Run folder or checkpoint.
-            say: Called with each line to report.
             grid: Grid of tp and pp. None: this process alone.
 
         Raises:
@@ -149,8 +142,6 @@ class Generator:
         A text depends on its prompt, the seed, and how many equal prompts precede it.
 
         Args:
-            prompts: The prompts.
-            sampling: How tokens are chosen.
             chat: Prompts are messages of a user, which the tokenizer's chat template writes.
 
         Collectives: as for `generate`.
@@ -242,10 +233,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, its continuation, and the key of its random numbers (seed, site, step, sample).
-
-    `tokens`: the prompt's and the continuation's.
-    """
+    """A prompt, its continuation, the tokens of both, and the key of its random numbers."""
 
     index: int
     prompt: list[int]
@@ -264,10 +252,7 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
 
     Args:
         path: As for Generator.load.
-        tp: Tensor-parallel size.
-        pp: Number of pipeline ranks.
         threads: As for set_threads.
-        launch: This process's place in the job.
 
     Collectives: to be called by all processes.
     Raises: as Generator.load, on all processes alike; RankError if this one fails.
@@ -278,12 +263,13 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
 
     set_threads(threads, launch)
     job = Job.connect(launch)
-    source = _Source(path, say)
-    folder = job.decide(source.find)
-    job.require_addresses("gloo")
-    job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
-    grid = ProcessGrid(tp=tp, pp=pp)
-    generator = source.load(folder, grid, job)
+    with ExitStack() as held:  # rank 0 protects the checkpoint until all ranks have loaded it
+        folder = job.decide(lambda: str(held.enter_context(hold_found(path, say)).folder))
+        job.require_addresses("gloo")
+        job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
+        grid = ProcessGrid(tp=tp, pp=pp)
+        generator = job.together(lambda: Generator.load(folder, say, grid))
+    assert generator is not None
     try:
         yield generator
         job.end_group()
@@ -293,61 +279,12 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
         raise describe_failure(error, grid.describe()) from error
 
 
-class _Source:
-    """Checkpoint of a path, which rank 0 finds and protects until all ranks have loaded it."""
-
-    def __init__(self, path: str, say: Callable[[str], None]):
-        self._path = path
-        self._say = say
-        self._hold: Hold | None = None
-
-    def find(self) -> str:
-        """Return the checkpoint's folder, on rank 0. Raises: CheckpointError if there is none."""
-        self._hold = hold_found(self._path, self._say)
-        return str(self._hold.folder)
-
-    def load(self, folder: str, grid: ProcessGrid, job: Job) -> Generator:
-        """Load the checkpoint that `find` returned, or the next one if it was removed.
-
-        Raises: as `on_grid`.
-        """
-        found = job.together(partial(self._load_or_error, folder, grid))
-        for _ in range(MOST_TRIES):
-            has_failed = any(job.gather(isinstance(found, CheckpointError)))
-            if not job.decide(self._is_lost) or not has_failed:
-                break
-            folder = job.decide(self.find)
-            found = job.together(partial(self._load_or_error, folder, grid))
-        generator = job.together(partial(_raised, found))
-        assert generator is not None
-        return generator
-
-    def _is_lost(self) -> bool:
-        """Release the checkpoint, and return whether it was removed."""
-        assert self._hold is not None
-        with self._hold as hold:
-            return not hold.is_there
-
-    def _load_or_error(self, folder: str, grid: ProcessGrid) -> Generator | CheckpointError:
-        try:
-            return Generator.load(folder, self._say, grid)
-        except CheckpointError as error:
-            return error
-
-
-def _raised(found: Generator | CheckpointError | None) -> Generator | None:
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
-
-
 class Pieces:
     """Converts tokens to text as they come, in pieces of whole characters.
 
     Only the last few tokens are decoded, so that a piece costs the same however long the text is.
 
     Args:
-        tokenizer: The tokenizer.
         behind: Tokens that precede the text.
     """
 
@@ -379,12 +316,7 @@ class Pieces:
 
 
 class StopWatch:
-    """Ends a text at the first of the stop texts in it, and holds back what may be the beginning of
-    one.
-
-    Attributes:
-        has_ended: Whether a stop text has come.
-    """
+    """Ends a text (`has_ended`) at a stop text, and holds back what may begin one."""
 
     def __init__(self, stop: Sequence[str]):
         self._stop = stop

@@ -38,21 +38,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def end_of(path: Path, step: int) -> int:
-    """Return the offset in a metrics.jsonl after the rows up to a step.
-
-    It is 0 for step 0, whose evaluation is repeated.
-    """
+    """Return the offset after the rows up to a step; 0 for step 0, which is evaluated again."""
     found = 0
     for row, end in _rows(path) if step else ():
         if row["step"] > step:
             break
         found = end
     return found
-
-
-def evaluation_at(path: Path, step: int, name: str) -> dict[str, Any] | None:
-    """Return the row of a metrics.jsonl with the validation loss `name` of a step, or None."""
-    return next((row for row in stream_metrics(path) if row["step"] == step and name in row), None)
 
 
 def last_step(path: Path) -> int:
@@ -156,10 +148,6 @@ def peak_memory_mib(device: torch.device) -> float:
     GPU memory is what torch has reserved, because memory of CUDA graphs counts as allocated only
     while they are captured.
     """
-    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable":
-        # a pluggable allocator keeps no statistics
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 2**20
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

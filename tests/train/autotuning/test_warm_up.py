@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import runpy
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import COMPUTE, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
+from hybridpar.train.autotuning import warm_up as module
 from hybridpar.train.autotuning.warm_up import is_needed, warm_up
 from hybridpar.train.engine import Engine
 
@@ -57,26 +60,31 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
     )
 
 
-def warmed(config: Config, rank: int) -> Counter[tuple[Kind, int]]:
+def warmed(config: Config, rank: int, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Kind, int]]:
     """How often each kind of action of each stage was executed, on a rank whose neighbours do not
     exist."""
     done: Counter[tuple[Kind, int]] = Counter()
 
-    def watch(action: Action) -> None:
-        done[action.kind, action.stage] += 1
+    def watched(actions: Iterator[Action]) -> Iterator[Action]:
+        for action in actions:
+            done[action.kind, action.stage] += 1
+            yield action
 
-    warm_up(config, silent_grid(config, rank), CPU, lambda make: make(), watch)
+    monkeypatch.setattr(module, "Engine", partial(Engine, wrap_plan=watched))
+    warm_up(config, silent_grid(config, rank), CPU, lambda make: make())
     return done
 
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("title", SCHEDULES)
-def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
+def test_every_kernel_of_a_schedule_is_launched(
+    title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each computation twice and more: the first one of a batch writes gradients, later ones add to
     them."""
     config = make(SCHEDULES[title])
     for rank in range(2):
-        done = warmed(config, rank)
+        done = warmed(config, rank, monkeypatch)
         stages = set(PipelineShape.of(config).stages_of(rank))
         assert {stage for kind, stage in done if kind in COMPUTE} == stages
         for stage in stages:
@@ -108,10 +116,15 @@ def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("schedule", ["auto", "2bw"])
-def test_every_kind_of_job_can(schedule: str, sections: dict[str, Any], tmp_path: Path) -> None:
+def test_every_kind_of_job_can(
+    schedule: str,
+    sections: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     memory = {"folder": str(tmp_path), **sections.get("memory", {})}
     config = make({"schedule": schedule}, **{**sections, "memory": memory})
-    done = warmed(config, 0)
+    done = warmed(config, 0, monkeypatch)
     assert done[Kind.F, 0] > 2
     assert any(kind is Kind.UPDATE for kind, _ in done)
 
