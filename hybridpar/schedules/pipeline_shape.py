@@ -11,8 +11,7 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """Shape that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
-    of a rank.
+    """Shape of a pipeline: ranks, micro-batches in a batch, and stages of a rank.
 
     With several virtual stages (`chunks`) on each rank, `stage_layout` decides which. loop: stage c
     * num_ranks + r is virtual stage c of rank r; the pipeline is a ring, and the last rank sends to

@@ -30,8 +30,7 @@ VersionRule = Callable[["Schedule", PipelineShape, int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline schedule, as pure functions of the pipeline's shape. `make_schedule` creates one
-    with options.
+    """A pipeline schedule, as pure functions of the pipeline's shape (see `make_schedule`).
 
     Attributes:
         warmup: Returns how many forwards a rank runs ahead, counted on each virtual stage; with
@@ -67,11 +66,7 @@ class Schedule:
         return self.options.activations if is_v else ""
 
     def with_options(self, **changes: Any) -> Schedule:
-        """Return the schedule with other options of its passes.
-
-        Options that decide about a schedule's other fields (warmup, gradient_buffers, order,
-        chunks) take `make_schedule`.
-        """
+        """Return the schedule with other options of its passes; others take `make_schedule`."""
         return replace(self, options=replace(self.options, **changes))
 
     def repeats(self, shape: PipelineShape) -> bool:
@@ -122,8 +117,7 @@ class Schedule:
         return shape.num_microbatches * (1 if self.activations else shape.virtual_stages)
 
     def version(self, shape: PipelineShape, stage: int, microbatch: int, first_batch: int) -> int:
-        """Return the weight version that `stage` uses for `microbatch`, forward and backward; W(t)
-        exists after t updates.
+        """Return the weight version of a stage's micro-batch; W(t) exists after t updates.
 
         `first_batch` is the first batch after the pipeline was last drained. The version never
         decreases as `microbatch` grows.
@@ -144,11 +138,7 @@ class Schedule:
         )
 
     def num_stale(self, shape: PipelineShape) -> int:
-        """Return how many micro-batches of a batch t use older weights than W(t) on stage 0, in the
-        steady state.
-
-        Only pipedream's later stages have fewer.
-        """
+        """Return how many of a batch's micro-batches use older weights than W(t), on stage 0."""
         batch, first = self._steady_batch(shape)
         start = batch * shape.num_microbatches
         return bisect_left(
@@ -168,8 +158,7 @@ class Schedule:
         return self.options.sync_steps + shape.num_stages + 1, self.options.sync_steps
 
     def slack(self, shape: PipelineShape) -> int:
-        """Return the forward-backward pairs on rank 0 between the last backward of batch t and the
-        first use of W(t+1).
+        """Return rank 0's pairs from batch t's last backward to the first use of W(t+1).
 
         Later ranks have more: they end a batch earlier, and start the next one later.
         """
@@ -183,8 +172,7 @@ class Schedule:
     def norm_delay(
         self, shape: PipelineShape, stage: int, *, gather: bool = False, host: float = 0.0
     ) -> int:
-        """Return the number of forwards and backwards between the last backward of batch t and
-        NORM(t), unless UPDATE(t) comes earlier.
+        """Return the steps between the last backward of batch t and NORM(t).
 
         NORM is at about the same time on all stages. It waits for the reduction, which over a slow
         link takes most of the slack; so the norm, a few bytes, gets the last pair before UPDATE(t)
@@ -210,8 +198,7 @@ class Schedule:
         return (4 * self.slack(shape) + 1) // 3 if gather else 2 * self.slack(shape)
 
     def _lead(self, shape: PipelineShape, stage: int) -> int:
-        """Return the forwards and backwards that `stage` runs between its last backward of a batch
-        and stage 0's last backward.
+        """Return the steps that `stage` runs between its last backward and stage 0's.
 
         It ends r backwards earlier: 2r/3 pairs if a backward takes two forwards. A longer warm-up,
         k(p-1-r), is for links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay
@@ -284,13 +271,9 @@ class Schedule:
     def compute_actions(
         self, shape: PipelineShape, rank: int, first_batch: int = 0, num_batches: int | None = None
     ) -> Iterator[Action]:
-        """Yield the compute actions of one rank, lazily, for batches [first_batch, first_batch +
-        num_batches).
+        """Yield one rank's compute actions for so many batches (None: without end), lazily.
 
-        The pipeline is drained before the first and after the last of them. None means without end.
-
-        Raises:
-            ConfigError: At once, if this schedule cannot run on this shape.
+        The pipeline is drained before the first and after the last. Raises: ConfigError, at once.
         """
         self.check_shape(shape)
         assert 0 <= rank < shape.num_ranks, f"rank {rank} of {shape.num_ranks}"

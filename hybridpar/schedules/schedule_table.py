@@ -77,8 +77,7 @@ def _synchronous_version(
 def _double_buffered_version(
     schedule: Schedule, shape: PipelineShape, stage: int, microbatch: int, first_batch: int
 ) -> int:
-    """Return the version if batch t uses W(t-1), and batches up to sync_steps use W(t): on every
-    stage, whenever the pipeline was drained.
+    """Return the version: batch t uses W(t-1) on every stage, batches up to sync_steps W(t).
 
     With early_switch L only the first p-1+L micro-batches use W(t-1), which is at least as many as
     are in flight at an update; the others of batch t use W(t).
@@ -222,14 +221,7 @@ def make_schedule(options: ScheduleOptions) -> Schedule:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule about the value of one option.
-
-    Attributes:
-        default: The value that changes nothing.
-        allowed: The option's value is allowed.
-        text: The rule in words.
-        works: A value that works.
-    """
+    """A rule about an option: its neutral value, whether its value is allowed, the error."""
 
     default: Any
     allowed: bool
@@ -321,11 +313,7 @@ def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return the schedule of a configuration; early_switch = "auto" counts as "off" until it is
-    measured.
-
-    Raises: ConfigError.
-    """
+    """Return the schedule of a configuration; "auto" counts as off. Raises: ConfigError."""
     return make_schedule(ScheduleOptions.of(config))
 
 
@@ -344,12 +332,7 @@ def drained(schedule: Schedule) -> Schedule:
 
 
 def find_schedule(schedule: str | ScheduleOptions | Schedule) -> Schedule:
-    """Return the schedule of that name or with these options. A Schedule is returned unchanged, and
-    "auto" counts as 1f1b until it is decided.
-
-    Raises:
-        ConfigError: There is no such schedule.
-    """
+    """Return the schedule of that name ("auto": 1f1b) or options. Raises: ConfigError."""
     if isinstance(schedule, Schedule):
         return schedule
     if isinstance(schedule, ScheduleOptions):

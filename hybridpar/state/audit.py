@@ -78,8 +78,7 @@ def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
 def audit_replicas(
     tensors: Mapping[str, Tensor], axis: Axis, read: Read = lambda tensor: tensor
 ) -> Mismatch | None:
-    """Return the first tensor, by name, that differs between the ranks of the axis that pass that
-    name.
+    """Return the first tensor, by name, that differs between ranks of the axis that pass it.
 
     `tensors` is the result of `replicas_along` for that axis. Compares dtype, shape and a hash of
     the bits: a difference in one element is always found, any other difference is missed with a

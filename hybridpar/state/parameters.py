@@ -29,8 +29,7 @@ def _layout_order(parameter: tuple[str, nn.Parameter, Placement]) -> tuple[int, 
 
 
 class StageParameters:
-    """The parameters of a stage that was built on the meta device: placements by name, and flat
-    layouts.
+    """The parameters of a stage on the meta device: placements by name, and flat layouts.
 
     Args:
         rounds_gradients: Gradients have this type, too, and not the master copy's.

@@ -44,8 +44,7 @@ from hybridpar.state.weights import HostedParameters, WeightStore
 
 
 class RankState:
-    """Weights, gradients, their reduction, and the optimizer, for the parameters of a rank's
-    stages.
+    """Weights, gradients, reduction and optimizer of the parameters of a rank's stages.
 
     All weights are zero until `initialize`, `fill` or `load`.
 

@@ -32,18 +32,13 @@ class Bundle:
     """One step of a run, and how to reproduce it.
 
     Attributes:
-        config: Configuration of the run.
-        step: Number of the step, from 1.
         losses: Partial losses of the step.
-        grad_norm: Gradient norm before clipping.
         corpus: Fingerprint of the data.
         checkpoint: Step of the checkpoint to start from. None: the run's initial weights.
         start: Step after which training resumed from the checkpoint; larger than `checkpoint` if
             a rollback left out batches.
         skipped: Steps since then without an update.
         kind, what, policy: The anomaly; empty if there was none.
-        lr: Learning rate of the step.
-        loss_scale: Loss scale of the step.
         tokens: Hash of the batch's content; empty if not known.
         versions: Weight versions by stage and micro-batch; empty if not known.
         stage_norms: Gradient norms, as in StepResult; empty if not known.
@@ -85,11 +80,7 @@ class Bundle:
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read a replay bundle.
-
-    Raises:
-        DataError: The file is missing, is no bundle, or its fields contradict each other.
-    """
+    """Read a replay bundle. Raises: DataError."""
     with errors_as(DataError, path, "is no replay bundle", ConfigError):
         document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES)), "it")
         if document.get("format") != FORMAT:

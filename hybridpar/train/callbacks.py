@@ -49,7 +49,6 @@ class CallbackRunner:
     """Call the functions on one rank, and record what they ask for.
 
     Args:
-        callbacks: The functions.
         ask_to_stop: Called when this rank wants to stop.
 
     Attributes:

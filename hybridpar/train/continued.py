@@ -20,7 +20,7 @@ from hybridpar.checkpoint.compatible import changes, setting
 from hybridpar.checkpoint.folders import folder_of
 from hybridpar.config import Config, from_plain, read_run_config
 from hybridpar.data import DataStart
-from hybridpar.errors import config_error
+from hybridpar.errors import ConfigError, config_error
 from hybridpar.job import JobPlan
 from hybridpar.optim import learning_rate
 from hybridpar.train import folder as run_folder
@@ -31,9 +31,7 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
     """Record on rank 0 how the run resumes, and return lines to print.
 
     Args:
-        config: The new configuration.
         step: Step that the run resumes after; 0 for a new run.
-        corpus: Fingerprint of the data.
         start: Position of the run's batches in the data.
     """
     path = config.run.folder / run_folder.CHANGES
@@ -53,11 +51,10 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
                     "sample": position,
                 }
             )
+            data = "these data" if corpora[0] == corpora[1] else "the new data"
             lines.append(
                 f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); "
-                "the next "
-                f"sample is number {position} of "
-                f"{'these' if corpora[0] == corpora[1] else 'the new'} data"
+                f"the next sample is number {position} of {data}"
             )
         lines += _rate_changes(before, config, step, manifest.state.num_updates)
     if rows or path.exists():
@@ -82,18 +79,14 @@ def _rate_changes(before: Config, now: Config, step: int, num_updates: int) -> l
     if was == will_be:
         return []
     advice = ""
-    if before.train.num_steps != now.train.num_steps and now.optim.decay == "wsd":
-        advice = (
-            "; without that if it resumes from before its decay: move the later checkpoints away"
-        )
-    elif before.train.num_steps != now.train.num_steps:
-        advice = (
-            '; a run with optim.decay = "wsd" can be made longer from before its decay without that'
-        )
+    if before.train.num_steps != now.train.num_steps:
+        advice = '; a run with optim.decay = "wsd" can be made longer without that'
+        if now.optim.decay == "wsd":
+            advice = "; not if it resumes from before its decay: move the later checkpoints away"
     return [
         f"the learning rate of step {step + 1} was to be {was:.4g} (train.num_steps = "
-        f"{before.train.num_steps}), "
-        f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"
+        f"{before.train.num_steps}), and is {will_be:.4g} now (train.num_steps = "
+        f"{now.train.num_steps}){advice}"
     ]
 
 
@@ -112,15 +105,14 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
     Raises:
         ConfigError: The configuration changed between these steps, or is no longer known.
     """
+
+    def lost(change: int, why: str) -> ConfigError:
+        rule = f"settings changed after step {change} ({run_folder.CHANGES}), {why}"
+        return config_error("step", step, rule, "a larger checkpoint.keep next time")
+
     rows = _recorded(folder / run_folder.CHANGES)
     if change := max((change for change in rows if start < change < step), default=0):
-        raise config_error(
-            "step",
-            step,
-            f"settings changed after step {change} ({run_folder.CHANGES}), whose checkpoint has "
-            f"been removed",
-            "a larger checkpoint.keep next time",
-        )
+        raise lost(change, "whose checkpoint has been removed")
     root = folder / run_folder.CHECKPOINTS
     later = min((change for change in rows if change >= step), default=None)
     if later is None:
@@ -128,13 +120,7 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
     elif saved := [saved for saved in saved_steps(root) if step <= saved <= later]:
         config = read_manifest(folder_of(root, saved[-1])).config
     else:
-        raise config_error(
-            "step",
-            step,
-            f"settings changed after step {later} ({run_folder.CHANGES}), and no checkpoint "
-            f"between the two is left",
-            "a larger checkpoint.keep next time",
-        )
+        raise lost(later, "and no checkpoint between the two is left")
     row = rows.get(start, {"settings": {}, "corpus": ["", ""]})
     train = replace(config.train, continue_with=tuple(row["settings"]))
     return replace(config, train=train), row["corpus"][1]

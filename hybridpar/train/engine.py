@@ -94,8 +94,6 @@ class Engine:
 
     Args:
         job: Everything derived from the configuration: shape, schedule, segments, recomputation.
-        grid: The process grid.
-        device: The device of this rank.
         policy: Decides about each batch: loss scale, learning rate, clip or skip. Default: the
             configured policy.
         wrap_plan: Takes the plan's actions and yields the same actions. It may act between two of
@@ -213,8 +211,6 @@ class Engine:
         finish and report their results. Several sites end once an outer step has told all of them.
 
         Args:
-            loader: Loads the micro-batches.
-            num_batches: Number of batches to train.
             on_step: Called with each batch's result after its update.
             on_gradients: Called before each update with the batch number and its gradients, which
                 are reduced over the whole batch and not yet clipped. Copy them to keep them.
@@ -303,7 +299,6 @@ class Engine:
 
         Args:
             tensors: Tensors of a checkpoint of the same grid, or resharded by checkpoint.restate.
-            meta: Return value of `state_meta`.
 
         Raises:
             CheckpointError: A tensor is missing or has another shape; the message names the first.

@@ -40,10 +40,6 @@ def batch_loader(engine: Engine, samples: Samples) -> BatchLoader:
 class Evaluator:
     """Evaluate an engine on the first train.eval_batches batches of each validation set.
 
-    Args:
-        sets: Samples by set.
-        tokenizer: The data's tokenizer, if it is known.
-
     Raises:
         ConfigError: Bits per byte are asked for, and the tokenizer cannot tell bytes.
 
@@ -63,12 +59,11 @@ class Evaluator:
         self._num_bytes: dict[str, int] = {}
         self._byte_lengths = None if tokenizer is None else tokenizer.byte_lengths
         if BITS_PER_BYTE in self._metrics and self._byte_lengths is None:
-            raise config_error(
-                "train.eval_metrics",
-                list(self._metrics),
-                f"{BITS_PER_BYTE} requires a byte-level or SentencePiece tokenizer (data.tokenizer)",
-                str([one for one in self._metrics if one != BITS_PER_BYTE]),
+            rule = (
+                f"{BITS_PER_BYTE} requires a byte-level or SentencePiece tokenizer (data.tokenizer)"
             )
+            works = str([one for one in self._metrics if one != BITS_PER_BYTE])
+            raise config_error("train.eval_metrics", list(self._metrics), rule, works)
 
     def has_targets(self, name: str) -> bool:
         """Return whether any label in the evaluated batches of a set counts."""

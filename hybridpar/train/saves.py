@@ -20,7 +20,6 @@ class Saves:
     """Save the checkpoints of a run.
 
     Args:
-        saver: Writes checkpoints.
         limit: Number of failures in a row that ends the run.
         warn: Called with each failure before that.
 
@@ -66,8 +65,7 @@ class Saves:
                 ) from error
             self._warn(
                 f"{error}; training continues, and the next save tries again ({self._failed} of "
-                f"{self._limit} "
-                "failures in a row that end the run)"
+                f"{self._limit} failures in a row that end the run)"
             )
 
     def insist(self, val_loss: float | None) -> None:

@@ -13,10 +13,7 @@ from hybridpar.train.batches.step_result import SiteStatus, StepResult
 
 
 class SiteExchange:
-    """Exchange this site's status with the other sites.
-
-    The status covers the steps since the site's last message left.
-    """
+    """Exchange this site's status since its last message with the other sites."""
 
     def __init__(self, outer: OuterStep):
         self._outer = outer
@@ -30,10 +27,7 @@ class SiteExchange:
         self._skipped = 0
 
     def before_update(self, result: StepResult, ending: bool) -> None:
-        """Add a step to the status and pass it on, before the step's update.
-
-        ending: whether this site asks to end training.
-        """
+        """Add a step to the status and pass it on. ending: this site asks to end training."""
         self._skipped += result.skipped
         if result.num_targets and isfinite(result.loss):
             self._loss = self._loss + result.loss

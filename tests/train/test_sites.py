@@ -133,7 +133,7 @@ def train_and_go_on(config: Config, root: Path) -> dict[str, Any]:
         },
     }
     if grid.rank == 3:
-        next(iter(engine.state.outer.anchor.views().values())).view(-1)[3] += 1e-3  # type: ignore[union-attr]
+        next(iter(engine.state.outer.buffers["anchor"].views().values())).view(-1)[3] += 1e-3  # type: ignore[union-attr]
     report["corrupt"] = find_divergence(engine.state.placed(), grid)
     return report
 

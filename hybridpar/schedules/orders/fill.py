@@ -58,8 +58,7 @@ def fill(
     *,
     swaps: bool = True,
 ) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps of all ranks for a batch that drains: F's and I's of `orders`, approximately
-    in their order, and W's.
+    """Return each rank's steps for a draining batch: F's and I's about in order, and W's.
 
     Args:
         orders: F, and B or I, of each rank for micro-batches 0 to m - 1. With W right after each I
@@ -89,8 +88,7 @@ def fill(
 
 
 def in_any_order(shape: PipelineShape, costs: Costs, room: Room) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps of all ranks for a batch that drains, without an initial order: whatever can
-    run runs, and otherwise W's.
+    """Return each rank's steps for a draining batch: whatever can run runs, otherwise W's.
 
     I comes before F, or F before I except on the first virtual stage; the shorter result counts. An
     F of a later virtual stage comes before an F of an earlier one.
@@ -144,8 +142,7 @@ class _Ranks:
         self.events = [(0.0, rank) for rank in range(p)]
 
     def run(self, wait: float, look: int, within: float = inf) -> float | None:
-        """Return the time at which all steps are done; None if they never are, or not within the
-        time `within`.
+        """Return when all steps are done; None if never, or not within the time `within`.
 
         Args:
             wait: Gaps shorter than this share of a W are left empty.

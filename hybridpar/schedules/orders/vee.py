@@ -197,37 +197,28 @@ class _Full:
     def steps(self) -> Iterator[Step]:
         p = self._p
         r = self._r
-        until = self._until
         there, back = self._stages
-        forward = (Kind.F, there)
-        weight = Kind.W
         for _ in range(2 * (p - r) - 1):
-            yield from self._next(*forward)
+            yield from self._next(Kind.F, there)
         for _ in range(r):
             yield from self._next(Kind.F, back)
-            yield from self._next(*forward)
+            yield from self._next(Kind.F, there)
         for _ in range(p - r):
-            for kind in (Kind.F, Kind.I, weight):
+            for kind in (Kind.F, Kind.I, Kind.W):
                 yield from self._next(kind, back)
-        while self._done[Kind.F, back] < until:
-            yield from self._next(*forward)
-            for kind, stage in (
-                (Kind.I, there),
-                (weight, there),
-                (Kind.F, back),
-                (Kind.I, back),
-                (weight, back),
-            ):
-                yield from self._next(kind, stage)
-        for stages, times in (((there, back), r), ((there,), p - r)):
-            for _ in range(times):
-                for stage in stages:
-                    yield from self._next(Kind.I, stage)
-                if len(stages) == 1:
-                    yield from self._next(weight, there)
+        while self._done[Kind.F, back] < self._until:
+            for stage in (there, back):
+                for kind in (Kind.F, Kind.I, Kind.W):
+                    yield from self._next(kind, stage)
+        for _ in range(r):
+            yield from self._next(Kind.I, there)
+            yield from self._next(Kind.I, back)
+        for _ in range(p - r):
+            yield from self._next(Kind.I, there)
+            yield from self._next(Kind.W, there)
         for stage in (back, there):
-            while self._done[weight, stage] < until:
-                yield from self._next(weight, stage)
+            while self._done[Kind.W, stage] < self._until:
+                yield from self._next(Kind.W, stage)
 
     def _next(self, kind: Kind, stage: int) -> Iterator[Step]:
         k = self._done[kind, stage]

@@ -55,8 +55,7 @@ def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
 def delay_weight_gradients(
     actions: Iterable[Action], delay: int, num_backwards: int
 ) -> Iterator[Action]:
-    """Move each W of one rank's compute actions behind the next `delay` I, if its batch has so
-    many.
+    """Move each W of a rank's actions behind the next `delay` I, if its batch has so many.
 
         1f1b, p = 4, rank 3, delay 3    F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 .. W5
 
@@ -118,6 +117,14 @@ def add_updates(
     completing = ACTION_SPECS[Kind.REDUCE].needs
     adding = {kind for kind, row in ACTION_SPECS.items() if row.adds}
     alike = schedule.flush and not host  # a batch changes only at its last backwards
+
+    def update(batch: int) -> Iterator[Action]:
+        if options.clip and batch >= normed:
+            yield Action(Kind.NORM, stage, batch)
+        if host and batch >= hosted:
+            yield Action(Kind.HOST, stage, batch, batch + 1)
+        yield Action(Kind.UPDATE, stage, batch, batch + 1)
+
     for action in actions:
         if first:
             stage = shape.rank_of(action.stage)
@@ -138,12 +145,7 @@ def add_updates(
         if early and position - of_batch * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
-            yield from _update(
-                stage,
-                batch,
-                with_norm=options.clip and batch >= normed,
-                with_host=host > 0 and batch >= hosted,
-            )
+            yield from update(batch)
         updated = max(updated, needed)
         normed = max(normed, needed)
         hosted = max(hosted, needed)
@@ -168,20 +170,7 @@ def add_updates(
             yield Action(Kind.REDUCE, stage, reduced)
             reduced += 1
     for batch in range(updated, reduced):
-        yield from _update(
-            stage,
-            batch,
-            with_norm=options.clip and batch >= normed,
-            with_host=host > 0 and batch >= hosted,
-        )
-
-
-def _update(stage: int, batch: int, *, with_norm: bool, with_host: bool) -> Iterator[Action]:
-    if with_norm:
-        yield Action(Kind.NORM, stage, batch)
-    if with_host:
-        yield Action(Kind.HOST, stage, batch, batch + 1)
-    yield Action(Kind.UPDATE, stage, batch, batch + 1)
+        yield from update(batch)
 
 
 def _needed_version(
@@ -208,8 +197,7 @@ def add_communication(
     lean: bool = False,
     endless: bool = False,
 ) -> Iterator[Action]:
-    """Add to one rank's actions the receive of each computation's input, and the send of its
-    output.
+    """Add the receive and the send of each computation to one rank's actions.
 
     A send directly follows its F, B or I. A receive is posted `ahead` computations before its use
     (W, which needs none, does not count), that is, before the computation `ahead` places earlier
@@ -262,8 +250,7 @@ def add_communication(
 
 
 def merge_backward(actions: Iterable[Action], shape: PipelineShape) -> Iterator[Action]:
-    """Merge each I of one rank's actions with the W that follows it into one B, if no other rank
-    waits for the result of I.
+    """Merge each I with the W that follows it into one B, if no other rank waits for I.
 
     No rank waits for a stage that sends no gradient, such as the first one, or whose gradient goes
     to the same rank. At most receives may be in between. They are posted before the B: after it, a
@@ -308,9 +295,7 @@ def lower(
     without end. The schedule's options say which passes run. `parts`: segments of each stage, or a
     Division.
 
-    Raises:
-        ConfigError: At once, if the schedule is unknown or cannot run on this shape, or with this
-            division.
+    Raises: ConfigError, at once, if the schedule cannot run on this shape or with this division.
     """
     schedule = find_schedule(schedule)
     division = _division(parts, shape, rank)
@@ -367,12 +352,7 @@ def forward_actions(
     version: int = NO_VERSION,
     parts: int | Division = 1,
 ) -> Iterator[Action]:
-    """Yield one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all
-    with `version`.
-
-    Raises:
-        ConfigError: At once, if they cannot be divided like this.
-    """
+    """Yield a rank's forwards of an evaluation, with `version`. Raises: ConfigError, at once."""
     division = _division(parts, shape, rank)
     order = forward_order(shape, rank, num_microbatches)
     forwards = (Action(Kind.F, stage, k, version) for stage, k in order)

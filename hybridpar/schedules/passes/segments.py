@@ -212,10 +212,7 @@ def order(kind: Kind, num_parts: int) -> range:
 
 
 class PartCounts:
-    """Numbers of parts of one rank's actions, as found in its list.
-
-    All computations on a stage have the same number; NORM and UPDATE have separate numbers.
-    """
+    """Numbers of parts of a rank's actions: computations by stage, NORM, HOST, UPDATE."""
 
     def __init__(self, actions: Iterable[Action]):
         self._counts: dict[tuple[Kind, int], int] = {}  # actions that are divided

@@ -56,11 +56,7 @@ class PlanError(HybridparError):
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Proof of a plan: the range of batches, and the peak counts of each rank.
-
-    send_window: the number of unfinished sends that a rank must be allowed, so that the plan runs
-    to its end.
-    """
+    """Proof of a plan: its batches, each rank's peaks, the send window that it needs."""
 
     schedule: str
     shape: PipelineShape
@@ -91,8 +87,7 @@ def check(
     serial_links: bool = True,
     residency: Mapping[int, Residency | SharedItems] | None = None,
 ) -> CheckReport:
-    """Prove that `plan` runs `batches` by the schedule's rules. batches: None: the batches of its
-    forwards.
+    """Prove that `plan` runs `batches` (None: all of its forwards) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
     NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one

@@ -28,8 +28,7 @@ _STEADY = 8
 
 
 def prove(schedule: Schedule, shape: PipelineShape) -> list[CheckReport]:
-    """Prove the plan of a run of any number of steps: the plan of its first, synchronous steps, if
-    there are some, and the plan of the schedule.
+    """Prove the plans of a run: of its synchronous steps, if any, and of the schedule.
 
     Raises: PlanError; ConfigError if the schedule cannot run on this shape.
     """

@@ -7,8 +7,7 @@ from heapq import heappop, heappush
 
 
 class Cores:
-    """Cores that are shared evenly: each piece of work runs at the speed min(1, cores / pieces
-    under way).
+    """Cores that are shared evenly: work runs at the speed min(1, cores / pieces under way).
 
     All run at one speed, so `_served`, the work done on a piece that was there from the start,
     orders their ends.

@@ -55,16 +55,14 @@ def simulate(
     residency: Mapping[int, Residency | SharedItems] | None = None,
     ready: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulate a lowered plan (`lowering.make_plan`) with the given costs (default: a forward takes
-    1, a backward 2).
+    """Simulate a lowered plan; by default a forward takes 1, a backward 2.
 
     Args:
         residency: By rank, the items that the plan moves between tiers or replicas; without it,
             moves take no time.
         ready: By rank, the time at which it has its first weights; None: at once.
 
-    Raises:
-        StuckError: A rank waits for something that never comes.
+    Raises: StuckError, if a rank waits for something that never comes.
     """
     assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
     machine = _Machine(plan, costs or Costs(), residency or {}, ready)
@@ -82,8 +80,7 @@ def simulate(
 
 
 def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
-    """Return the smallest send window, at least `min_send_window`, with which the plan runs to its
-    end.
+    """Return the smallest send window, at least `min_send_window`, that the plan needs.
 
     Whenever no rank can continue and at least one waits for its oldest send, the window of all
     ranks grows by one. A wider window only removes waits, so the plan also ends if every rank has
@@ -137,16 +134,15 @@ class _OfLastPart:
 
 
 class _Machine:
-    """A graph: ranks, the resources between and beside them, and the rules by kind of action that
-    connect both.
+    """A graph: ranks, the resources beside them, and the rules by kind of action.
 
-        ranks ------ transfers ---- cores or wires, which these share
-              |----- collectives    REDUCE, NORM, gather
-              |----- exchanges      only where communication blocks a rank
-              |----- hosts          only where a host makes the weights
-              |----- activations    only where they are offloaded
-              |----- items          only where state moves
-              '----- window         only where unfinished sends are limited
+    ranks ------ transfers ---- cores or wires, which these share
+          |----- collectives    REDUCE, NORM, gather
+          |----- exchanges      only where communication blocks a rank
+          |----- hosts          only where a host makes the weights
+          |----- activations    only where they are offloaded
+          |----- items          only where state moves
+          '----- window         only where unfinished sends are limited
     """
 
     def __init__(

@@ -141,8 +141,7 @@ class Timeline:
         ]
 
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
-        """Return a stretch of complete batches in the steady state, as rank 0 starts them: start,
-        end, and number of batches.
+        """Return a steady stretch of complete batches on rank 0: start, end, number of batches.
 
         If the plan drains before and after a batch and repeats itself, that batch. Else the second
         half of the plan without its last batch, so that fill and drain do not count; that needs at
@@ -175,8 +174,7 @@ class Timeline:
         )
 
     def drained(self, num_microbatches: int) -> list[tuple[float, float]]:
-        """Return a batch on each rank, from the previous batch's update to its own, if all later
-        batches repeat it; else nothing.
+        """Return a batch on each rank, from update to update, if all later ones repeat it.
 
         They do if ranks start a batch once they have made the previous update, and all of them end
         it equally long after that, because a batch depends on the past only through the time

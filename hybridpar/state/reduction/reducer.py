@@ -16,8 +16,7 @@ from hybridpar.state.residency.chunks import Buffer, BufferUsage
 
 
 class GradientReducer:
-    """Reduces a flat gradient in the buckets of a partition. Each bucket starts as soon as all of
-    its gradients are final.
+    """Reduces a flat gradient in buckets, each as soon as all of its gradients are final.
 
     For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final
     (see GradientAccumulator.arm), `flush()` after it for parameters without a gradient, and

@@ -73,10 +73,7 @@ def draw_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    """Draw the rows that stdin has as JSON: the main function of the drawing process.
-
-    Arguments: file and title.
-    """
+    """Draw the rows that stdin has as JSON. Arguments of the process: file and title."""
     plot_loss(json.load(sys.stdin), Path(sys.argv[1]), sys.argv[2])
 
 

@@ -37,8 +37,6 @@ class Status:
     """The latest numbers of a run, as a line of text.
 
     Args:
-        total: Steps of the whole run.
-        step: The newest step.
         evaluation: Numbers of the newest evaluation by name, such as {"val": 4.32}.
         row: Numbers of the newest step, as in metrics.jsonl.
         ends: Numbers and times of the last steps.
@@ -164,7 +162,6 @@ class PlainReporter(Reporter):
 
     Args:
         total: Number of steps of the whole run.
-        is_verbose: Whether to show details.
     """
 
     def __init__(self, total: int, is_verbose: bool = False):
@@ -257,9 +254,7 @@ def make_reporter(rank: int, total: int, is_verbose: bool = False) -> Reporter:
     """Create the reporter for this rank and this terminal.
 
     Args:
-        rank: Rank of this process.
         total: Number of steps of the run.
-        is_verbose: Whether to show details.
     """
     if rank != 0:
         return Reporter()
