@@ -1,8 +1,33 @@
-"""The kinds of state that a rank keeps.
+"""The kinds of state that a rank keeps: name, content, and what a load does if a checkpoint has
+none.
 
-Keys of tensors begin with a kind's name, then the parameter or the kind's `form`. If a load finds
-no tensor, `restate` says what it takes: the weights, or else zeros. Checkpoints, copies of the
-state, audits and the prediction of memory go through `KINDS`.
+    key                            tensors                                    if a load finds none
+    weights/<version>/<parameter>  complete local parameters, on all          (always present)
+                                   replicas; frozen ones once, with the
+                                   newest version
+    shares/<version>/<parameter>   this rank's shards of weights that         the weights
+                                   replicas shard (ZeRO-3)
+    master/<parameter>             this rank's shards                         the weights
+    optimizer/<parameter>.<state>  this rank's shards                         zero
+    anchor/<parameter>             this rank's shards of the weights that     the weights
+                                   all sites last had in common
+    outer/<parameter>              this rank's shards of the outer momentum   zero
+    sent/<parameter>               this rank's shards of differences that     (there are none)
+                                   were sent to other sites, not yet applied
+    remainder/<parameter>          this rank's shards of the quantization     zero
+                                   error of messages to other sites
+    feedback/<parameter>           complete local parameters, different on    zero; if the number of replicas
+                                   every replica                              changes, their sum is preserved
+    learned/<parameter>.<what>     what compression has learned, different    zero: it restarts
+                                   on every replica
+    basis/<parameter>.<what>       what compression has learned, equal on     zero: it restarts
+                                   all replicas
+    gradients                      complete local parameters; never saved
+    messages                       buffers of compressed gradients; never saved
+    host                           buffers of copies to and from the host; never saved
+    fp8                            quantized hidden matrices of every live version; never saved
+
+Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
 """
 
 from __future__ import annotations
