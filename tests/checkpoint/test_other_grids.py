@@ -162,6 +162,7 @@ def test_another_grid(
     moves(tmp_path, make(before, **sections), make(after, **sections), make({}, **sections))
 
 
+@pytest.mark.thorough
 def test_two_versions_of_one_are_those_of_a_run_that_was_synchronous_till_then(
     tmp_path: Path,
 ) -> None:

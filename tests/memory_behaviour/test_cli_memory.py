@@ -117,6 +117,7 @@ def test_a_large_trace_is_written_compressed(
     assert not (tmp_path / "large" / "trace.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_times_of_a_cluster_make_swaps_possible(
     config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

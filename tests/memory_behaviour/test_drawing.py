@@ -256,6 +256,7 @@ def _areas(shapes: Iterable[str]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.thorough
 def test_short_temporaries_do_not_hide_small_activations() -> None:
     """A large model: 200 rows of activations that live long, each with 400 temporaries of a
     thousandth of the time."""

@@ -254,7 +254,7 @@ def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: boo
     )
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
     """Links are free. The best stages of whole blocks take what the planner's take; chunks may take

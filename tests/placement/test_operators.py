@@ -81,6 +81,7 @@ def test_a_layer_by_hand() -> None:
     assert product.traffic == 4 * whole + 4 * 3 * h * (h + 1)
 
 
+@pytest.mark.thorough
 def test_functions_of_the_micro_batch_alone_are_no_operators() -> None:
     bert = block_operators(made.config(kind="bert", position="rotary"), 1)
     assert [op.name for op in bert if not op.reads] == []  # neither masks nor tables of positions

@@ -399,6 +399,7 @@ def footprints() -> Footprints:
     return Footprints()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("fast_products")
 def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
     """GPT 2.2B on 8 V100 of 16 GB; the paper's figure 7 shows 11.3 GB for its own code."""

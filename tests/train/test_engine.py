@@ -214,6 +214,7 @@ def test_state_of_another_model_is_refused() -> None:
         engine.load_state(tensors, meta)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_evaluation_is_the_mean_over_all_samples_without_dropout() -> None:
     engine, loader = start(make(model={"dropout": 0.5}, pipeline={"num_microbatches": 12}))

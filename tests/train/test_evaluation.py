@@ -299,7 +299,7 @@ def _second_half(size: int, position: int) -> bool:
     return position // size % 2 == 1
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_a_replica_without_labels_is_as_if_one_process_had_them(kind: str) -> None:

@@ -284,6 +284,7 @@ def test_room_of_the_fullest_host(
                 room.require(9)
 
 
+@pytest.mark.thorough
 def test_a_trial_takes_no_more_than_the_host_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,7 +172,7 @@ def test_parts_change_nothing(parts: int, dtype: str) -> None:
     one.check(other)
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optim", "model"),
     [

@@ -106,6 +106,7 @@ def test_corrections_of_parts(staleness: str) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_correction_that_is_missing_is_found() -> None:
     """The comparison must be able to fail: an oracle that knows nothing of the correction
     disagrees."""

@@ -75,7 +75,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any], sequence: 
     holds(grid, make(model, parallel={"sequence": sequence and "tp" in grid}), num_batches=2)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "all", "selective", "stage"])
 @pytest.mark.parametrize(
     "pipeline",

@@ -509,6 +509,7 @@ def test_a_run_generates_in_its_own_precision(tmp_path: Path, run: Path) -> None
     }
 
 
+@pytest.mark.thorough
 def test_a_prompt_may_be_a_message(tmp_path: Path, run: Path, capsys: Any) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
