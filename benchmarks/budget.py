@@ -8,7 +8,7 @@ large   a GPT of 20 GB of state in a process that may take 8 GB, which the kerne
 curve   a smaller one at budgets from the least that works to all of its state. Its losses must be
         those without a budget, to the bit.
 host    the same under 2bw with the optimizer on the host, which takes turns with the budget alone.
-        Both have equal losses, and equal budgets. `ratio` here: its time over that of the budget
+        Both have equal losses, and equal budgets. `ratio` here: its time over the time with the budget
         alone, measured, and simulated from the speeds of computing, disk and update.
 
 `ratio`: time of a step over max(compute, bytes read / bandwidth, bytes written / bandwidth).

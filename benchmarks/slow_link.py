@@ -212,7 +212,7 @@ SHARES = ("waiting_for_inputs", "waiting_for_norm", "without_a_core")
 
 def print_case(entry: Mapping[str, Any]) -> None:
     """A line for each side."""
-    rows = [(*HEADINGS[:-1], f"time over that of {entry['against']}")]
+    rows = [(*HEADINGS[:-1], f"time over {entry['against']}")]
     for method, links in entry["sides"].items():
         for link, side in links.items():
             share = side["share"]

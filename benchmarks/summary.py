@@ -220,7 +220,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "slow_link",
         ),
         Row(
-            "50 Mbit/s: Schedule1F1B's time / that of 2bw with int4",
+            "50 Mbit/s: Schedule1F1B's time / 2bw's time with int4 messages",
             "link_peers",
             "cases/stages .* wan/ratio/Schedule1F1B/median",
             "link_peers",
