@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Any
 
@@ -39,11 +39,15 @@ _USUAL = ("pp", "dp", "tp")
 _ORDER = ("pp", "dp", "cp", "tp")
 """The order of the axes whose sizes are given by keyword."""
 EXPERTS = "experts"
-"""Axis whose ranks hold different experts (parallel.ep), inside of dp."""
-BATCH = ("dp", EXPERTS, "cp")
-"""Axes that divide a batch, dp and ep by samples and cp by the tokens of each sample: ranks along
-them hold the same parameters, except that ranks along ep hold different experts, and each computes
-a part of the gradient."""
+"""Axis inside of dp whose ranks hold different experts (parallel.ep)."""
+CONTEXT_EXPERTS = "context_experts"
+"""Axis inside of cp whose ranks hold different experts (parallel.ep)."""
+EXPERT_AXES = (EXPERTS, CONTEXT_EXPERTS)
+"""Axes whose ranks hold different experts: neighbours of cp first, then replicas."""
+BATCH = ("dp", EXPERTS, "cp", CONTEXT_EXPERTS)
+"""Axes that divide a batch, the first two by samples and the others by the tokens of each sample:
+ranks along them hold the same parameters, except that ranks along `EXPERT_AXES` hold different
+experts, and each computes a part of the gradient."""
 APART = ("site",)
 """Axes whose ranks train apart: each has different weights, which only the outer step
 (state/reduction/outer.py) averages."""
@@ -52,6 +56,7 @@ _WORDS = {
     "dp": "replica",
     EXPERTS: "expert part",
     "cp": "context part",
+    CONTEXT_EXPERTS: "expert part of the context",
     "tp": "tensor part",
 }
 
@@ -150,8 +155,8 @@ class Axis:
 
 
 _JOIN = " x "
-REPLICAS = _JOIN.join(BATCH[:2])
-"""Line of all replicas, if the grid has an axis of experts."""
+_DIVIDED = (("dp", EXPERTS), ("cp", CONTEXT_EXPERTS), EXPERT_AXES)
+"""Axes whose joined line stands for dp, cp and experts on a grid that has both."""
 EXPERT_DP = "expert_dp"
 """Line of the ranks that hold the same experts, if the grid has an axis of them."""
 
@@ -161,14 +166,15 @@ class ProcessGrid:
     "tp": 2})`.
 
     `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
-    axes together. By attribute: `tp`, `cp`, `dp`, `pp`; `experts` (the replicas that share the
-    experts of a layer; `dp` is then its line of dp and experts together, along which samples
-    differ); `dp_cp` (dp and cp together, over which gradients are summed; dp itself if the grid has
-    no axis cp); `expert_dp` (the ranks of dp_cp that hold the same experts); `pp_reverse` (pp with a
-    separate communicator, for gradients that flow against the activations); `embedding_group` (the
-    first and last pipeline stage with all their replicas, which share tied embeddings; size 1 in
-    between, and if pp is 1); `site` (the ranks that hold the same parameters at other sites);
-    `site_group` (all ranks of this rank's site); `world` (all ranks).
+    axes together. By attribute: `tp`, `cp`, `dp`, `pp`; `experts` (the ranks of dp and cp that share
+    the experts of a layer; `dp` is then the line of all replicas, along which samples differ, and
+    `cp` the line of all ranks that share a sample); `dp_cp` (dp and cp together, over which
+    gradients are summed; dp itself if the grid has no axis cp); `expert_dp` (the ranks of dp_cp
+    that hold the same experts); `pp_reverse` (pp with a separate communicator, for gradients that
+    flow against the activations); `embedding_group` (the first and last pipeline stage with all
+    their replicas, which share tied embeddings; size 1 in between, and if pp is 1); `site` (the
+    ranks that hold the same parameters at other sites); `site_group` (all ranks of this rank's
+    site); `world` (all ranks).
 
     NCCL runs the operations that a rank issues on one communicator in that order, on one stream. If
     init_process_group was given a `device_id`, as the launcher does, this holds for transfers with
@@ -297,13 +303,18 @@ class ProcessGrid:
         self.tp, self.dp, self.pp, self.pp_reverse, self.embedding_group, self.world = map(
             self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "embedding_group", "world")
         )
-        self.dp = self._axes.get(REPLICAS, self.dp)
-        self.cp = self._axes.get("cp", Axis("cp", 0, (rank,), flight=self.flight))
-        self.experts = self._axes.get(EXPERTS, Axis(EXPERTS, 0, (rank,), flight=self.flight))
+        self.dp, self.cp, self.experts = (self._line(axes) for axes in _DIVIDED)
         self.dp_cp = self._axes[_joined_batch(self.sizes)]
         self.expert_dp = self._axes.get(EXPERT_DP, self.dp_cp)
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.site_group = self._axes.get("site_group", self.world)
+
+    def _line(self, axes: Sequence[str]) -> Axis:
+        """Return this rank's line along those of the axes that the grid has."""
+        present = [name for name in axes if name in self.sizes]
+        return self._axes.get(
+            _JOIN.join(present), Axis(axes[0], 0, (self.rank,), flight=self.flight)
+        )
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of communication from now on. Ranks that compile need a longer one at
@@ -387,15 +398,19 @@ def where_of(stages: Sequence[int], place: Place) -> str:
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
     """Return the axes of the grid that a configuration asks for; the axis of sites only if there
-    are several, and cp and experts only if they are used.
+    are several, and cp and axes of experts only if they are used.
 
-    The replicas are along dp and experts together: parallel.dp is the product of both.
+    parallel.dp is the product of dp and experts, and parallel.cp of cp and context_experts. Experts
+    are divided within cp as far as its size allows, and the rest within dp.
     """
+    within_cp = gcd(parallel.ep, parallel.cp)
+    within_dp = parallel.ep // within_cp
     sites = {"site": parallel.sites} if parallel.sites > 1 else {}
-    replicas = {"dp": parallel.dp // parallel.ep}
-    experts = {EXPERTS: parallel.ep} if parallel.ep > 1 else {}
-    context = {"cp": parallel.cp} if parallel.cp > 1 else {}
-    return sites | {"pp": parallel.pp} | replicas | experts | context | {"tp": parallel.tp}
+    replicas = {"dp": parallel.dp // within_dp}
+    replicas |= {EXPERTS: within_dp} if within_dp > 1 else {}
+    context = {"cp": parallel.cp // within_cp} if parallel.cp > 1 else {}
+    context |= {CONTEXT_EXPERTS: within_cp} if within_cp > 1 else {}
+    return sites | {"pp": parallel.pp} | replicas | context | {"tp": parallel.tp}
 
 
 def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
@@ -432,9 +447,10 @@ def lines_of(
     ends = ranks.index_select(names.index("pp"), torch.tensor([0, last]))
     batch = [name for name in BATCH if name in names]
     lines["embedding_group"] = along("pp", *batch, of=ends) if last else []
-    if EXPERTS in names:
-        lines[REPLICAS] = along("dp", EXPERTS)
-        lines[EXPERT_DP] = along(*(name for name in batch if name != EXPERTS))
+    if any(name in EXPERT_AXES for name in names):
+        divided = [axes for axes in _DIVIDED if all(name in names for name in axes)]
+        lines |= {_JOIN.join(axes): along(*axes) for axes in divided}
+        lines[EXPERT_DP] = along(*(name for name in batch if name not in EXPERT_AXES))
     if len(batch) > 1:
         lines[_joined_batch(names)] = along(*batch)
     if any(name in APART for name in names):

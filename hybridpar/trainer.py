@@ -254,7 +254,7 @@ class Trainer:
 
         parallel = self.config.parallel
         own = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
-        own["dp"] = max(parallel.dp, parallel.ep)
+        own["dp"] = max(parallel.dp, parallel.least_dp)
         sizes = own if grid is None else grid
         with self._prepared():
             on = on_grid(self.config, sizes)

@@ -137,9 +137,10 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("parallel.zero", 0, rule, "1")
     ep = config.parallel.ep
     replicas = world_size // least
-    if not dp and world_size % least == 0 and replicas % ep:
-        rule = f"must divide the {replicas} replicas that {world_size} processes are"
-        yield Problem("parallel.ep", ep, rule, str(gcd(ep, replicas)))
+    if not dp and world_size % least == 0 and replicas * cp % ep:
+        times = f", times cp = {cp}" if cp > 1 else ""
+        rule = f"must divide the {replicas} replicas that {world_size} processes are{times}"
+        yield Problem("parallel.ep", ep, rule, str(gcd(ep, replicas * cp)))
     context = f" cp={cp}" if cp > 1 else ""
     given = f" sites={sites}" if sites > 1 else ""
     product = f"tp{' * cp' if cp > 1 else ''} * pp * dp{' * sites' if sites > 1 else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,54 @@ def test_the_axis_of_context_parallelism() -> None:
     assert without.cp.size == 1
     assert without.dp_cp is without.dp
     assert ProcessGrid(cp=1).place == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names", "experts", "same"),
+    [
+        ({"dp": 4, "ep": 2}, ["pp", "dp", "experts", "tp"], (4, 5), (5, 7)),
+        ({"cp": 4, "dp": 1, "ep": 2}, ["pp", "dp", "cp", "context_experts", "tp"], (4, 5), (5, 7)),
+        (
+            {"cp": 2, "dp": 2, "ep": 4},
+            ["pp", "dp", "experts", "cp", "context_experts", "tp"],
+            (4, 5, 6, 7),
+            (5,),
+        ),
+        (
+            {"cp": 4, "dp": 3, "ep": 3},
+            ["pp", "dp", "experts", "cp", "tp"],
+            (13, 17, 21),
+            (12, 13, 14, 15),
+        ),
+        (
+            {"cp": 4, "dp": 3, "ep": 6},
+            ["pp", "dp", "experts", "cp", "context_experts", "tp"],
+            (12, 13, 16, 17, 20, 21),
+            (13, 15),
+        ),
+    ],
+    ids=str,
+)
+def test_experts_are_divided_within_cp_first(
+    parallel: dict[str, int],
+    names: list[str],
+    experts: tuple[int, ...],
+    same: tuple[int, ...],
+) -> None:
+    """dp and cp keep their ranks, whatever ep is; every expert is on dp * cp / ep ranks."""
+    setting = ParallelConfig(pp=2, **parallel)
+    sizes = sizes_of(setting)
+    assert list(sizes) == names
+    first = setting.dp_cp + 1  # the second rank of the second stage
+    grid = ProcessGrid.imagined(sizes, first, lambda *_: object())
+    plain = ProcessGrid.imagined(sizes_of(replace(setting, ep=1)), first, lambda *_: object())
+    assert grid.experts.ranks == experts
+    assert grid.experts.size == setting.ep
+    assert grid.expert_dp.ranks == same
+    assert grid.expert_dp.size * setting.ep == setting.dp_cp
+    for axis in ("dp", "cp", "dp_cp", "pp", "embedding_group"):
+        assert getattr(grid, axis).ranks == getattr(plain, axis).ranks
+    assert (grid.replica, grid.num_replicas) == (plain.replica, plain.num_replicas)
 
 
 def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:

@@ -74,6 +74,8 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"tp": 4},
         {"model": EXPERTS, "parallel": {"sequence": True}},
     ),
+    # the same sums over ranks that share a sequence, and that share its experts
+    "balance of experts with cp": ({"cp": 2, "ep": 2}, {"model": EXPERTS}),
     # NeMo Automodel #3359, torchtitan #3000: a balance loss that depends on micro-batches or stages
     "balance of experts over micro-batches and stages": (
         {"pp": 2, "dp": 2},

@@ -16,7 +16,7 @@ from typing import Any
 from hybridpar.checkpoint.format.manifest import ShardFile, file_name, parse_shard
 from hybridpar.config import Config, from_plain
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import APART, BATCH, EXPERTS, MODEL, AxisSizes, Place, sizes_of
+from hybridpar.grid import APART, BATCH, EXPERT_AXES, MODEL, AxisSizes, Place, sizes_of
 from hybridpar.reading import errors_as, parse_json, read_limited
 
 _MAX_BYTES = 64 << 20
@@ -37,7 +37,7 @@ def writers(sizes: AxisSizes, every_replica: bool) -> list[Place]:
     Of the ranks that hold the same part of the model, the first one writes; all replicas write if
     each has state of its own (ZeRO, error feedback). Each site writes its own files.
     """
-    split = (*MODEL, *APART, *BATCH) if every_replica else (*MODEL, *APART, EXPERTS)
+    split = (*MODEL, *APART, *BATCH) if every_replica else (*MODEL, *APART, *EXPERT_AXES)
     names = (*MODEL, *(name for name in sizes if name not in MODEL))
     indices = product(*(range(sizes[name] if name in split else 1) for name in names))
     return [dict(zip(names, at, strict=True)) for at in indices]

@@ -16,8 +16,8 @@ from hybridpar.checkpoint.format.shards import SavedShard
 from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import APART, MODEL
-from hybridpar.nn.placement import Placement, Range, Shard
+from hybridpar.grid import APART, BATCH, EXPERTS, MODEL, place_of, sizes_of
+from hybridpar.nn.placement import Held, Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.kinds import Anchor, Master, WeightShares, WeightVersions, saved_kind
 from hybridpar.state.residency.chunks import block_of
@@ -190,7 +190,7 @@ class Saved:
 
     def members(self, slot: ParameterSlot) -> list[Member]:
         """Return the ranks that took part in the reduction of a parameter's gradient, in the
-        order of their axis: stage by stage, all replicas."""
+        order of their axis: stage by stage, all replicas that hold it."""
         holders = sorted(
             self.holders(slot.name, slot.placement.tied), key=lambda holder: holder.stage
         )
@@ -198,7 +198,15 @@ class Saved:
             Member(holder, replica)
             for holder in holders
             for replica in range(self.manifest.config.parallel.dp_cp)
+            if self._is_held_by(holder, replica)
         ]
+
+    def _is_held_by(self, holder: Holder, replica: int) -> bool:
+        """Return whether a replica holds a parameter: one rank of ep does if it is an expert's."""
+        if holder.placement.along(EXPERTS) is not Held.SHARDED:
+            return True
+        files = self._files_of(holder.stage, replica=replica)
+        return any(holder.name in file.placements for file in files)
 
     def share(self, slot: ParameterSlot, kind: str, rank: int, size: int) -> Tensor | None:
         """Return the sum of the tensors of all members whose number is `rank` modulo `size`; None
@@ -292,8 +300,8 @@ class Saved:
             | ({split.axis: rank} if split else {})
         )
         if replica is not None:
-            cp = self.manifest.config.parallel.cp
-            wanted |= {"dp": replica // cp} | ({"cp": replica % cp} if cp > 1 else {})
+            sizes = sizes_of(self.manifest.config.parallel)
+            wanted |= place_of(replica, {name: sizes[name] for name in sizes if name in BATCH})
         if (places := tuple(wanted.items())) not in self._at:  # for all tensors there once
             self._at[places] = [
                 file for file in self._files if wanted.items() <= file.place.items()

@@ -35,7 +35,7 @@ USUAL = {
     "parallel.pp": "pipeline parallelism: stages",
     "parallel.dp": "replicas; 0: as many as ranks allow",
     "parallel.cp": "context parallelism: ranks that share samples",
-    "parallel.ep": "expert parallelism: replicas sharing experts",
+    "parallel.ep": "expert parallelism: ranks sharing experts",
     "parallel.zero": "1 to 3: state that replicas split (ZeRO)",
     "pipeline.schedule": "gpipe, 1f1b, interleaved, 2bw, auto ..",
     "pipeline.recompute": "none, selective or all",

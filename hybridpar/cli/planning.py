@@ -104,7 +104,8 @@ class Plan:
     replicas."""
     grid: str = ""
     """Axes of the grid to keep, such as tp=2,pp=1. Axes with more than one rank in the
-    configuration are kept, too. Without cp, context parallelism is tried if nothing else fits."""
+    configuration are kept, too. Without cp, context parallelism is tried if nothing else fits;
+    without ep, expert parallelism is tried if the model has experts."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from. Empty (default): the configuration's, 1f1b and interleaved. A
     schedule with stale gradients (2bw, pipedream) is chosen only if it is 5 % faster than all
@@ -139,7 +140,9 @@ class Plan:
         resolved(
             replace(  # everything except the settings to be chosen
                 self.config,
-                parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+                parallel=replace(
+                    self.config.parallel, tp=1, pp=1, dp=self.config.parallel.least_dp
+                ),
                 memory=self.config.memory.on_another_grid(),
                 pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
                 optim=replace(self.config.optim, staleness="none"),
@@ -256,7 +259,7 @@ class Plan:
             return None
         before = read_run_config(path)
         given = self._keep()
-        grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "cp", "pp", "dp")}
+        grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
         if any(grid[axis] != size for axis, size in given.items()):
             return None  # `train` reports what is wrong with the folder
         return replace(
@@ -273,9 +276,8 @@ class Plan:
         kept = {axis: size for axis, size in (("tp", parallel.tp), ("pp", parallel.pp)) if size > 1}
         kept |= {"dp": parallel.dp} if parallel.dp > 0 else {}
         kept |= {"cp": parallel.cp} if parallel.cp > 1 else {}
-        given = parse_grid(self.grid) if self.grid else {}
-        _require_all_experts(given.pop("ep", 1))
-        return kept | given
+        kept |= {"ep": parallel.ep} if parallel.ep > 1 else {}
+        return kept | (parse_grid(self.grid) if self.grid else {})
 
     def _kept(self, kept: Mapping[str, int]) -> str:
         """Return a line about the axes whose sizes are not the planner's choice."""
@@ -288,10 +290,11 @@ class Plan:
         return f"kept as given, so not searched: {', '.join(named)}{free}"
 
     def _with_context(self) -> Plan:
-        """Return the command with the grid's cp in its configuration."""
+        """Return the command with the grid's cp and ep in its configuration."""
         given = parse_grid(self.grid) if self.grid else {}
-        cp = given.get("cp", self.config.parallel.cp)
-        parallel = replace(self.config.parallel, cp=cp)
+        parallel = self.config.parallel
+        sizes = {axis: given.get(axis, getattr(parallel, axis)) for axis in ("cp", "ep")}
+        parallel = replace(parallel, **sizes)
         return replace(self, config=replace(self.config, parallel=parallel))
 
     def _draw(self, best: Candidate) -> None:
@@ -327,22 +330,12 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 
 def _require_known_costs(config: Config) -> None:
-    """Raise a ConfigError for what the planner's costs do not know: several sites, which train
-    separately, so each one is planned separately, and expert parallelism."""
+    """Raise a ConfigError for several sites, which train separately, so each one is planned
+    separately."""
     if (sites := config.parallel.sites) > 1:
         raise config_error(
             "parallel.sites", sites, "not supported by plan, which plans the grid of one site", "1"
         )
-    _require_all_experts(config.parallel.ep)
-
-
-def _require_all_experts(ep: int) -> None:
-    """Raise a ConfigError for expert parallelism."""
-    if ep > 1:
-        rule = (
-            "not supported by plan and by predicted step times: costs are of ranks with all experts"
-        )
-        raise config_error("parallel.ep", ep, rule, "1")
 
 
 def resolved(config: Config, ranks: int = 0) -> Config:

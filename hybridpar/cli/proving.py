@@ -44,7 +44,7 @@ class Verify:
 
         parallel = self.config.parallel
         own = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")}
-        own["dp"] = max(parallel.dp, parallel.ep)
+        own["dp"] = max(parallel.dp, parallel.least_dp)
         sizes = parse_grid(self.grid) if self.grid else own
         resolved(on_grid(self.config, sizes))
         for name, number in (

@@ -28,6 +28,7 @@ from hybridpar.comm.collectives import (
     reduce_scatter,
     reduce_scatter_async,
     start_all_gather,
+    start_all_to_all,
     start_reduce_scatter,
 )
 from hybridpar.comm.p2p import exchange, irecv, isend
@@ -58,5 +59,6 @@ __all__ = [
     "scatter_sequence",
     "scatter_to",
     "start_all_gather",
+    "start_all_to_all",
     "start_reduce_scatter",
 ]

@@ -314,18 +314,39 @@ def all_to_all(
     Shapes: [sum(send_sizes)] -> [sum(receive_sizes)]; sizes may differ between ranks, and be 0.
     Collectives: one all-to-all.
     """
+    return start_all_to_all(x, axis, send_sizes, receive_sizes)()
+
+
+def start_all_to_all(
+    x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Start `all_to_all` and return a function that waits for the received pieces. `x` must not
+    change before that.
+    """
     assert x.shape == (sum(send_sizes),), (
         f"all_to_all of {tuple(x.shape)} with sizes {list(send_sizes)}"
     )
     if axis.size == 1:
-        return x
+        return lambda: x
+    waiting = axis.call("all_to_all", x.nbytes)
     sent = message(x, axis)
     received = room_for((sum(receive_sizes),), x, axis)
-    with axis.call("all_to_all", x.nbytes):
-        dist.all_to_all_single(
-            received, sent, list(receive_sizes), list(send_sizes), group=axis.group
-        )
-    return received.to(x.device, non_blocking=True)
+    handle = dist.all_to_all_single(
+        received,
+        sent,
+        list(receive_sizes),
+        list(send_sizes),
+        group=axis.group,
+        async_op=True,
+    )
+    work = Work(handle, sent, waiting=waiting)
+    device = x.device
+
+    def finish() -> Tensor:
+        work.wait()
+        return received.to(device, non_blocking=True)
+
+    return finish
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:

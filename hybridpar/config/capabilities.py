@@ -28,8 +28,10 @@ class RoutedExperts:
         number: Experts of a layer.
         bias_rate: Step of the biases that balance them in an update. 0: there are no biases.
         has_losses: Whether routers add losses of their own to the training loss.
+        blocks: Numbers of the blocks with experts whose loads are reported.
     """
 
     number: int
     bias_rate: float = 0.0
     has_losses: bool = False
+    blocks: tuple[int, ...] = ()

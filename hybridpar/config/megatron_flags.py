@@ -81,7 +81,7 @@ MEGATRON: dict[str, str] = {
     "moe_permute_fusion": ALWAYS,
     "moe_token_dispatcher_type": ABSENT,
     "moe_ffn_hidden_size": "model.expert_ffn_hidden_size",
-    "moe_per_layer_logging": ABSENT,
+    "moe_per_layer_logging": ALWAYS,
     # grid and memory
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",

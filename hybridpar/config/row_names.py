@@ -12,6 +12,8 @@ ROW_NAMES = frozenset(
         "step",
         "loss",
         "losses",
+        "max_vio",
+        "expert_loads",
         "grad_norm",
         "lr",
         "counts",

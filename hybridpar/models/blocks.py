@@ -43,6 +43,7 @@ from hybridpar.nn import (
     VocabParallelEmbedding,
 )
 from hybridpar.nn.attention import AttentionMetadata, QKNorm
+from hybridpar.nn.context import ALONE
 from hybridpar.nn.moe import ExpertOptions, RouterOptions, SequenceShares
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.recomputable import HiddenStates, value_of
@@ -152,6 +153,7 @@ def mlp_of(
         model.init_std,
         out_init_std,
         build.kernels,
+        build.expert_load,
     )
     return MixtureOfExperts(
         build.axis,
@@ -162,30 +164,58 @@ def mlp_of(
     )
 
 
-def sequence_shares(batch: MicroBatch) -> SequenceShares:
-    """Return the tokens that auxiliary losses count, and the share of each of their sequences.
+def with_sequences(batch: MicroBatch) -> dict[str, Tensor]:
+    """Return a micro-batch with a description of its sequences, which `sequence_shares` reads.
 
-    A sequence is a sample, or a document of a packed row, and its share is its part of the labels
-    of the whole batch that count. A token counts if a label depends on it: in GPT the last label
-    that counts is its own or a later one, in BERT it is no padding.
+    A sequence is a sample, or a document of a packed row. A token counts if a label depends on it:
+    in GPT the last label that counts is its own or a later one, in BERT it is no padding. Ranks of
+    cp need the description of whole samples, so it is made before they are cut.
+
+    Shapes: `token_sequence` (the number of each token's sequence) and `token_counts` [b, s];
+    `sequence_length` (tokens that count) and `sequence_targets` (labels that count) [sequences].
     """
     labels = batch["labels"]
     b, s = labels.shape
-    place = torch.arange(s, device=labels.device)
-    first = torch.arange(b, device=labels.device)[:, None] * s
-    sequence = (first + batch.get("document_start", torch.zeros_like(labels))).flatten()
-    labelled = (labels != IGNORE_INDEX).flatten()
+    sequence = torch.arange(b, device=labels.device)[:, None].expand(b, s)
+    num_sequences = b
+    if (start := batch.get("document_start")) is not None:
+        found, sequence = torch.unique(sequence * s + start, return_inverse=True)
+        num_sequences = len(found)
+    numbers = sequence.flatten()
+    labelled = labels != IGNORE_INDEX
+    none = torch.zeros(num_sequences, dtype=torch.int64, device=labels.device)
     counts = batch.get("padding_mask")
     if counts is None:
-        place = place.expand(b, s).flatten()
-        nothing = torch.full_like(place, -1)
-        last = nothing.scatter_reduce(0, sequence, torch.where(labelled, place, nothing), "amax")
+        place = torch.arange(s, device=labels.device).expand(b, s)
+        last_label = torch.where(labelled, place, -1).flatten()
+        last = (none - 1).scatter_reduce(0, numbers, last_label, "amax")
         counts = place <= last[sequence]
-    counts = counts.flatten()
-    none = torch.zeros(b * s, dtype=torch.int64, device=labels.device)
-    length = none.scatter_add(0, sequence, counts.long())
-    targets = none.scatter_add(0, sequence, labelled.long())
-    return SequenceShares(sequence, counts, length, targets / batch["num_targets"])
+    return {
+        **batch,
+        "token_sequence": sequence.contiguous(),
+        "token_counts": counts,
+        "sequence_length": none.scatter_add(0, numbers, counts.flatten().long()),
+        "sequence_targets": none.scatter_add(0, numbers, labelled.flatten().long()),
+    }
+
+
+def sequence_shares(batch: MicroBatch, cp: Axis = ALONE.axis) -> SequenceShares:
+    """Return the tokens that auxiliary losses count, and the share of each of their sequences.
+
+    The share of a sequence is its part of the labels of the whole batch that count.
+
+    Args:
+        batch: A micro-batch, with a description of its sequences if ranks of cp share them.
+        cp: The ranks that share each sequence.
+    """
+    described = batch if "token_sequence" in batch else with_sequences(batch)
+    return SequenceShares(
+        described["token_sequence"].flatten(),
+        described["token_counts"].flatten(),
+        described["sequence_length"],
+        described["sequence_targets"] / batch["num_targets"],
+        cp,
+    )
 
 
 def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
@@ -390,8 +420,10 @@ class TransformerLayer(nn.Module):
         """Return the output of the MLP or of the experts without its bias, and that bias."""
         if isinstance(self.mlp, ParallelMLP):
             return self.mlp.without_bias(x, sizes)
-        wanted = self.mlp.options.counts_tokens and torch.is_grad_enabled()
-        return self.mlp(x, sizes, sequence_shares(batch) if wanted else None), None
+        shares = None
+        if torch.is_grad_enabled():
+            shares = sequence_shares(batch, self.context.axis)
+        return self.mlp(x, sizes, shares), None
 
     @staticmethod
     def _output(norm: LayerNorm | RMSNorm, y: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:

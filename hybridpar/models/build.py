@@ -62,6 +62,7 @@ class BlockOptions:
         cp: The cp axis, whose ranks share the tokens of each sample.
         ep: The ep axis, whose ranks share the experts of each layer; None: a rank has all.
         cp_comm: How attention reaches the tokens of the other ranks of cp (parallel.cp_comm).
+        expert_load: Largest load of a rank's experts in a round (memory.expert_load).
     """
 
     kernels: KernelsConfig = AUTO
@@ -70,6 +71,7 @@ class BlockOptions:
     cp: Axis = ALONE.axis
     ep: Axis | None = None
     cp_comm: ContextComm = "all_gather"
+    expert_load: float = 0.0
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid) -> BlockOptions:
@@ -81,6 +83,7 @@ class BlockOptions:
             grid.cp,
             grid.experts,
             parallel.cp_comm,
+            config.memory.expert_load,
         )
 
 
@@ -122,6 +125,7 @@ def build_blocks(
             dtype,
             context,
             options.ep,
+            options.expert_load,
         )
         if isinstance(model, ModelConfig):
             blocks[number] = _transformer_block(model, number, build)

@@ -54,6 +54,7 @@ class Build:
         context: The ranks that share the tokens of each sample (parallel.cp); for the layers that
             see several tokens, such as `ParallelAttention(.., context=build.context)`.
         ep: The ranks that share the experts of each layer (parallel.ep); None: a rank has all.
+        expert_load: Largest load of a rank's experts in a round (memory.expert_load).
     """
 
     axis: Axis
@@ -64,6 +65,7 @@ class Build:
     dtype: torch.dtype
     context: Context = ALONE
     ep: Axis | None = None
+    expert_load: float = 0.0
 
     @property
     def factory(self) -> dict[str, Any]:

@@ -136,16 +136,23 @@ class ParallelMLP(ParallelModule):
         """Return the MLPs that it consists of, itself, with the number of tokens that each gets."""
         return [(self, tokens)]
 
-    def partial_sum(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of the output, for a caller that sums over the axis: of an MLP
-        without biases.
+    def inner(self, x: Tensor) -> HiddenStates:
+        """Return this rank's features between both products, for `partial_sum`.
 
-        Shapes: [.., hidden] -> the same. Collectives: none; the caller also sums the gradient of x.
+        Shapes: [.., hidden] -> [.., features]. Collectives: none; the caller sums the gradient of x
+        over the axis.
         """
         up = self.up
-        down = self.down
         assert up.bias is None, "biases are added once, after the sum"
         u = column_linear(x, up.weight, None, self._alone, None, up.binding("weight"))
         activate = partial(self.activation, u, None)
-        y = recomputable(activate(), activate) if self.recomputes else activate()
-        return row_linear(y, down.weight, None, self._alone, None, down.binding("weight"))
+        return recomputable(activate(), activate) if self.recomputes else activate()
+
+    def partial_sum(self, inner: HiddenStates) -> Tensor:
+        """Return this rank's summand of the output, for a caller that sums over the axis: of an MLP
+        without biases.
+
+        Shapes: [.., features] -> [.., hidden]. Collectives: none.
+        """
+        down = self.down
+        return row_linear(inner, down.weight, None, self._alone, None, down.binding("weight"))

@@ -35,7 +35,7 @@ DeepSeek-V3, arXiv 2412.19437, section 2.1.2; loss-free balancing: arXiv 2408.15
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -43,13 +43,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from hybridpar.autograd import apply, once_differentiable
-from hybridpar.comm import copy_to, gather_from, gather_sequence, reduce_from_, scatter_sequence
+from hybridpar.autograd import apply, once_differentiable, recomputed
+from hybridpar.comm import (
+    all_reduce,
+    copy_to,
+    gather_from,
+    gather_sequence,
+    reduce_from_,
+    scatter_sequence,
+)
 from hybridpar.config import AUTO, KernelsConfig
 from hybridpar.errors import config_error
-from hybridpar.grid import EXPERTS, Axis
-from hybridpar.nn.binding import ParameterBinding
-from hybridpar.nn.expert_exchange import RowExchange, own_experts
+from hybridpar.grid import EXPERT_AXES, EXPERTS, Axis
+from hybridpar.nn.expert_exchange import RowExchange, order_by_round, own_experts, plan_rounds
 from hybridpar.nn.grouped import grouped_linear
 from hybridpar.nn.linear import Device
 from hybridpar.nn.matmul import nothing
@@ -59,6 +65,7 @@ from hybridpar.nn.recomputable import HiddenStates, recomputable, value_of
 
 Score = Literal["softmax", "sigmoid"]
 Watch = Callable[[Tensor, Tensor], None]
+Replay = Callable[[], Tensor]
 _TINY = 1e-20
 """Added to a sum of scores before it divides them."""
 
@@ -85,11 +92,6 @@ class RouterOptions:
     z_loss: float = 0.0
     bias_rate: float = 0.0
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether training needs to know which tokens count."""
-        return self.balance_loss > 0 or self.z_loss > 0 or self.bias_rate > 0
-
 
 @dataclass(frozen=True)
 class ExpertOptions:
@@ -105,6 +107,8 @@ class ExpertOptions:
         init_std: Standard deviation of the weights at the start.
         out_init_std: Standard deviation of `down` at the start. None: init_std.
         kernels: Backends of the experts' operators.
+        load_bound: Largest load that a rank of ep computes at once and keeps for the backward pass,
+            over the balanced one. 0: all rows that come.
     """
 
     hidden: int
@@ -116,6 +120,7 @@ class ExpertOptions:
     init_std: float = 0.02
     out_init_std: float | None = None
     kernels: KernelsConfig = AUTO
+    load_bound: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.router.topk <= self.num_experts:
@@ -132,12 +137,15 @@ class SequenceShares:
         counts: Whether a token counts; padding does not. Shapes: [T], bool.
         length: Number of tokens that count, by sequence. Shapes: [sequences].
         share: Share of each sequence in the loss of the whole batch. Shapes: [sequences].
+        cp: The ranks that share each sequence, of which this one has T tokens. All have equal
+            numbers of sequences, lengths and shares.
     """
 
     sequence: Tensor
     counts: Tensor
     length: Tensor
     share: Tensor
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
 
 
 @dataclass(frozen=True)
@@ -197,8 +205,9 @@ class MixtureOfExperts(ParallelModule):
     Shapes: [b, s, h] -> the same, replicated over tp; with `sizes` this rank's rows of either.
     Collectives: forward one all-reduce of the output, backward one of the gradient of the input and
     one of the gates'. With `sizes` all-gathers and reduce-scatters replace the all-reduces of input
-    and output, and the logits are gathered. Over ep an all-to-all of loads, and two of rows forward
-    and backward.
+    and output, and the logits are gathered. Over ep an all-to-all of loads (an all-gather with a
+    bound), and two of rows forward and backward; a round beyond a bound has all three, and in the
+    backward pass one more. Over cp, with a balance loss, one all-reduce of the sequences' loads.
     """
 
     bias: Tensor | None
@@ -217,6 +226,7 @@ class MixtureOfExperts(ParallelModule):
         self.num_experts = experts.num_experts
         self.options = experts.router
         self.ep = Axis(EXPERTS) if ep is None else ep
+        self.load_bound = experts.load_bound
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Router(axis, experts, sequence=sequence, **factory)
 
@@ -237,10 +247,12 @@ class MixtureOfExperts(ParallelModule):
         for number in own_experts(experts.num_experts, self.ep):
             one = expert(experts.ffn)
             if self.ep.size > 1:
-                _set_apart(one, self.ep)
+                _set_apart(one)
             self.experts.add_module(str(number), one)  # names are global
         self.shared = expert(experts.shared_ffn) if experts.shared_ffn else None
         self._watch: Watch | None = None
+        self._replay: Replay | None = None
+        self._loads: Tensor | None = None
         self.register_parameter("bias", None)
         if experts.router.bias_rate:
             placement = Placement(
@@ -255,6 +267,22 @@ class MixtureOfExperts(ParallelModule):
         """Have `watch` called in every backward pass, from now on, with the experts of the tokens
         [T, k], and with the margins by which they were chosen [T]."""
         self._watch = watch
+
+    def replay_choices(self, replay: Replay) -> None:
+        """Visit the experts that `replay` returns in every forward pass, from now on, instead of the
+        ones that the router chooses. Shapes: [T, k]."""
+        self._replay = replay
+
+    def add_load(self, load: Tensor) -> None:
+        """Add a micro-batch's load to what `take_loads` returns. Shapes: [E]."""
+        self._loads = load if self._loads is None else self._loads + load
+
+    def take_loads(self) -> Tensor | None:
+        """Return how many tokens that count each expert got in the backward passes since the last
+        call, on this rank; None if there were none. Shapes: [E]."""
+        taken = self._loads
+        self._loads = None
+        return taken
 
     def recompute(self) -> None:
         """Compute the inputs of every `down` again in the backward pass from now on, instead of
@@ -287,23 +315,24 @@ class MixtureOfExperts(ParallelModule):
         x = value_of(x)
         logits = self.router(x, sizes).flatten(0, -2)
         scores = score(logits, self.options.score)
-        routing = choose(scores, self.options, self.bias)
+        if self._replay is None:
+            routing = choose(scores, self.options, self.bias)
+        else:
+            routing = weigh(scores, self._replay(), self.options)
         if self._watch is not None and torch.is_grad_enabled():
             margins = margins_of(_wanted(scores, self.bias), self.options.topk)
             gates = _Watched.apply(routing.gates, routing.experts, margins, self._watch)
             routing = Routing(routing.experts, gates)
-        if shares is not None and self.bias is not None and torch.is_grad_enabled():
+        if shares is not None and torch.is_grad_enabled():
             load = counted_loads(routing.experts, shares, self.num_experts, logits.dtype)
-            gates = _CountLoads.apply(routing.gates, self.bias, load, self.binding("bias"))
+            gates = _CountLoads.apply(routing.gates, self.bias, load, self)
             routing = Routing(routing.experts, gates)
         # from here on each rank computes a summand of the output, from its features of the experts
         everything = (
             copy_to(x, self.axis) if sizes is None else gather_sequence(x, self.axis, sizes)
         )
         tokens = everything.flatten(0, -2)
-        y = self._routed(tokens, Routing(routing.experts, copy_to(routing.gates, self.axis)))
-        if self.shared is not None:
-            y = y + self.shared.partial_sum(tokens)
+        y = self._summand(tokens, Routing(routing.experts, copy_to(routing.gates, self.axis)))
         if sizes is None:
             y = reduce_from_(y, self.axis).view(x.shape)
         else:
@@ -314,21 +343,64 @@ class MixtureOfExperts(ParallelModule):
         loss = auxiliary_loss(logits, scores, routing.experts, shares, self.options)
         return _AddLoss.apply(y, loss)
 
-    def _routed(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return this rank's summand of the routed experts' output. Shapes: [T, h] -> the same."""
-        k = self.options.topk
+    def _summand(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return this rank's summand of the output of all experts. Shapes: [T, h] -> the same."""
         order = torch.argsort(routing.experts.flatten(), stable=True)
-        place = torch.argsort(order)  # place of each (token, k) among the sorted rows
-        rows = apply(_Dispatch, tokens, order, place, k)
         counts = loads(routing.experts, self.num_experts)
-        if self.ep.size == 1:
+        rounds = None
+        if self.ep.size > 1:
+            rounds = plan_rounds(counts, self.ep, tokens, self.load_bound)
+            if len(rounds) > 1:
+                order = order[order_by_round(rounds, self.ep.rank).to(order.device)]
+        place = torch.argsort(order)  # place of each (token, k) among the sorted rows
+        rows = apply(_Dispatch, tokens, order, place, self.options.topk)
+        shared = None
+        if rounds is None:
             outputs = self._run_experts(rows, counts)
         else:
-            exchange = RowExchange.of(counts, self.ep, rows)
-            outputs = self._run_experts(exchange.to_experts(rows), exchange.loads)
-            outputs = exchange.from_experts(outputs)
+            outputs, shared = self._exchange(rows, rounds, tokens)
         y: Tensor = apply(_Combine, outputs, routing.gates, order, place)
-        return y
+        if self.shared is not None and shared is None:
+            shared = self.shared.partial_sum(self.shared.inner(tokens))
+        return y if shared is None else y + shared
+
+    def _exchange(
+        self, rows: Tensor, rounds: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of the experts of all ranks for this rank's rows, and the shared
+        expert's summand for its tokens, computed while the rows of the first round move.
+
+        The backward pass runs further rounds again.
+        """
+        first, *others = (RowExchange.of(one, self.ep, rows.device) for one in rounds)
+        if not others:
+            return self._move_and_run(rows, first, tokens)
+        parts = rows.split([sum(exchange.sent) for exchange in (first, *others)])
+        outputs, shared = self._move_and_run(parts[0], first, tokens)
+        more = [
+            recomputed(self._further_round, part, exchange)
+            for part, exchange in zip(parts[1:], others, strict=True)
+        ]
+        return torch.cat([outputs, *more]), shared
+
+    def _further_round(self, rows: Tensor, exchange: RowExchange) -> Tensor:
+        return self._move_and_run(rows, exchange)[0]
+
+    def _move_and_run(
+        self, rows: Tensor, exchange: RowExchange, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of a round's rows, and for `tokens` the shared expert's summand."""
+        there = exchange.to_experts()
+        back = exchange.from_experts()
+        inner = summand = None
+        ticket = there.start(rows)
+        if self.shared is not None and tokens is not None:
+            inner = self.shared.inner(tokens)
+        outputs = self._run_experts(there.arrive(ticket), exchange.loads)
+        ticket = back.start(outputs)
+        if self.shared is not None and inner is not None:
+            summand = self.shared.partial_sum(inner)
+        return back.arrive(ticket), summand
 
     def _run_experts(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of this rank's experts for rows that are sorted by expert, of which
@@ -340,12 +412,12 @@ class MixtureOfExperts(ParallelModule):
         return grouped_linear(y, counts, [expert.down for expert in experts])
 
 
-def _set_apart(module: nn.Module, axis: Axis) -> None:
-    """Place all parameters of a module on this rank of an axis alone."""
+def _set_apart(module: nn.Module) -> None:
+    """Place all parameters of a module on this rank of ep alone."""
     for part in module.modules():
         if isinstance(part, ParallelModule):
             part.placements = {
-                name: replace(placement, apart=(axis.name,))
+                name: replace(placement, apart=EXPERT_AXES)
                 for name, placement in part.placements.items()
             }
 
@@ -362,7 +434,11 @@ def choose(scores: Tensor, options: RouterOptions, bias: Tensor | None = None) -
     A stable sort decides between equal scores, so that every rank and every recomputation agrees.
     """
     ranking = torch.sort(_wanted(scores, bias), dim=-1, descending=True, stable=True).indices
-    experts = ranking[:, : options.topk].contiguous()
+    return weigh(scores, ranking[:, : options.topk].contiguous(), options)
+
+
+def weigh(scores: Tensor, experts: Tensor, options: RouterOptions) -> Routing:
+    """Return the gates of these experts. Shapes: scores [T, E], experts [T, k] -> [T, k]."""
     gates = scores.gather(1, experts)
     if options.normalize:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
@@ -418,7 +494,8 @@ def auxiliary_loss(
     tokens have expert e, and P_e is the mean of the tokens' scores of it, normalised to sum to 1.
     It is 1 if all experts are chosen equally often. The z-loss is the mean of logsumexp(logits)^2.
 
-    Shapes: logits, scores [T, E], experts [T, k] -> 0-d.
+    Shapes: logits, scores [T, E], experts [T, k] -> 0-d: the summands of these tokens.
+    Collectives: with a balance loss an all-reduce of the sequences' loads over cp.
     """
     sequence = shares.sequence
     counts = shares.counts.to(scores.dtype)
@@ -428,7 +505,7 @@ def auxiliary_loss(
     if options.balance_loss:
         chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0) * counts[:, None]
         load = scores.new_zeros(len(shares.length), scores.shape[1])
-        load = load.index_add(0, sequence, chosen.detach())[sequence]
+        load = all_reduce(load.index_add(0, sequence, chosen.detach()), shares.cp)[sequence]
         share = scores
         if options.score == "sigmoid":
             share = scores / (scores.sum(-1, keepdim=True) + _TINY)
@@ -476,21 +553,24 @@ class Overload(NamedTuple):
 
 
 class _CountLoads(Function):
-    """Returns the gates; the backward gives biases their loads as a gradient."""
+    """Returns the gates; the backward, which runs once also where forwards are computed again,
+    reports the load and gives biases their loads as a gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, bias: Tensor, load: Tensor, binding: ParameterBinding
+        ctx: Any, gates: Tensor, bias: Tensor | None, load: Tensor, layer: MixtureOfExperts
     ) -> Tensor:
         ctx.save_for_backward(load)
         ctx.leaf = bias
-        ctx.consumer = binding.consumer
+        ctx.consumer = layer.binding("bias").consumer
+        ctx.add_load = layer.add_load
         return gates.view_as(gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (load,) = ctx.saved_tensors
+        ctx.add_load(load)
         if not ctx.needs_input_grad[1]:
             return grad, None, None, None
         overload = len(load) * load - load.sum()

@@ -21,6 +21,7 @@ from hybridpar.autograd import backward_from
 from hybridpar.config import Config
 from hybridpar.data.mapped import rehearsal
 from hybridpar.job import JobPlan
+from hybridpar.models.blocks import with_sequences
 from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.models.custom_blocks import context_of
 from hybridpar.models.heads import LABELLED
@@ -200,6 +201,7 @@ class TracedStage:
         grid = silent_grid(config)
         self.axis = grid.tp
         self.context_axis = grid.cp
+        self.expert_axis = grid.experts
         job = JobPlan(config)
         policy = job.state_policy(buffers.versions, buffers.gradients)
         self.stage = Stage(
@@ -406,4 +408,4 @@ def sample_microbatch(config: Config) -> dict[str, Tensor]:
     if config.data.is_packed:
         batch["document_start"] = torch.zeros(shape, dtype=torch.int32)
         batch["positions"] = torch.zeros(shape, dtype=torch.int64)
-    return batch
+    return with_sequences(batch) if model.num_experts else batch

@@ -238,7 +238,7 @@ def _bears(config: Config) -> tuple[object, ...]:
         if f.name not in ("parallel", "pipeline", "data", "run", "train")
     )
     has_dp = config.compression.replicas_differ or config.feeds_back
-    replicas = parallel.dp if has_dp else parallel.ep
+    replicas = parallel.dp if has_dp else parallel.least_dp
     return (
         *others,
         replace(parallel, zero=0, pp=min(parallel.pp, 2), dp=replicas),
@@ -280,7 +280,7 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
         config,
         model=config.model.with_layers(max(1, len(shape.again)) + (not shape.head)),
         parallel=replace(
-            parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else parallel.ep
+            parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else parallel.least_dp
         ),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward),
         data=DataConfig(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
+from hybridpar.models.custom_blocks import context_of
+from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.prediction.knobs import Saving
 from hybridpar.prediction.meter import CpuMeter, CudaMeter
 from hybridpar.prediction.predict import batches_to_peak, predict
@@ -111,11 +114,19 @@ def assumed_load(config: Config) -> list[str]:
     if model is None or model.routed_experts is None:
         return []
     ep = config.parallel.ep
-    tokens = config.train.micro_batch_size * model.tokens_per_sample * ep
+    context = context_of(model, silent_axis("cp", config.parallel.cp))
+    tokens = config.train.micro_batch_size * context.local_length(model.tokens_per_sample) * ep
     if ep > 1:
         own = -(-model.num_experts // ep)
         balanced = tokens * model.router_topk * own // model.num_experts
         most = tokens * min(model.router_topk, own)
+        if bound := config.memory.expert_load:
+            return [
+                f"experts: at {bound:g} times the balanced load (memory.expert_load), "
+                f"{min(most, math.ceil(bound * balanced)):,} rows a layer on the rank with the most "
+                "experts; rows beyond are computed in further rounds, whose activations are "
+                "computed again"
+            ]
         return [
             f"experts: at balanced load, {balanced:,} rows a layer on the rank with the most "
             f"experts; at most {most:,}, if all tokens of the {ep} ranks of a micro-batch visit "

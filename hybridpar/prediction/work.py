@@ -177,6 +177,21 @@ def context_traffic(config: Config, number: int, device: torch.device) -> tuple[
         return found[0], found[1]
 
 
+def expert_traffic(config: Config, number: int, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that the first rank of ep sends to others in the forward and the backward of
+    a block, at balanced load."""
+    with _one_block(config, number, device) as (traced, batch):
+        axis = traced.expert_axis
+        found = []
+        for run in (lambda: traced.forward(batch), lambda: traced.backward(first=False)):
+            axis.traffic.clear()
+            run()
+            sent = axis.traffic.num_bytes
+            exchanged = sent["all_to_all"] * (axis.size - 1) // axis.size
+            found.append(exchanged + (axis.size - 1) * sent["all_gather"])
+        return found[0], found[1]
+
+
 @lru_cache(maxsize=64)
 def messages_by_kind(
     model: ModelConfig, tp: int, sequence: bool = False

@@ -139,6 +139,9 @@ class Executor:
         self.losses: dict[int, Losses] = {}
         """Sums of each batch's partial losses and metrics so far (last stage only). The reader of
         an entry removes it."""
+        self.loads: dict[int, dict[int, Tensor]] = {}
+        """Tokens of each batch so far that each expert got, by block. The reader of an entry
+        removes it."""
         self.traffic = MessageTraffic()
         """Counts what this rank sends to other stages."""
         self.recording: Recording | None = None
@@ -338,6 +341,7 @@ class Executor:
                 transport, codec = self._link(Kind.SEND_B, stage, k)
                 self._outputs[Kind.SEND_B, stage, k] = sent = transport.cut(made, codec)
                 self.traffic.add(stage, -1, codec, made, sent)
+        self._add_loads(k // self.num_microbatches, self.stages[stage][part])
         if part == 0:
             for kind in (Kind.RECV_B, Kind.SEND_B):
                 self._places.pop((kind, stage, k), None)
@@ -364,6 +368,12 @@ class Executor:
         for name, value in (*losses.items(), *metrics_of(losses).items()):
             total[name] = total[name] + value.detach() if name in total else value.detach()
         self._loss_dtype = next(iter(losses.values())).dtype
+
+    def _add_loads(self, batch: int, segment: Stage) -> None:
+        for block, layer in segment.counters.items():
+            if (load := layer.take_loads()) is not None:
+                total = self.loads.setdefault(batch, {})
+                total[block] = total[block] + load if block in total else load.double()
 
     def _post_receive(self, action: Action) -> None:
         transport, codec = self._link(action.kind, action.stage, action.microbatch)

@@ -55,6 +55,13 @@ class Stage(nn.Module):
         self.is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
         """Nothing here is trained: without an input that needs a gradient, the output needs none
         either."""
+        self.counters: dict[int, Any] = {
+            number: module
+            for number, block in blocks.items()
+            for module in block.modules()
+            if hasattr(module, "take_loads")
+        }
+        """Layers that count the loads of their experts, by block."""
         for number in recompute.selective.intersection(blocks):
             blocks[number].recompute()  # type: ignore[operator]  # recomputed_blocks has seen to it
 

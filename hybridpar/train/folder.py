@@ -11,7 +11,7 @@
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
         changes.jsonl     where train.continue_with was used  trackers.json  who it is for
                           run.trackers
-        memory/           events of train.record_memory
+        memory/           events of train.record_memory    expert_loads.svg  tokens of each expert, of the last steps
         model_folder      of a custom model: where its module is found
         kernels.json      on GPUs: launch options of attention's kernels, measured
                           (kernel_options.py)
@@ -69,6 +69,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 COSTS = "costs.json"
+LOADS_PICTURE = "expert_loads.svg"
 FLIGHT = "flight"
 FAILURES = "failures.jsonl"
 INJECTED = "injected"

@@ -3,18 +3,22 @@
 A choice is discontinuous: where the last expert that a token visits and the next one have nearly
 equal scores, a sum in another order decides otherwise, and everything after it differs. So choices
 are compared by themselves, before the numbers that follow from them, with the margin by which each
-was made. A flip within rounding is named as one.
+was made. A flip within rounding is named as one, and the process then visits the grid's experts, so
+that the numbers that follow can be compared.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from hybridpar.nn.placement import Range, indices
 
 NEAR_TIE = 1e-9
 """Margin of a score up to which rounding may decide: scores are at most 1, plus biases."""
@@ -89,6 +93,39 @@ class Flips:
         where = ", ".join(f"{count} in block {block}" for block, count in self.flips.items())
         what = f"{text}: {where} differ, the clearest by {self.largest_flipped:.1e}"
         return f"{what}, which is a near tie that rounding decides" if self.is_near_tie else what
+
+
+def join_choices(of_tokens: Mapping[tuple[Range, ...], Choices]) -> Choices:
+    """Return the choices for whole samples, from the choices of ranks that have some tokens each."""
+    first, *others = of_tokens.values()
+    if not others:
+        return first
+    order = torch.argsort(torch.cat([indices(ranges) for ranges in of_tokens]))
+    joined: Choices = {}
+    for block, choices in first.items():
+        joined[block] = []
+        for number in range(len(choices)):
+            by_sample = [
+                of_rank[block][number].unflatten(0, (-1, len(indices(ranges))))
+                for ranges, of_rank in of_tokens.items()
+            ]
+            joined[block].append(torch.cat(by_sample, 1)[:, order].flatten(0, 1))
+    return joined
+
+
+def replay(blocks: Iterable[tuple[int, nn.Module]], found: Sequence[Choices]) -> None:
+    """Have blocks of one process, by number, visit the experts that a grid's replicas chose:
+    micro-batch by micro-batch, of each all replicas."""
+    for number, block in blocks:
+        for module in block.modules():
+            replay_choices: Any = getattr(module, "replay_choices", None)
+            if replay_choices is not None:
+                replay_choices(partial(next, _in_turn([choices[number] for choices in found])))
+
+
+def _in_turn(of_replicas: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
+    for of_microbatch in zip(*of_replicas, strict=True):
+        yield from of_microbatch
 
 
 def compare_choices(

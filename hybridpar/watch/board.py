@@ -18,7 +18,16 @@ from hybridpar.config import Config, read_run_config, unloaded_code
 from hybridpar.config.row_names import metrics_in, valid_name, valid_numbers_in
 from hybridpar.errors import ConfigError, HybridparError, config_error, printable, shown
 from hybridpar.reading import names_in, read_limited, reason, runs_in, runs_near
-from hybridpar.train.folder import CHANGES, CONFIG, COSTS, FAILURES, FLIGHT, METRICS, NOTES
+from hybridpar.train.folder import (
+    CHANGES,
+    CONFIG,
+    COSTS,
+    FAILURES,
+    FLIGHT,
+    LOADS_PICTURE,
+    METRICS,
+    NOTES,
+)
 from hybridpar.train.reporting.costs_file import read_costs
 from hybridpar.train.reporting.run_metrics import MOST_CURVES
 from hybridpar.validate import resolve, value_problems
@@ -26,11 +35,23 @@ from hybridpar.watch.tail import GREATEST, Curve, Tail
 
 T = TypeVar("T")
 
-CURVES = ("loss", "val_loss", "tokens_per_s", "step_ms", "grad_norm", "lr", "memory_mib", "mfu")
+CURVES = (
+    "loss",
+    "val_loss",
+    "tokens_per_s",
+    "step_ms",
+    "grad_norm",
+    "lr",
+    "memory_mib",
+    "mfu",
+    "max_vio",
+)
 """Numbers of metrics.jsonl that are drawn over the steps, besides metrics and validation
 numbers."""
 PICTURES = ("executed.svg", "plan.svg")
 """Pictures of the schedule, best first."""
+SERVED = (*PICTURES, LOADS_PICTURE)
+"""All pictures that the page shows."""
 _EVENTS = 50
 """Number of newest failures, notes and changes that are kept, of each."""
 _MOST_RANKS = 256
@@ -137,12 +158,13 @@ class Board:
                     if name.endswith(".json")
                 ][-_EVENTS:],
                 "picture": picture,
+                "loads": LOADS_PICTURE if self._has_picture(LOADS_PICTURE) else "",
                 "drawn": "as executed" if picture == PICTURES[0] else "simulated",
                 "problems": self._problems(),
             }
 
     def picture(self, name: str) -> bytes:
-        """Return a picture of the schedule.
+        """Return one of `SERVED`.
 
         Raises:
             OSError: There is none.

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridpar.errors import config_error
 from hybridpar.reading import to_json
-from hybridpar.watch.board import PICTURES, Board
+from hybridpar.watch.board import SERVED, Board
 
 _AT_A_TIME = 4 << 20
 """Bytes of metrics that one answer reads: a long run appears bit by bit."""
@@ -34,12 +34,14 @@ def page(board: Board | None = None) -> str:
     if board is None:
         return html
     data = board.look()
-    if data["picture"]:
+    for key in ("picture", "loads"):
+        if not data[key]:
+            continue
         try:
-            picture = base64.b64encode(board.picture(data["picture"])).decode()
-            data["picture"] = f"data:image/svg+xml;base64,{picture}"
+            picture = base64.b64encode(board.picture(data[key])).decode()
+            data[key] = f"data:image/svg+xml;base64,{picture}"
         except (OSError, ValueError):  # it was replaced in the meantime
-            data["picture"] = ""
+            data[key] = ""
     return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -98,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "application/json",
                 to_json(self._board.look(_AT_A_TIME), separators=(",", ":")).encode(),
             )
-        elif name in PICTURES:
+        elif name in SERVED:
             try:
                 picture = self._board.picture(name)
             except (OSError, ValueError):

@@ -148,6 +148,8 @@ def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> No
             {"model": FIVE, "pipeline": {"schedule": "2bw"}},
         ),
         ({"tp": 2}, {"dp": 2, "ep": 2, "zero": 2}, {"model": FIVE}),
+        ({"cp": 2, "dp": 2, "ep": 4, "zero": 1}, {"cp": 2, "ep": 2}, {"model": FIVE}),
+        ({"dp": 2, "ep": 2}, {"cp": 3, "ep": 3}, {"model": FIVE, "pipeline": {"schedule": "2bw"}}),
         ({"cp": 2, "dp": 2, "zero": 1}, {"cp": 4}, {}),
         ({"cp": 2, "pp": 2}, {"cp": 2, "zero": 3}, {"pipeline": {"schedule": "2bw"}}),
     ],

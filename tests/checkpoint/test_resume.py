@@ -115,6 +115,11 @@ def test_resuming_changes_no_bit_on_a_whole_grid(tmp_path: Path) -> None:
         {"optim": {"staleness": "nesterov"}},
         {"model": {"num_experts": 3, "router_bias_rate": 0.01}, "parallel": {"zero": 1}},
         {"model": {"num_experts": 3, "router_bias_rate": 0.01}, "parallel": {"ep": 2}},
+        {
+            "model": {"num_experts": 3},
+            "parallel": {"ep": 2},
+            "compression": {"gradients": "int8", "gradients_smallest": 1},
+        },
         {"optim": {"name": "muon", "staleness": "lr_rescale"}},
     ],
     ids=str,

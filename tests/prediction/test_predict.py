@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from torch import Tensor
 
 from hybridpar.config import (
     UNCOMPRESSED,
@@ -26,7 +27,7 @@ from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
-from hybridpar.nn import matmul
+from hybridpar.nn import matmul, moe
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.memory_report import assumed_load
@@ -597,6 +598,28 @@ def test_experts_of_a_rank(zero: int) -> None:
     agree(small(dp=2, parallel={"ep": 2, "zero": zero}, model=EXPERTS), tolerance=0.1)
 
 
+def test_memory_has_a_bound_whatever_routers_choose() -> None:
+    """All tokens visit the first two experts, which one of two ranks has: twice the balanced load.
+    Half of it is a second round, whose activations are computed again."""
+    model = EXPERTS | {"num_layers": 4}
+    config = small(dp=2, parallel={"ep": 2}, model=model, memory={"expert_load": 1.0})
+    bound = predict(JobPlan(config))[0].total
+    unbounded = replace(config, memory=replace(config.memory, expert_load=0.0))
+    (_, full), _ = run_ranks(peak_at_the_first_experts, 2, unbounded)
+    assert full > 1.1 * bound
+    for _, peak in run_ranks(peak_at_the_first_experts, 2, config):
+        assert peak <= bound
+
+
+def peak_at_the_first_experts(config: Config) -> tuple[int, int]:
+    def choose(scores: Tensor, options: Any, bias: Tensor | None = None) -> moe.Routing:
+        experts = torch.arange(options.topk).expand(len(scores), -1).contiguous()
+        return moe.Routing(experts, scores.gather(1, experts))
+
+    moe.choose = choose
+    return peak_of_run(config)
+
+
 def test_activations_of_a_v_are_even_over_ranks() -> None:
     """V-Half holds 5 of the 8 micro-batches of 2bw's first rank, on every rank; with the ends of
     the model 0.64."""
@@ -857,3 +880,8 @@ def test_the_assumed_load_of_experts_is_named() -> None:
     (line,) = assumed_load(small(model=EXPERTS, dp=6, parallel={"ep": 6}))
     assert line.startswith("experts: at balanced load, 768 rows a layer on the rank with the most")
     assert "at most 3,072, if all tokens of the 6 ranks" in line
+    bound = {"memory": {"expert_load": 1.5}}
+    (line,) = assumed_load(small(model=EXPERTS, dp=6, parallel={"ep": 6}, **bound))
+    assert "1,152 rows a layer on the rank with the most" in line
+    (line,) = assumed_load(small(model=EXPERTS, parallel={"ep": 2, "cp": 2}))
+    assert line.startswith("experts: at balanced load, 256 rows a layer")

@@ -11,7 +11,8 @@ from verify.test_experts import DEEPSEEK, make
 
 from hybridpar.nn import moe
 from hybridpar.nn.moe import margins_of
-from hybridpar.verify.choices import ChoiceRecorder, Flips, compare_choices
+from hybridpar.verify import choices as verify_choices
+from hybridpar.verify.choices import ChoiceRecorder, Flips, compare_choices, join_choices
 from hybridpar.verify.run import verify
 
 
@@ -43,6 +44,16 @@ def test_micro_batches_of_all_replicas_are_matched() -> None:
     assert "1 in block 3 differ, the clearest by 7.1e+00" in str(found)
     assert "near tie" in str(Flips(8, 1e-16, {3: 1}, 1e-16))
     assert str(Flips(8, 0.1)) == "8 choices of experts, the closest by 1.0e-01: all agree"
+
+
+def test_choices_of_a_samples_tokens_are_joined_in_order() -> None:
+    """Two samples of 5 tokens, of which one rank has the first and the last two."""
+    full = torch.arange(20).view(2, 5, 2)
+    outer = full[:, [0, 3, 4]].reshape(-1, 2)
+    inner = full[:, [1, 2]].reshape(-1, 2)
+    joined = join_choices({((0, 1), (3, 5)): {7: [outer]}, ((1, 3),): {7: [inner]}})
+    assert joined.keys() == {7}
+    assert torch.equal(joined[7][0], full.view(10, 2))
 
 
 @pytest.mark.ranks
@@ -82,3 +93,30 @@ def test_a_wrong_choice_is_the_first_difference(monkeypatch: pytest.MonkeyPatch)
     assert report.choices.flips
     assert not report.choices.is_near_tie
     assert any("the clearest by" in cause for cause in report.causes)
+
+
+@pytest.mark.ranks
+def test_a_near_tie_is_replayed_and_everything_else_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any margin counts as one within rounding here, and ranks take another second expert. One
+    process that visits the same experts agrees with them."""
+
+    def other(scores: Tensor, options: Any, bias: Tensor | None = None) -> moe.Routing:
+        ranking = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
+        return moe.weigh(scores, ranking[:, [0, 2]], options)
+
+    right = moe.choose
+
+    def choose(scores: Tensor, options: Any, bias: Tensor | None = None) -> moe.Routing:
+        on_grid = torch.distributed.is_initialized()
+        return (other if on_grid else right)(scores, options, bias)
+
+    monkeypatch.setattr(moe, "choose", choose)
+    monkeypatch.setattr(verify_choices, "NEAR_TIE", 1.0)
+    config = make({"router_bias_rate": 0.0, "router_topk": 2})
+    report = verify(config, {"dp": 2, "cp": 2}, 2)
+    assert report.ok, report
+    assert report.choices.flips
+    assert report.as_json()["choices"]["near_tie"]
+    assert "which is a near tie that rounding decides" in str(report)

@@ -47,6 +47,51 @@ def test_grids(grid: dict[str, int], model: dict[str, Any], zero: int) -> None:
     holds(grid, six(model, parallel={"zero": zero}), num_batches=2)
 
 
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("packing", ["none", "stream", "best_fit"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"cp": 2, "dp": 2, "ep": 4},
+        {"cp": 3},
+        {"cp": 2, "ep": 2},
+        {"cp": 4, "ep": 2},
+        {"cp": 2, "dp": 3, "ep": 3},
+        {"cp": 4, "ep": 4, "tp": 2},
+        {"cp": 2, "dp": 2, "ep": 2, "tp": 2, "pp": 2},
+        {"cp": 2, "dp": 2, "ep": 4, "pp": 2},
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"sequence": True}, {"zero": 1, "cp_comm": "ring"}, {"zero": 3}],
+    ids=["plain", "sequence", "ring", "zero 3"],
+)
+@pytest.mark.parametrize("model", [{}, DEEPSEEK], ids=["mixtral", "seek"])
+def test_context_parallelism(
+    model: dict[str, Any], parallel: dict[str, Any], grid: dict[str, int], packing: str
+) -> None:
+    """Loads of a sequence are summed over cp, and ranks of cp share experts first."""
+    config = six(model, parallel=parallel, data={"packing": packing})
+    holds(grid, config, num_batches=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "2bw", "recompute": "all"},
+        {"schedule": "1f1b", "split_backward": True, "recompute": "selective"},
+        {"schedule": "interleaved", "split": (1, 1, 2, 1), "recompute": "stage"},
+        {"schedule": "pipedream"},
+    ],
+    ids=str,
+)
+def test_context_parallelism_on_schedules(pipeline: dict[str, Any]) -> None:
+    holds({"cp": 2, "pp": 2, "ep": 2}, six(DEEPSEEK, pipeline=pipeline), num_batches=3)
+
+
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("recompute", ["none", "all", "selective", "stage"])
 @pytest.mark.parametrize(
@@ -90,9 +135,36 @@ def test_packed_documents(packing: str, sequence: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("memory", [{"host_optimizer": True}, {"offload_activations": 1}], ids=str)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"budget": 1_300_000},
+        {"limit": 3_000_000},
+        {"host_optimizer": True},
+        {"offload_activations": 1},
+    ],
+    ids=str,
+)
 def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
-    holds({"dp": 2, "ep": 2}, six(DEEPSEEK, memory=memory), num_batches=2)
+    holds({"dp": 2, "cp": 2, "ep": 4}, six(DEEPSEEK, memory=memory), num_batches=2)
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("load", [1.0, 1.4])
+@pytest.mark.parametrize(
+    "pipeline",
+    [{}, {"schedule": "2bw", "recompute": "all"}, {"split_backward": True}],
+    ids=["plain", "recomputed", "split"],
+)
+@pytest.mark.parametrize(
+    "grid",
+    [{"dp": 4, "ep": 4}, {"dp": 2, "cp": 2, "ep": 4}, {"dp": 2, "ep": 2, "pp": 2}],
+    ids=named,
+)
+def test_rows_beyond_a_bound(grid: dict[str, int], pipeline: dict[str, Any], load: float) -> None:
+    """Routing is never balanced, so at 1.0 some rank always has a second round."""
+    config = six(DEEPSEEK, memory={"expert_load": load}, pipeline=pipeline)
+    holds(grid, config, num_batches=3)
 
 
 @pytest.mark.thorough
@@ -129,6 +201,42 @@ def held_and_sent(config: Config) -> tuple[set[int], int, int]:
     return held, traffic.calls["all_to_all"], traffic.num_bytes["all_to_all"]
 
 
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"dp": 1, "cp": 2, "ep": 2},
+        {"dp": 2, "tp": 2, "ep": 2},
+        {"dp": 2, "pp": 2},
+        {"dp": 2, "cp": 2, "ep": 4},
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_loads_are_equal_on_every_grid(grid: dict[str, int], recompute: str) -> None:
+    """Every token of 12 samples that counts is on two experts in each of 3 layers, once."""
+    model = {"router_bias_rate": 0.0}
+
+    def loads(**parallel: int) -> list[Any]:
+        train = {"dtype": "fp64", "micro_batch_size": 6 // parallel["dp"]}
+        pipeline = {"num_microbatches": 2, "recompute": recompute}
+        config = six(model, train=train, pipeline=pipeline, parallel=parallel)
+        num_ranks = config.parallel.num_ranks
+        return run_ranks(loads_of, num_ranks, config) if num_ranks > 1 else [loads_of(config)]
+
+    (expected,) = loads(dp=1)
+    assert [list(of_step) for of_step in expected] == [[1, 2, 3]] * 2
+    assert len({sum(load) for of_step in expected for load in of_step.values()}) == 2
+    assert all(found == expected for found in loads(**grid))
+
+
+def loads_of(config: Config) -> list[Any]:
+    engine, loader = start(config)
+    found: list[Any] = []
+    engine.train(loader, 2, lambda step: found.append(step.loads))
+    return found
+
+
 @pytest.mark.thorough
 def test_biases_are_equal_on_every_grid() -> None:
     def biases(**parallel: int) -> list[torch.Tensor]:
@@ -140,5 +248,11 @@ def test_biases_are_equal_on_every_grid() -> None:
     expected = biases(dp=1)
     assert len(expected) == 3
     assert all(bias.any() for bias in expected)
-    for grid in ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}):
+    for grid in (
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 4},
+        {"dp": 2, "ep": 2, "tp": 2},
+        {"cp": 2, "dp": 1, "ep": 2},
+        {"cp": 3, "dp": 2, "ep": 6},
+    ):
         assert all(map(torch.equal, biases(**grid), expected))

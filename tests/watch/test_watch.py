@@ -92,6 +92,10 @@ def test_a_page_is_served_and_follows_the_run(run: Path) -> None:
         assert [point[0] for point in seen["curves"]["loss"]] == [1, 2, 3]
         assert seen["failures"] == ["rank 1 hangs </script>"]
         assert get(port, "/plan.svg")[1].startswith(b"<svg")
+        assert seen["loads"] == ""
+        (run / "expert_loads.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+        assert json.loads(get(port, "/data.json")[1])["loads"] == "expert_loads.svg"
+        assert get(port, "/expert_loads.svg")[1].startswith(b"<svg")
         for path in (
             "/executed.svg",
             "/config.toml",

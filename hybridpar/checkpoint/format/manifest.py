@@ -44,7 +44,7 @@ from hybridpar.config import (
 )
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
-from hybridpar.grid import ALONE, BATCH, EXPERTS, MODEL, Place, sizes_of, where_of
+from hybridpar.grid import ALONE, BATCH, EXPERT_AXES, MODEL, Place, sizes_of, where_of
 from hybridpar.reading import errors_as, parse_json, read_limited
 
 FORMAT = 3
@@ -374,7 +374,7 @@ def _check_stages(manifest: Manifest) -> None:
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
-    copies = [name for name in BATCH if name != EXPERTS]
+    copies = [name for name in BATCH if name not in EXPERT_AXES]
     firsts = [
         shard for shard in manifest.shards if not any(shard.place.get(name) for name in copies)
     ]

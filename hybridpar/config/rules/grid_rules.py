@@ -43,20 +43,13 @@ def _experts(config: Config) -> Iterator[Problem]:
     if ep > experts.number:
         rule = f"must be at most model.num_experts = {experts.number}: each rank holds an expert"
         yield Problem("parallel.ep", ep, rule, str(experts.number))
-    if section.dp % ep:  # 0 is filled in, and checked then
-        rule = f"must divide parallel.dp = {section.dp}: neighbouring replicas share experts"
-        yield Problem("parallel.ep", ep, rule, str(gcd(ep, section.dp)))
+    if section.dp_cp % ep:  # 0 is filled in, and checked then
+        axes = f"parallel.dp * cp = {section.dp} * {section.cp}"
+        axes = axes if section.cp > 1 else f"parallel.dp = {section.dp}"
+        rule = f"must divide {axes}: neighbouring ranks share experts"
+        yield Problem("parallel.ep", ep, rule, str(gcd(ep, section.dp_cp)))
     if section.sites > 1:
         rule = f"not supported with parallel.sites = {section.sites}"
-        yield Problem("parallel.ep", ep, rule, "1")
-    if config.memory.is_limited:
-        rule = (
-            "not supported with memory.limit and memory.budget: replicas would move different "
-            "experts, and need equal plans"
-        )
-        yield Problem("parallel.ep", ep, rule, "1")
-    if config.compression.gradients != "none":
-        rule = f'not supported with compression.gradients = "{config.compression.gradients}"'
         yield Problem("parallel.ep", ep, rule, "1")
 
 

@@ -147,6 +147,12 @@ def memory(config: Config) -> Iterator[Problem]:
         yield Problem(limit, most, rule, "0")
     if section.host_optimizer:
         yield from _host_optimizer(config)
+    if section.expert_load and config.parallel.ep == 1:
+        rule = "requires parallel.ep above 1: without it the rows of all experts are always as many"
+        yield Problem("memory.expert_load", section.expert_load, rule, "0.0")
+    elif 0 < section.expert_load < 1:
+        rule = "must be at least 1, the balanced load, or 0"
+        yield Problem("memory.expert_load", section.expert_load, rule, "1.0")
 
 
 def _offloaded_activations(config: Config) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybridpar.config.typed import Bytes, Count
+from hybridpar.config.typed import Bytes, Count, Within
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ class MemoryConfig:
     in flight. A list has one number per pipeline rank. "auto": as many on each rank as cost no
     time, measured at the start. A rank that offloads runs without CUDA graphs, which "auto"
     counts as a cost. Losses and weights stay the same to the bit."""
+
+    expert_load: Annotated[float, Within(0, 2**16)] = 0.0
+    """With parallel.ep: most rows of tokens that a rank computes at once, and keeps for the backward
+    pass, over their number at balanced load, such as 1.5. Rows beyond are computed in further
+    rounds, whose activations the backward pass computes again, so that memory has a bound whatever
+    routers choose. 0: no bound."""
 
     @property
     def is_limited(self) -> bool:

@@ -256,6 +256,7 @@ class ModelConfig(ModelSpec):
             self.num_experts,
             self.router_bias_rate,
             has_losses=self.router_balance_loss > 0 or self.router_z_loss > 0,
+            blocks=tuple(n + 1 for n in range(self.num_layers) if self.layer_has_experts(n)),
         )
 
     @property
@@ -409,11 +410,6 @@ class ModelConfig(ModelSpec):
         """The rule about sharing the tokens of a sample that the model breaks, in words."""
         if not self.context_parallel:
             return f"requires causal attention; model.kind = {self.kind} has none"
-        if self.num_experts:
-            return (
-                f"not supported with model.num_experts = {self.num_experts}: the loads of a "
-                "sequence would have to be added over cp"
-            )
         return ""
 
     @property

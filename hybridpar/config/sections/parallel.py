@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Literal
 
 from hybridpar.config.typed import Within
@@ -38,10 +39,10 @@ class ParallelConfig:
     and values of the others. The ranks are replicas of the parameters: gradients are summed, and
     ZeRO shards, over dp * cp of them. GPT only."""
     ep: Annotated[int, Within(1, 2**16)] = 1
-    """Expert parallelism: neighbouring replicas that share the experts of each layer
+    """Expert parallelism: neighbouring ranks of cp and dp that share the experts of each layer
     (model.num_experts), as evenly as possible. Rows of tokens travel to the ranks of their experts
-    and back. Must divide dp. Gradients of an expert are summed, and ZeRO shards it, over the dp / ep
-    replicas that hold it."""
+    and back. Must divide dp * cp. Gradients of an expert are summed, and ZeRO shards it, over the
+    dp * cp / ep ranks that hold it."""
     cp_comm: Literal["all_gather", "ring", "ulysses"] = "all_gather"
     """How attention reaches the tokens of the other ranks of cp. all_gather: each rank gathers all
     keys and values, and adds up in the order of one process. ring: they travel from rank to rank
@@ -57,6 +58,11 @@ class ParallelConfig:
     def replicas(self) -> int:
         """Replicas at all sites, each with samples of its own."""
         return self.sites * self.dp
+
+    @property
+    def least_dp(self) -> int:
+        """Fewest replicas of a grid with these ep and cp: ep divides dp * cp."""
+        return self.ep // gcd(self.ep, self.cp)
 
     @property
     def dp_cp(self) -> int:

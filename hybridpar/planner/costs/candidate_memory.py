@@ -380,6 +380,7 @@ class MemoryCheck:
             config.memory.host_optimizer,
             cost.tp,
             config.parallel.cp,
+            config.parallel.ep,
             cost.zero_share,
             cost.splits,
             config.train.micro_batch_size,

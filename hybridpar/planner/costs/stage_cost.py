@@ -2,7 +2,7 @@
 tp group.
 
     block        its times at this tp degree and micro-batch size, measured or estimated, and
-                 collectives over tp; with cp see context.py
+                 collectives over tp; with cp see context.py, with ep experts.py
     stage        its blocks; recomputed ones forward once more, or in part; gathers of what comes
                  from other stages, on the slowest link within a tp group; codecs; norm and
                  optimizer of its own parameters; ZeRO-1: a share
@@ -22,6 +22,7 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.models.cost import untied_parameters
 from hybridpar.planner.costs.context import context_waits, split_tokens
+from hybridpar.planner.costs.experts import expert_waits, own_expert_parameters, split_experts
 from hybridpar.planner.costs.sequence import split_rows
 from hybridpar.planner.costs.transfer_costs import Moves
 from hybridpar.planner.machines.codec_costs import CodecCosts
@@ -48,6 +49,7 @@ class StageCost:
         norm: Seconds of the gradient norm of a batch.
         update: Seconds of the optimizer update of a batch.
         tied: Number of `parameters` that the other end of the model holds, too.
+        experts: Number of `parameters` that the ranks of ep divide.
     """
 
     blocks: Sequence[int]
@@ -59,6 +61,7 @@ class StageCost:
     tied: int
     idle: float = 0.0
     """Seconds of forward and backward in which the device waits for kernel launches."""
+    experts: int = 0
 
     @property
     def compute(self) -> float:
@@ -118,6 +121,8 @@ class StageCosts:
                 costs = split_rows(costs, self.config)
             if self.config.parallel.cp > 1:
                 costs = split_tokens(costs, self.config)
+            if self.config.parallel.ep > 1:
+                costs = split_experts(costs, self.config)
             return (
                 {
                     kind: replace(
@@ -189,6 +194,19 @@ class StageCosts:
             return {}
         return context_waits(self.config, self.machine)
 
+    @cached_property
+    def expert_waits(self) -> dict[str, tuple[float, float]]:
+        """Seconds of a block's exchanges of rows over ep, forward and backward, by kind; empty
+        without ep."""
+        if self.config.parallel.ep == 1:
+            return {}
+        return expert_waits(self.config, self.machine)
+
+    @cached_property
+    def _expert_parameters(self) -> dict[str, int]:
+        """Parameters of a rank's experts that ranks of ep divide, by kind of block."""
+        return own_expert_parameters(self.config) if self.config.parallel.ep > 1 else {}
+
     def _waits(self, cost: BlockCost) -> tuple[float, float]:
         if self.tp == 1:
             return 0.0, 0.0
@@ -247,8 +265,8 @@ class StageCosts:
         return self.kinds_on[rank][self.kind(number)]
 
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
-        """Return the seconds of forward and backward of a block, including collectives over tp and
-        cp.
+        """Return the seconds of forward and backward of a block, including collectives over tp, cp
+        and ep.
 
         The CPU launches kernels while the device waits for a collective, so of both waits the
         longer counts.
@@ -268,11 +286,14 @@ class StageCosts:
         return max(0.0, cost.forward_idle - forward), max(0.0, cost.backward_idle - backward)
 
     def _all_waits(self, number: int) -> tuple[float, float]:
-        """Return the seconds of a block's collectives over tp and cp, forward and backward."""
+        """Return the seconds of a block's collectives over tp, cp and ep, forward and backward."""
         kind = self.kind(number)
         forward, backward = self.waits[kind]
-        there, back = self.context_waits.get(kind, (0.0, 0.0))
-        return forward + there, backward + back
+        for waits in (self.context_waits, self.expert_waits):
+            there, back = waits.get(kind, (0.0, 0.0))
+            forward = forward + there
+            backward = backward + back
+        return forward, backward
 
     @cached_property
     def stages(self) -> list[StageCost]:
@@ -340,6 +361,7 @@ class StageCosts:
                 forward * (1 + (n in again)) + backward
                 for n, (forward, backward) in zip(blocks, idle, strict=True)
             ),
+            sum(self._expert_parameters.get(self.kind(n), 0) for n in blocks),
         )
 
     @cached_property
@@ -365,4 +387,5 @@ class StageCosts:
             sum(s.parameters for s in stages),
             sum(s.tied for s in stages),
             sum(s.idle for s in stages),
+            sum(s.experts for s in stages),
         )

@@ -30,6 +30,7 @@ from hybridpar.planner.costs.compressed import gradient_share
 from hybridpar.planner.costs.stage_cost import StageCost, StageCosts
 from hybridpar.planner.costs.transfer_costs import with_activations
 from hybridpar.planner.machines.machine import AnyLink
+from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.schedules.action import Kind
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import make_schedule
@@ -143,17 +144,33 @@ class StepCost(StageCosts):
         own = (
             0
             if self.splits > 1 and not self.config.feeds_back
-            else (self.gradient_bytes * (stage.parameters - stage.tied))
+            else (self.gradient_bytes * (stage.parameters - stage.tied - stage.experts))
         )
         if self.config.feeds_back:
             return self._compressed(own, ranks, stage)
         seconds = self._in_buckets(own, ranks)
         work = machine.link(ranks).ring_work(own, self.replicas) if self.replicas > 1 else 0.0
+        if stage.experts and own:
+            seconds += self._of_experts(self.gradient_bytes * stage.experts, index)
         if stage.tied:
             ends = [*self.ranks_of(0), *self.ranks_of(self.pp - 1)]
             seconds += self._in_buckets(self.gradient_bytes * stage.tied, ends)
             work += machine.link(ends).ring_work(self.gradient_bytes * stage.tied, len(ends))
         return seconds, work
+
+    def _of_experts(self, num_bytes: float, index: int) -> float:
+        """Return the seconds of reducing the gradients of a rank's experts over the replicas that
+        hold them, while ranks with other experts do the same."""
+        first = index * self.replicas * self.tp
+        ranks = silent_grid(self.config, first).expert_dp.ranks
+        if len(ranks) == 1:
+            return 0.0
+        whole, rest = divmod(num_bytes, BUCKET_BYTES)
+        rings = self.tp * self.config.parallel.ep
+        return sum(
+            times * self.machine.all_reduce(size, ranks, rings)
+            for times, size in ((whole, BUCKET_BYTES), (1, rest))
+        )
 
     def _compressed(
         self, own: float, ranks: Sequence[int], stage: StageCost

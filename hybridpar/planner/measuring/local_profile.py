@@ -49,7 +49,9 @@ def machine_for(
         return estimated(config, read_cluster(Path(cluster)), devices, found)
     found = found or cached_profile(config, launch)
     if not devices and found.hardware.cores:
-        kept = math.prod((keep or {}).values())
+        kept = math.prod(size for axis, size in (keep or {}).items() if axis != "ep")
+        if keep and "dp" not in keep:
+            kept *= config.parallel.least_dp
         every = found.hardware.devices_per_host * found.hardware.hosts
         devices = (
             kept if keep and {"tp", "pp", "dp"} <= keep.keys() else kept * max(1, every // kept)

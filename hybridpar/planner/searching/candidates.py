@@ -117,7 +117,7 @@ class Candidate:
 
 
 def candidates(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
-    """Yield every grid with the configuration's cp, micro-batch size and schedule."""
+    """Yield every grid with the configuration's cp and ep, micro-batch size and schedule."""
     batch = batch_size(config, request)
     split_rows = cache(partial(_split_rows_take_less, config, machine))
     for tp, pp, dp in grids(config, machine, request.keep):
@@ -157,6 +157,23 @@ def sharing_samples(config: Config, machine: Machine, request: Request) -> Itera
             yield from candidates(made, machine, request)
 
 
+def sharing_experts(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
+    """Yield candidates whose ranks share the experts of each layer (parallel.ep), with every ep that
+    divides the devices; none without experts, or if the user has chosen ep."""
+    experts = config.model.routed_experts
+    if "ep" in request.keep or experts is None:
+        return
+    for ep in range(2, min(machine.num_devices, experts.number) + 1):
+        made = replace(config, parallel=replace(config.parallel, ep=ep))
+        dp = made.parallel.least_dp
+        cp = config.parallel.cp
+        alone = replace(
+            made, parallel=ParallelConfig(cp=cp, dp=dp, ep=ep), pipeline=PipelineConfig()
+        )
+        if machine.num_devices % ep == 0 and not problems(alone, dp * cp):
+            yield from candidates(made, machine, request)
+
+
 def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> bool:
     """Return whether sequence parallelism is requested, or makes a layer faster; it never takes
     more memory."""
@@ -191,8 +208,8 @@ def batch_size(config: Config, request: Request) -> int:
 
 
 def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """Return (tp, pp, dp) of every grid that uses all devices with the configuration's cp. Tensor
-    parallelism stays within a server unless the user has set it."""
+    """Return (tp, pp, dp) of every grid that uses all devices with the configuration's cp and ep.
+    Tensor parallelism stays within a server unless the user has set it."""
     number, rest = divmod(machine.num_devices, config.parallel.cp)
     found: list[tuple[int, int, int]] = []
     if rest:
@@ -212,6 +229,7 @@ def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tup
                 pp == keep.get("pp", pp)
                 and dp == keep.get("dp", dp)
                 and pp <= config.model.num_blocks
+                and dp * config.parallel.cp % config.parallel.ep == 0
             ):
                 found.append((tp, pp, dp))
     return found

@@ -71,7 +71,9 @@ def nothing_to_try(config: Config, machine: Machine, request: Request) -> Config
             f"that the schedule can run",
             str(-(-batch // number) * number * 2),
         )
-    fixed = math.prod(keep.values())
+    fixed = math.prod(size for axis, size in keep.items() if axis != "ep")
+    if "dp" not in keep:
+        fixed *= config.parallel.least_dp
     return config_error(
         "ranks",
         number,

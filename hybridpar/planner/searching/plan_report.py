@@ -42,6 +42,7 @@ class PredictedParts:
         launches: The part of these in which the device waits for kernel launches.
         tensor: Its collectives over tp.
         context: Its collectives over cp.
+        experts: Its exchanges of rows over ep.
         optimizer: Its norm and update.
         reduction: Time that the step would save without gradient reductions.
         transfers: Time that the step would save without transfers between stages.
@@ -54,6 +55,7 @@ class PredictedParts:
     launches: float
     tensor: float
     context: float
+    experts: float
     optimizer: float
     reduction: float
     transfers: float
@@ -74,6 +76,7 @@ class PredictedParts:
             "launches of its kernels",
             "tensor-parallel collectives",
             "context-parallel collectives",
+            "exchanges of rows with experts",
             "norm and optimizer",
             "reduction of gradients",
             "links between stages",
@@ -125,15 +128,18 @@ def parts_of(cost: StepCost) -> PredictedParts:
     )
     tensor = m * (sum(sum(cost.waits[cost.kind(n)]) for n in rank.blocks) + gathers)
     context = m * sum(sum(cost.context_waits.get(cost.kind(n), ())) for n in rank.blocks)
+    experts = m * sum(sum(cost.expert_waits.get(cost.kind(n), ())) for n in rank.blocks)
     optimizer = rank.norm + rank.update
     launches = m * rank.idle
-    compute = m * rank.compute - tensor - context - launches
-    rest = step - compute - launches - tensor - context - optimizer - reduction - transfers - moves
+    compute = m * rank.compute - tensor - context - experts - launches
+    of_blocks = compute + launches + tensor + context + experts
+    rest = step - of_blocks - optimizer - reduction - transfers - moves
     return PredictedParts(
         compute,
         launches,
         tensor,
         context,
+        experts,
         optimizer,
         reduction,
         transfers,
@@ -182,11 +188,12 @@ def describe(config: Config) -> str:
     parallel = config.parallel
     pipeline = config.pipeline
     context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
+    experts = f" ep={parallel.ep}" if parallel.ep > 1 else ""
     schedule, *rest = _how(config, pipeline.recompute)
     blocks = [f"blocks {'+'.join(map(str, pipeline.split))}"] if parallel.pp > 1 else []
     return ", ".join(
         [
-            f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}",
+            f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}{experts}",
             f"{pipeline.num_microbatches} micro-batches of {config.train.micro_batch_size}",
             schedule,
             *blocks,
@@ -241,12 +248,14 @@ def table(result: Result) -> Table:
     )
     counts = result.ranked[0].config.model.counts if result.ranked else "tokens"
     has_context = any(one.config.parallel.cp > 1 for one in result.ranked)
+    has_experts = any(one.config.parallel.ep > 1 for one in result.ranked)
     for heading in (
         "",
         "tp",
         *["cp"] * has_context,
         "pp",
         "dp",
+        *["ep"] * has_experts,
         "micro-batches",
         "schedule",
         "split",
@@ -272,6 +281,7 @@ def table(result: Result) -> Table:
             *[str(config.parallel.cp)] * has_context,
             str(config.parallel.pp),
             str(config.parallel.dp),
+            *[str(config.parallel.ep)] * has_experts,
             f"{cost.shape.num_microbatches} x {config.train.micro_batch_size}",
             ", ".join(_how(config, _short(pipeline.recompute))),
             _short("+".join(map(str, pipeline.split))),
@@ -361,6 +371,7 @@ def _choice(config: Config) -> dict[str, Any]:
         "cp": parallel.cp,
         "pp": parallel.pp,
         "dp": parallel.dp,
+        "ep": parallel.ep,
         "zero": parallel.zero,
         "micro_batch_size": config.train.micro_batch_size,
         "num_microbatches": pipeline.num_microbatches,

@@ -39,6 +39,7 @@ from hybridpar.planner.searching.candidates import (
     balanced,
     candidates,
     on_v,
+    sharing_experts,
     sharing_samples,
 )
 from hybridpar.planner.searching.explain import nothing_to_try, why_not
@@ -92,6 +93,7 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
 
 def _found(config: Config, machine: Machine, request: Request) -> Result:
     found = list(candidates(config, machine, request))
+    found += sharing_experts(config, machine, request)
     shared = [] if found else list(sharing_samples(config, machine, request))
     if not found and not shared:
         raise nothing_to_try(config, machine, request)
@@ -225,6 +227,7 @@ class _Search:
         kind = (
             candidate.grid,
             parallel.cp,
+            parallel.ep,
             parallel.zero,
             parallel.sequence,
             pipeline.schedule,
@@ -347,7 +350,8 @@ class _Search:
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config = one.config
             if knows_files(one):
-                kind = one.grid, config.parallel.cp, config.parallel.zero, config.pipeline.schedule
+                parallel = config.parallel
+                kind = one.grid, parallel.cp, parallel.ep, parallel.zero, config.pipeline.schedule
                 smallest.setdefault(kind, one)
         machines = {
             config: one.cost.machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from hybridpar.runtime.executor import Executor
 from hybridpar.state import RankState
 from hybridpar.train.batches.batch_policy import BatchPolicy, StepResult
 from hybridpar.train.batches.batch_totals import BatchTotals
+from hybridpar.train.batches.expert_loads import flat_loads, loads_by_block
 
 OnStep = Callable[[StepResult], None]
 OnGradients = Callable[[int, dict[str, Tensor]], None]
@@ -46,6 +47,7 @@ class BatchResults:
         model = policy.config.model
         self.names = (*model.losses, *model.metric_names)
         """Names of the losses and metrics of a batch."""
+        self._experts = model.routed_experts
         self._stop_requested = False
         self.is_stopping = False
         """Whether a rank asked to end training, or an anomaly ends it."""
@@ -74,14 +76,16 @@ class BatchResults:
         square = self._state.square_norm(batch)
         self._state.send(batch)
         losses = self._executor.losses.pop(batch, {})
+        loads = self._executor.loads.pop(batch, {})
         if not self._grid.is_first_copy:
             losses = {}
+            loads = {}
         totals = BatchTotals(
             self._grid,
             square,
             self._stop_requested,
             [losses.get(name, 0.0) for name in self.names],
-            self._executor.transport.device,
+            flat_loads(self._experts, loads, self._executor.transport.device),
         )
         self._executor.watch(totals.work.is_done)
         self._pending[batch] = totals
@@ -95,6 +99,8 @@ class BatchResults:
             sums = totals.read()
         num_targets = self.call.loader.num_targets(batch)
         result = self._policy.result(batch, sums.square_norms, sums.numbers, num_targets)
+        if self._experts is not None:
+            result = replace(result, loads=loads_by_block(self._experts, sums.loads))
         must_end = result.anomaly is not None and result.anomaly.policy != "skip"
         self.is_stopping |= sums.stop_requested or must_end
         return result

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
+from hybridpar.models.blocks import with_sequences
 from hybridpar.models.heads import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
 from hybridpar.nn.context import ALONE, Context
 from hybridpar.random import RandomKey
@@ -39,6 +40,9 @@ class LoaderSource:
         tensors = dict(self.loader.microbatch(batch, index))
         if self.fixed_shapes and self.config.model.kind == "bert":
             tensors["labelled"] = padded_labelled_rows(tensors["labels"])
+        model = self.config.model
+        if self.evaluated is None and model.text_format and model.routed_experts:
+            tensors = with_sequences(tensors)
         tensors = self.context.cut(tensors)
         tensors = {n: self._on_device(t) for n, t in tensors.items()}
         num_batches, num_targets = self.evaluated or (1, self.loader.num_targets(batch))

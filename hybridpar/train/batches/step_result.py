@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hybridpar.train.batches.expert_loads import Loads
 from hybridpar.train.faults.anomalies import Anomaly
 
 
@@ -42,6 +43,7 @@ class StepResult:
         num_targets: Labels that count in the batch, over all replicas and sites. If 0, the losses
             that divide by it are 0.
         metrics: Metrics of the model by name, means like the losses.
+        loads: Tokens of this site that each expert got.
     """
 
     step: int
@@ -55,6 +57,7 @@ class StepResult:
     site_status: SiteStatus | None = None
     num_targets: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
+    loads: Loads = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

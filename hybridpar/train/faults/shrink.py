@@ -36,7 +36,7 @@ def shrink(config: Config, num_ranks: int) -> Config | None:
             continue
         smaller = replace(
             config,
-            parallel=replace(parallel, dp=dp, sites=sites, ep=gcd(parallel.ep, dp)),
+            parallel=replace(parallel, dp=dp, sites=sites, ep=gcd(parallel.ep, dp * parallel.cp)),
             pipeline=replace(pipeline, num_microbatches=microbatches // (dp * sites)),
         )
         if not problems(smaller, num_ranks_used):

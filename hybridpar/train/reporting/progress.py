@@ -28,7 +28,18 @@ _SHARE_OF_TIME = 0.1
 _LEAST_PAUSE_S = 2.0
 _MOST_PAUSE_S = 60.0
 _ETA_STEPS = 20
-_DROPPED = ("memory", "data", "ms", "mfu", "norm", "lr", "speed", "metrics", "evaluation")
+_DROPPED = (
+    "memory",
+    "data",
+    "ms",
+    "mfu",
+    "experts",
+    "norm",
+    "lr",
+    "speed",
+    "metrics",
+    "evaluation",
+)
 """Parts of a line that are dropped on a narrow terminal, in this order."""
 
 
@@ -114,6 +125,8 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
         del parts["mfu"]
     if "sent_gb_a_day" in row:
         parts["data"] = a_day(1e9 * row["sent_gb_a_day"], 1e9 * row["received_gb_a_day"])
+    if "max_vio" in row:
+        parts["experts"] = f"MaxVio {row['max_vio']:.2f}"
     if row.get("skipped"):
         parts["skipped"] = "SKIPPED (gradients not finite)"
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.state.compression.method import Sent
 from hybridpar.state.residency.tiered import slow_folder
 from hybridpar.train import folder as run_folder
+from hybridpar.train.batches.expert_loads import max_violation
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.evaluation import Evaluator, Numbers
 from hybridpar.train.faults.links import LinkWatch, Traffic
@@ -29,6 +31,7 @@ from hybridpar.train.reporting.costs_file import (
     run_costs,
     write_costs,
 )
+from hybridpar.train.reporting.loads_picture import MOST_EXPERTS, LoadCounter, draw_loads, size_of
 from hybridpar.train.reporting.log import RunLog
 from hybridpar.train.reporting.peak import Peak
 from hybridpar.train.reporting.plot import can_plot, draw_loss
@@ -81,6 +84,7 @@ class RunReport:
         self.val_loss: float | None = None
         self._step_seconds: list[float] = []
         self._num_batches = 0
+        self._loads = LoadCounter()
         self._sent: dict[Stream, Sent] = {}
         self._recorder: trace.Recorder | None = None
         self._traced = False
@@ -119,6 +123,7 @@ class RunReport:
 
     def end_stretch(self) -> None:
         """Gather and write what was recorded and sent, once the pipeline has drained."""
+        self._report_loads()
         if self.engine.grid.world.size > 1:
             self._sent = gather_sent(self.engine)
             if self.writes and self._sent:
@@ -129,6 +134,20 @@ class RunReport:
             self._write_trace(self._recorder)
             self._recorder = None
             self._traced = True
+
+    def _report_loads(self) -> None:
+        """Write and draw the loads of the stretch's steps, if there are experts."""
+        loads = self._loads.take()
+        if not loads:
+            return
+        if (size := size_of(loads)) > MOST_EXPERTS:
+            self.reporter.detail(
+                f"no loads of {size:,} experts: at most {MOST_EXPERTS:,} are drawn"
+            )
+            return
+        step = self.engine.batches_done
+        self.log.write({"step": step}, {"expert_loads": loads})
+        self.log.draw(run_folder.LOADS_PICTURE, partial(draw_loads, loads, step))
 
     def after_update(self, step: int) -> None:
         """Advance the recording; call it after every update, even of a step that is rolled back."""
@@ -150,6 +169,7 @@ class RunReport:
         )
         if not self.writes:
             return
+        self._loads.add(result.loads)
         share = self._peak.share(self.config.batch_tokens / seconds * self._flops_per_token)
         if logged:
             row = self._row(result, seconds, share) | notes
@@ -288,6 +308,8 @@ class RunReport:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}
         row |= result.metrics
+        if (violation := max_violation(result.loads)) is not None:
+            row["max_vio"] = violation
         if len(result.losses) > 1:
             row["losses"] = result.losses
         if self.engine.policy.scaler.dynamic:

@@ -268,6 +268,30 @@ def test_a_kill_leaves_no_trace_in_adapters(tmp_path: Path, grid: tuple[str, ...
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "grid",
+    [
+        ("--parallel.dp", "2", "--pipeline.schedule", "2bw"),
+        ("--parallel.cp", "2", "--parallel.zero", "1", "--memory.expert_load", "1.0"),
+    ],
+    ids=" ".join,
+)
+def test_a_kill_leaves_no_trace_in_shared_experts(tmp_path: Path, grid: tuple[str, ...]) -> None:
+    """Weights and biases of experts that ranks of dp, or of cp, share."""
+    config = write_config(tmp_path, "1f1b")
+    experts = ("--model.num_experts", "3", "--model.router_bias_rate", "0.01", "--parallel.ep", "2")
+    run_job(2, "train", config, *grid, *experts, *STEPS, "--run.name", "calm")
+    calm = tmp_path / "runs" / "calm"
+    code, out = train(2, config, *grid, *experts, *STEPS, "--inject", "kill rank 1 at step 13")
+    assert code == 0, out
+    run = tmp_path / "runs" / "run"
+    assert [(one["kind"], one["rank"], one["step"]) for one in failures(run)] == [("died", 1, 13)]
+    assert steps(metrics(run)) == steps(metrics(calm))
+    assert same_checkpoint(run, calm)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_a_hang_is_found_before_and_in_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
