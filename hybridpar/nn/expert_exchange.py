@@ -102,21 +102,24 @@ def _bounded_rounds(rows: Tensor, load_bound: float) -> Tensor:
 
 
 def _balanced_rounds(loads: Sequence[int], axis: Axis, load_bound: float) -> Tensor:
-    """Return the rounds of a balanced load; with a bound a round that is full, in which this rank
-    sends all of its rows, and another full one."""
-    rows = torch.tensor(loads).expand(axis.size, -1)
+    """Return the rounds of a balanced load. With a bound there are two that are full, and this rank
+    sends all of its rows in the second, which has the most in memory."""
     if not load_bound:
-        return rows[None]
+        return torch.tensor([[list(loads)] * axis.size])
     own = own_experts(len(loads), axis)
-    limit = _limit(int(rows.sum()), len(own), len(loads), load_bound)
-    rounds = torch.zeros(2, *rows.shape, dtype=torch.int64)
-    rounds[0, axis.rank] = rows[axis.rank]
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    sent = int(rounds[0, :, own.start : own.stop].sum())
-    for place, left in enumerate((max(limit - sent, 0), limit)):
-        sizes = split_sizes(left, len(others) * len(own))
-        rounds[place, others, own.start : own.stop] = torch.tensor(sizes).view(len(others), -1)
-    return rounds
+    limit = _limit(axis.size * sum(loads), len(own), len(loads), load_bound)
+    kept = sum(loads[expert] for expert in own)
+    rounds = []
+    for mine, others in (([0] * len(loads), limit), (list(loads), max(limit - kept, 0))):
+        sizes = iter(split_sizes(others, (axis.size - 1) * len(own)))
+        ranks = [
+            mine
+            if rank == axis.rank
+            else [next(sizes) if e in own else 0 for e in range(len(loads))]
+            for rank in range(axis.size)
+        ]
+        rounds.append(ranks)
+    return torch.tensor(rounds)
 
 
 def _limit(total: int, own: int, num_experts: int, load_bound: float) -> int:
