@@ -280,7 +280,7 @@ class Embedding(nn.Module):
             out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
             out = value_of(self.norm(out))
-        return self.dropout(out, key, self.context.rows_of(part))
+        return self.dropout(out, key, self.context.of(batch).rows_of(part))
 
 
 class SegmentEmbedding(ParallelModule):
@@ -357,8 +357,9 @@ class TransformerLayer(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> HiddenStates:
         part = part_of(batch, self.axis, self.sequence)
-        rows = self.context.rows_of(part)
         tokens = self._metadata(batch, part)
+        context = tokens.context or self.context
+        rows = context.rows_of(part)
         if self.post_norm:
             x, _ = self.attention_norm.add(
                 *self.attention.without_bias(x, tokens, key, cache),
@@ -412,6 +413,7 @@ class TransformerLayer(nn.Module):
             batch.get("positions"),
             batch.get("rows") if self.context.is_split else None,
             part.sizes,
+            self.context.of(batch),
         )
 
     def _feed_forward(

@@ -146,7 +146,8 @@ def context_of(model: ModelSpec, cp: Axis, comm: ContextComm = "all_gather") -> 
     if (formulas := model.cost_model) is None:
         return Context(cp, shape[0], comm=comm)
     windows = tuple(map(formulas.layer_window, range(formulas.num_layers)))
-    return Context(cp, shape[0], windows or (0,), comm)
+    follows = model.text_format is model  # custom blocks do not ask for a micro-batch's cut
+    return Context(cp, shape[0], windows or (0,), comm, follows)
 
 
 def local_message_shape(

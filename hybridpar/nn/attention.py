@@ -198,6 +198,7 @@ class AttentionMetadata:
         rows: int32 [s], the place of each token in its sample, ascending, if ranks share samples
             (see ParallelAttention, `context`).
         sizes: Rows of every tp rank with sequence parallelism (see column_linear).
+        context: The layer's context with the cut of the micro-batch. None: it has none of its own.
     """
 
     padding_mask: Tensor | None = None
@@ -205,6 +206,7 @@ class AttentionMetadata:
     positions: Tensor | None = None
     rows: Tensor | None = None
     sizes: Sequence[int] | None = None
+    context: Context | None = None
 
 
 NO_METADATA = AttentionMetadata()
@@ -402,7 +404,8 @@ class ParallelAttention(ParallelModule):
         options = self._options(key)
         backend = self.kernels.attention
         if self.context.is_split:
-            y = context_attention(q, k, v, mask, options, self.context, backend=backend)
+            context = tokens.context or self.context
+            y = context_attention(q, k, v, mask, options, context, backend=backend)
         else:
             y = ops.masked_attention(q, k, v, mask, options, backend=backend)
         y = rearrange(y, "b n s d -> b s (n d)")

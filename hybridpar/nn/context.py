@@ -11,7 +11,7 @@ as causal attention costs more the later a token is:
 Everything but attention acts on single tokens. For attention every rank receives the keys and
 values of the others, in the order of the positions, so that each query sees its keys in the order
 in which one process has them; context_attention.py has two other ways. `token_ranges` alone says
-which tokens a rank has.
+which tokens a rank has, and for packed documents `document_ranges`.
 
 Sources: the cut: Megatron-LM's context parallelism; all-gathered keys: Llama 3, arXiv 2407.21783,
 section 3.3.2.
@@ -19,8 +19,8 @@ section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -72,7 +72,52 @@ def token_ranges(
     return (*found, ((left, right),))
 
 
+def document_ranges(
+    document_start: Tensor, size: int, windows: tuple[int, ...] = (0,)
+) -> tuple[tuple[Range, ...], ...]:
+    """Return the tokens of packed rows that each rank of cp has, as `token_ranges` does.
+
+    A token costs as many pairs as its document has tokens up to it, so the costly ones are anywhere.
+    Rank after rank takes neighbours of what is left, from the place that gives it its share of the
+    pairs most closely; what is left is a circle, on which there is always such a place.
+
+    Args:
+        document_start: First position that each token attends to. Shapes: [rows, length].
+        size: Ranks of cp.
+        windows: See `token_ranges`.
+    """
+    length = document_start.shape[1]
+    keys = torch.arange(length) - document_start.long() + 1
+    pairs = torch.zeros(length, dtype=torch.int64)
+    for window in windows:
+        pairs += (keys.clamp(max=window) if window else keys).sum(0)
+    left = torch.arange(length)
+    found: list[tuple[Range, ...]] = []
+    for rank, tokens in enumerate(split_sizes(length, size)):
+        of_left = pairs[left]
+        before = torch.cat([of_left.new_zeros(1), of_left.repeat(2).cumsum(0)])
+        own = before[tokens : tokens + len(left)] - before[: len(left)]
+        start = int((own * (size - rank) - of_left.sum()).abs().argmin())
+        taken = torch.zeros(len(left), dtype=torch.bool)
+        taken[torch.arange(start, start + tokens) % len(left)] = True
+        found.append(_ranges_of(left[taken]))
+        left = left[~taken]
+    return tuple(found)
+
+
+def _ranges_of(positions: Tensor) -> tuple[Range, ...]:
+    """Return ascending positions as ranges."""
+    if not len(positions):
+        return ()
+    gaps = (positions.diff() > 1).nonzero().flatten() + 1
+    runs = positions.tensor_split(gaps)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
+
+
 ContextComm = Literal["all_gather", "ring", "ulysses"]
+CUT = "context_ranges"
+"""Name in a micro-batch of its cut: int64 [ranks, ranges, 2] on the CPU, where empty ranges mean
+nothing."""
 
 
 class Piece(NamedTuple):
@@ -100,12 +145,17 @@ class Context:
         length: Tokens of a sample, over all ranks.
         windows: See `token_ranges`.
         comm: How attention reaches the tokens of other ranks (parallel.cp_comm).
+        follows_documents: Whether a micro-batch of packed documents is cut for equal work on these;
+            blocks then ask for the context `of` each micro-batch.
+        cut_ranges: The tokens of each rank in such a micro-batch. None: see `token_ranges`.
     """
 
     axis: Axis = field(default_factory=lambda: Axis("cp"))
     length: int = 0
     windows: tuple[int, ...] = (0,)
     comm: ContextComm = "all_gather"
+    follows_documents: bool = False
+    cut_ranges: tuple[tuple[Range, ...], ...] | None = None
 
     @property
     def is_split(self) -> bool:
@@ -115,6 +165,8 @@ class Context:
     @property
     def ranges(self) -> tuple[tuple[Range, ...], ...]:
         """The tokens of each rank."""
+        if self.cut_ranges is not None:
+            return self.cut_ranges
         return token_ranges(self.length, self.axis.size, self.windows)
 
     @cached_property
@@ -148,17 +200,30 @@ class Context:
 
         Every tensor whose second dimension counts a sample's tokens is cut. Two are added:
         `positions` ([tokens] int64), unless there are some, and `rows` ([tokens] int32), the place
-        of each token in its sample.
+        of each token in its sample. With `follows_documents` a packed one also has its `CUT`.
         Shapes: [b, length, ..] -> [b, tokens, ..].
         """
         if not self.is_split:
             return dict(batch)
+        if self.follows_documents and self.cut_ranges is None and "document_start" in batch:
+            ranges = document_ranges(batch["document_start"], self.axis.size, self.windows)
+            return replace(self, cut_ranges=ranges).cut(batch) | {CUT: _as_tensor(ranges)}
         mine = {name: self._take(x) if self._counts_tokens(x) else x for name, x in batch.items()}
         device = next(iter(batch.values())).device
         places = torch.cat([torch.arange(*tokens, device=device) for tokens in self.own])
         mine.setdefault("positions", places)
         mine["rows"] = places.to(torch.int32)
         return mine
+
+    def of(self, batch: Mapping[str, Tensor]) -> Context:
+        """Return the context with the cut of a micro-batch."""
+        if (given := batch.get(CUT)) is None:
+            return self
+        ranges = tuple(
+            tuple((start, stop) for start, stop in of_rank if start < stop)
+            for of_rank in given.tolist()
+        )
+        return replace(self, cut_ranges=ranges)
 
     def _counts_tokens(self, x: Tensor) -> bool:
         return x.dim() > 1 and x.shape[1] == self.length
@@ -217,6 +282,12 @@ class Context:
 
 ALONE = Context()
 """A rank that has all tokens of its samples."""
+
+
+def _as_tensor(ranges: Sequence[Sequence[Range]]) -> Tensor:
+    """Return the ranges of each rank, filled up with empty ones. Shapes: [ranks, ranges, 2]."""
+    most = max(map(len, ranges))
+    return torch.tensor([[*of_rank, *[(0, 0)] * (most - len(of_rank))] for of_rank in ranges])
 
 
 class _GatheredKeys(Function):

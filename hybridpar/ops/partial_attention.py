@@ -57,8 +57,7 @@ class PartialAttention:
         mask: Its window, the first keys of the queries, and their positions, the same as in
             `queries`.
         options: Settings of the layer's attention. Dropout's mask goes by positions.
-        backend: Name of a backend of attention. Dropout and soft-caps are computed by torch's
-            operators.
+        backend: Name of a backend of attention. Dropout is computed by torch's operators.
     """
 
     queries: Ranges
@@ -150,9 +149,8 @@ class PartialAttention:
 
     def _passes(self, q: Tensor, k: Tensor, part: slice, keys: Ranges) -> AttentionPasses:
         dropout = self.options.dropout
-        drops = dropout.p > 0 and dropout.key is not None
-        if drops or self.options.softcap:
-            return TorchPasses(self._kept(q, part, keys) if drops else None)
+        if dropout.p > 0 and dropout.key is not None:
+            return TorchPasses(self._kept(q, part, keys))
         d = q.shape[3]
         shape = attention_class(d, grouped=q.shape[1] != k.shape[1])
         names = [select("attention", self.backend, q.device.type, q.dtype, shape).name]

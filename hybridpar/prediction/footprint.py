@@ -8,6 +8,7 @@ backward    [ input ][ kept, ever less ][ its own ][ gradient out ]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from hybridpar.models.blocks import with_sequences
 from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.models.custom_blocks import context_of
 from hybridpar.models.heads import LABELLED
+from hybridpar.nn.context import CUT
 from hybridpar.prediction.fake_neighbours import silent_axis, silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS
@@ -143,7 +145,7 @@ def trace_stage(
     batch = local_microbatch(config)
     with Tracker(device, results) as tracker:
         traced = TracedStage(config, blocks, recompute, buffers, tracker)
-        batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
+        batch = on_device(batch, tracker.device)
         # a forward reads the values of integers only in the micro-batch
         tracker.make_ghosts_of_integers(True)
         kept, output, forward = traced.forward(batch)
@@ -379,6 +381,11 @@ class TracedStage:
 
 def _no_codec(flow: int) -> None:
     """Return no codec: a tensor within a rank is passed uncompressed."""
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return a micro-batch on a device, but for its cut, which is read on the CPU."""
+    return {name: x if name == CUT else x.to(device) for name, x in batch.items()}
 
 
 def local_microbatch(config: Config) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from hybridpar.config import (
 )
 from hybridpar.grid import Axis
 from hybridpar.models.build import Recomputation
-from hybridpar.prediction.footprint import Buffers, TracedStage, local_microbatch
+from hybridpar.prediction.footprint import Buffers, TracedStage, local_microbatch, on_device
 from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
 from hybridpar.prediction.operators import Operator
 
@@ -220,7 +220,7 @@ def _one_block(
         traced = TracedStage(
             config, range(number, number + 1), Recomputation(), Buffers(1, 1), tracker
         )
-        batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
+        batch = on_device(batch, tracker.device)
         tracker.make_ghosts_of_integers(True)
         traced.axis.traffic.clear()
         yield traced, batch

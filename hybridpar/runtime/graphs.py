@@ -106,6 +106,8 @@ def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
         return "with pp, cp or tp they have not run on a GPU (train.graph_grids = true tries it)"
     if config.model.routed_experts is not None:
         return "the number of rows of each expert differs from micro-batch to micro-batch"
+    if parallel.cp > 1 and config.data.is_packed:
+        return "the tokens of a rank of cp differ from micro-batch to micro-batch"
     if parallel.cp * parallel.tp > 1 and config.train.share_gpus:
         return "what tensor or context parallelism sends goes through the host's hands"
     if config.memory.is_limited or _offloads(job, rank):

@@ -95,20 +95,24 @@ class Flips:
         return f"{what}, which is a near tie that rounding decides" if self.is_near_tie else what
 
 
-def join_choices(of_tokens: Mapping[tuple[Range, ...], Choices]) -> Choices:
+Tokens = Sequence[tuple[Range, ...]]
+"""Tokens of each sample that a rank has, by micro-batch."""
+
+
+def join_choices(of_ranks: Sequence[tuple[Tokens, Choices]]) -> Choices:
     """Return the choices for whole samples, from the choices of ranks that have some tokens each."""
-    first, *others = of_tokens.values()
-    if not others:
-        return first
-    order = torch.argsort(torch.cat([indices(ranges) for ranges in of_tokens]))
+    if len(of_ranks) == 1:
+        return of_ranks[0][1]
     joined: Choices = {}
-    for block, choices in first.items():
+    for block, choices in of_ranks[0][1].items():
         joined[block] = []
         for number in range(len(choices)):
+            places = [indices(tokens[number]) for tokens, _ in of_ranks]
             by_sample = [
-                of_rank[block][number].unflatten(0, (-1, len(indices(ranges))))
-                for ranges, of_rank in of_tokens.items()
+                of_rank[block][number].unflatten(0, (-1, len(at)))
+                for at, (_, of_rank) in zip(places, of_ranks, strict=True)
             ]
+            order = torch.argsort(torch.cat(places))
             joined[block].append(torch.cat(by_sample, 1)[:, order].flatten(0, 1))
     return joined
 

@@ -27,6 +27,7 @@ from hybridpar.data.synthetic import SyntheticSamples, synthetic_loader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
+from hybridpar.nn.context import Context
 from hybridpar.nn.placement import Placement, Range
 from hybridpar.schedules.action import Action
 from hybridpar.scratch import scratch_folder
@@ -37,6 +38,7 @@ from hybridpar.verify.choices import (
     ChoiceRecorder,
     Choices,
     Flips,
+    Tokens,
     compare_choices,
     join_choices,
     replay,
@@ -147,8 +149,9 @@ class _Part:
 
     site: int
     replica: int
-    tokens: tuple[Range, ...]
-    """The tokens of each sample that it has."""
+    cp: int
+    tokens: list[tuple[Range, ...]]
+    """The tokens of each sample that it has, by micro-batch; empty if it has all."""
     tp: int
     placements: dict[str, Placement]
     snapshots: list[Tensors]
@@ -312,7 +315,8 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     return _Part(
         grid.site.rank,
         grid.dp.rank,
-        engine.context.own if engine.context.is_split else ((0, config.model.tokens_per_sample),),
+        grid.cp.rank,
+        _tokens_of(engine.context, loader, num_batches * job.shape.num_microbatches),
         grid.tp.rank,
         engine.state.placements,
         snapshots,
@@ -322,6 +326,14 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         [step.grad_norm for step in steps],
         dict(recorder.experts),
     )
+
+
+def _tokens_of(context: Context, loader: BatchLoader, count: int) -> list[tuple[Range, ...]]:
+    """Return the tokens of each sample that this rank has in the first micro-batches."""
+    if not context.is_split:
+        return []
+    numbers = (divmod(number, loader.num_microbatches) for number in range(count))
+    return [context.of(context.cut(loader.microbatch(*number))).own for number in numbers]
 
 
 def _merge(parts: list[_Part]) -> GridRun:
@@ -348,14 +360,15 @@ def _merge(parts: list[_Part]) -> GridRun:
 
 def _choices_of(parts: list[_Part], disagreements: list[str]) -> list[Choices]:
     """Return the choices of each replica; record ranks of tp that chose otherwise than others."""
-    found: dict[int, dict[tuple[Range, ...], Choices]] = {}
+    found: dict[int, dict[int, tuple[Tokens, Choices]]] = {}
     for part in parts:
-        of_tokens = found.setdefault(part.replica, {}).setdefault(part.tokens, {})
+        of_replica = found.setdefault(part.replica, {})
+        _, of_rank = of_replica.setdefault(part.cp, (part.tokens, {}))
         for block, choices in part.choices.items():
-            known = of_tokens.setdefault(block, choices)
+            known = of_rank.setdefault(block, choices)
             if not all(map(torch.equal, known, choices)):
                 disagreements.append(f"choices of experts in block {block}")
-    return [join_choices(found[replica]) for replica in sorted(found)]
+    return [join_choices([*found[replica].values()]) for replica in sorted(found)]
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> Tensors:

@@ -22,7 +22,7 @@ from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import Dropout, ParallelAttention, RMSNorm
-from hybridpar.nn.context import ALONE, Context, ContextComm, token_ranges
+from hybridpar.nn.context import ALONE, Context, ContextComm, document_ranges, token_ranges
 from hybridpar.nn.context_attention import HeadSplit, context_attention
 from hybridpar.nn.placement import named_placements, split_sizes
 from hybridpar.nn.sequence import SequencePart
@@ -320,3 +320,67 @@ def test_tokens_need_their_rows() -> None:
         layer(values("x", B, 19, HIDDEN))
     with pytest.raises(AssertionError, match="causal"):
         ParallelAttention(HIDDEN, HEADS, Axis("tp"), causal=False, context=of_rank(0, 2, S))
+
+
+def packed(length: int, seed: int, rows: int = 1) -> torch.Tensor:
+    """Starts of random documents, some of them long."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.zeros(rows, length, dtype=torch.int32)
+    for row in starts:
+        at = 0
+        while at < length:
+            size = int(torch.randint(1, length // 2, (), generator=generator))
+            size = size if seed % 2 else max(size // 20, 1)
+            row[at : at + size] = at
+            at += size
+    return starts
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 40)])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_have_equal_work_on_packed_documents(size: int, windows: tuple[int, ...]) -> None:
+    """At most 1 % more than a rank's share of products with weights and attention together, or the
+    one token more that some rank must have."""
+    for seed in range(8):
+        length = 64 * size + seed
+        starts = packed(length, seed, rows=1 + seed % 3)
+        ranges = document_ranges(starts, size, windows)
+        positions = sorted(t for of_rank in ranges for a, b in of_rank for t in range(a, b))
+        assert positions == list(range(length))
+        sizes = [sum(b - a for a, b in of_rank) for of_rank in ranges]
+        assert sizes == list(split_sizes(length, size))
+        keys = torch.arange(length) - starts + 1
+        pairs = (
+            sum(keys.clamp(max=w or length).sum(0) for w in windows) / len(windows) / len(starts)
+        )
+        forced = math.ceil(length / size) * size / length + 1e-6
+        for hidden in (128, 1024):
+            per_token = 24 * hidden**2 / (4 * hidden)
+            work = [
+                sum(per_token * (b - a) + float(pairs[a:b].sum()) for a, b in of_rank)
+                for of_rank in ranges
+            ]
+            assert max(work) <= max(1.01, forced) * sum(work) / size
+
+
+def test_one_document_is_cut_as_evenly_as_without_packing() -> None:
+    ranges = document_ranges(torch.zeros(1, 24, dtype=torch.int32), 2)
+    pairs = [sum(t + 1 for a, b in of_rank for t in range(a, b)) for of_rank in ranges]
+    assert max(pairs) - min(pairs) <= 12
+
+
+def test_a_micro_batch_of_documents_brings_its_cut() -> None:
+    starts = packed(26, 1)
+    batch = {"tokens": torch.arange(26)[None], "document_start": starts}
+    seen = []
+    for rank in range(3):
+        context = dataclasses.replace(of_rank(rank, 3, 26), follows_documents=True)
+        mine = context.cut(batch)
+        assert "context_ranges" not in context.cut({"tokens": batch["tokens"]})
+        cut = context.of(mine)
+        assert cut.ranges == document_ranges(starts, 3)
+        assert mine["tokens"][0].tolist() == [t for a, b in cut.own for t in range(a, b)]
+        assert mine["rows"].tolist() == mine["tokens"][0].tolist()
+        assert context.of({}) is context
+        seen += mine["tokens"][0].tolist()
+    assert sorted(seen) == list(range(26))

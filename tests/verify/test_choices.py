@@ -51,7 +51,7 @@ def test_choices_of_a_samples_tokens_are_joined_in_order() -> None:
     full = torch.arange(20).view(2, 5, 2)
     outer = full[:, [0, 3, 4]].reshape(-1, 2)
     inner = full[:, [1, 2]].reshape(-1, 2)
-    joined = join_choices({((0, 1), (3, 5)): {7: [outer]}, ((1, 3),): {7: [inner]}})
+    joined = join_choices([([((0, 1), (3, 5))], {7: [outer]}), ([((1, 3),)], {7: [inner]})])
     assert joined.keys() == {7}
     assert torch.equal(joined[7][0], full.view(10, 2))
 

@@ -11,7 +11,7 @@ from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.models.blocks import with_sequences
 from hybridpar.models.heads import ACCURACY, WANTS_ACCURACY, padded_labelled_rows
-from hybridpar.nn.context import ALONE, Context
+from hybridpar.nn.context import ALONE, CUT, Context
 from hybridpar.random import RandomKey
 
 
@@ -44,7 +44,7 @@ class LoaderSource:
         if self.evaluated is None and model.text_format and model.routed_experts:
             tensors = with_sequences(tensors)
         tensors = self.context.cut(tensors)
-        tensors = {n: self._on_device(t) for n, t in tensors.items()}
+        tensors = {n: t if n == CUT else self._on_device(t) for n, t in tensors.items()}
         num_batches, num_targets = self.evaluated or (1, self.loader.num_targets(batch))
         # Without labels the loss sums are 0; dividing by 1 keeps losses and gradients 0.
         # Each site divides by its share, so that the mean over sites is the batch's mean.
