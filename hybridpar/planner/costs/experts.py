@@ -17,7 +17,6 @@ import torch
 from hybridpar.config import (
     Config,
     DataConfig,
-    MemoryConfig,
     ModelSpec,
     ParallelConfig,
     PipelineConfig,
@@ -84,9 +83,7 @@ def expert_waits(config: Config, machine: Machine) -> dict[str, tuple[float, flo
     parallel = config.parallel
     group = silent_grid(config).experts.ranks
     groups = min(machine.devices_per_server, parallel.tp * parallel.pp * parallel.dp_cp)
-    bound = config.memory.expert_load
-    one = _of_one_stage(parallel)
-    traffic = expert_bytes(config.model, one, config.train.dtype, bound)
+    traffic = expert_bytes(config.model, _of_one_stage(parallel), config.train.dtype)
 
     def seconds(sent: int) -> float:
         # a ring passes (n - 1) / n of the full size through every rank
@@ -98,7 +95,7 @@ def expert_waits(config: Config, machine: Machine) -> dict[str, tuple[float, flo
 
 @lru_cache(maxsize=64)
 def expert_bytes(
-    model: ModelSpec, parallel: ParallelConfig, dtype: Dtype, load_bound: float = 0.0
+    model: ModelSpec, parallel: ParallelConfig, dtype: Dtype
 ) -> dict[str, tuple[int, int]]:
     """Return the bytes that a rank of ep sends to others in the forward and the backward of each
     kind of block, for one sample at balanced load.
@@ -107,10 +104,8 @@ def expert_bytes(
         model: The model.
         parallel: Sizes of tp, cp, dp and ep, and nothing else.
         dtype: Type of activations (train.dtype).
-        load_bound: memory.expert_load; what counts is the exchange of the loads.
     """
     config = _of_one_sample(model, parallel, dtype)
-    config = replace(config, memory=MemoryConfig(expert_load=load_bound))
     kinds = block_kinds(model)
     return {
         kind: expert_traffic(config, kinds.index(kind), torch.device("cpu"))
