@@ -158,7 +158,12 @@ def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
 )
 @pytest.mark.parametrize(
     "grid",
-    [{"dp": 4, "ep": 4}, {"dp": 2, "cp": 2, "ep": 4}, {"dp": 2, "ep": 2, "pp": 2}],
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 4},
+        {"cp": 2, "dp": 2, "ep": 4},
+        {"dp": 2, "ep": 2, "pp": 2},
+    ],
     ids=named,
 )
 def test_rows_beyond_a_bound(grid: dict[str, int], pipeline: dict[str, Any], load: float) -> None:

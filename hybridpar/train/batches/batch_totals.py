@@ -48,9 +48,7 @@ class BatchTotals:
         pp = grid.pp
         self._num_ranks = pp.size
         self._end = pp.size + 1 + len(numbers)
-        self._values = torch.zeros(
-            self._end + len(loads), dtype=torch.float64, device=loads.device
-        )
+        self._values = torch.zeros(self._end + len(loads), dtype=torch.float64, device=loads.device)
         self._values[pp.rank] = square_norm
         self._values[pp.size] = float(stop_requested)
         for place, number in enumerate(numbers, pp.size + 1):
