@@ -43,7 +43,7 @@ from benchmarks.files import write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.schedules.passes.shared_items import MIB
+from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.state.residency.store import DiskStore
@@ -366,10 +366,8 @@ def simulated(config: Config, compute: float, rates: Mapping[str, float], update
         host=update,
         host_shares=[rank.hosted] if rank.hosted else (),
     )
-    items = rank.residency(job.shape)
-    assert items is not None
     plan = {0: tuple(rank.moved(job.options, job.shape, STEPS))}
-    starts = simulate(plan, costs, {0: items}).batch_starts(MICROBATCHES)
+    starts = simulate(plan, costs, {0: rank.pools(job.shape)}).batch_starts(MICROBATCHES)
     return (starts[-2] - starts[2]) / (len(starts) - 4)
 
 

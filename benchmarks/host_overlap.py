@@ -46,8 +46,8 @@ from benchmarks.link_sides import pace
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.schedules.schedule_options import ScheduleOptions
-from hybridpar.schedules.simulate.copy_engines import HostEngines
 from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.hosts import HostEngines
 from hybridpar.schedules.simulate.predict import exposed_on_host
 from hybridpar.state.host import HostWork
 from hybridpar.train.batches.step_result import StepResult
@@ -141,7 +141,7 @@ class Side:
     def sum(self, pair_s: float) -> float:
         """The left of the inequality over its right, on the first rank."""
         share, (update, copy) = sum(self.groups) / self.most, self.seconds
-        engines = HostEngines(copy * share, update * share, copy * share, self.groups)
+        engines = HostEngines((copy * share, update * share, copy * share), self.groups)
         engines.send(0.0)
         return engines.begin(pair_s / 3) / ((MICROBATCHES - STAGES + 1) * pair_s)
 

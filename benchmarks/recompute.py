@@ -96,8 +96,8 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
         name: predict(JobPlan(config), device=torch.device("cpu"), ranks=[0])[0].total
         for name, config in configs.items()
     }
-    offloader = sides[IN_FILE].engine.executor.offloader
-    moved = offloader.num_bytes // sides[IN_FILE].engine.batches_done if offloader else 0
+    engine = sides[IN_FILE].engine
+    moved = engine.moves.activations.num_bytes // engine.batches_done
     return case(
         f"{shape_name} {schedule} p={p} m={PER_STAGE * p}",
         result,

@@ -33,7 +33,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction.predict import predict
 from hybridpar.schedules.action import PER_ITEM, Kind
-from hybridpar.schedules.passes.residency import FastTier, add_residency
+from hybridpar.schedules.passes.fast_tier import FastTiers
+from hybridpar.schedules.passes.residency import add_residency
 from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 from hybridpar.train.forecasts.ghost_rank import GhostRank
@@ -134,13 +135,14 @@ def draw(path: Path) -> None:
     limit = int(bounds.least + 0.4 * (bounds.most - bounds.least))
     job = JobPlan(replace(config, memory=MemoryConfig(limit=limit)))
     rank = GhostRank.of(job, 0)
-    residency = rank.accesses(job.shape).residency(rank.room(job.shape))
-    tier = FastTier(residency)
+    pool = rank.accesses(job.shape).tiers(rank.room(job.shape))
+    fast = FastTiers([pool])
+    (tier,) = fast.tiers
     state: list[float] = []
     room: list[float] = []
     updates: list[int] = []
-    for action in add_residency(rank.actions(job.options, job.shape, 6), residency):
-        tier.follow(action)
+    for action in add_residency(rank.actions(job.options, job.shape, 6), [pool]):
+        fast.follow(action)
         if action.kind in PER_ITEM:
             continue
         if action.kind is Kind.UPDATE and action.part == 0:

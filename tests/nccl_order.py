@@ -30,7 +30,7 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.recording.memory_trace import SampleLoader
 from hybridpar.prediction.ghost import Tracker
-from hybridpar.prediction.ghost_chunks import GhostChunks
+from hybridpar.prediction.ghost_chunks import ghost_memory
 from hybridpar.schedules.kinds import COMPUTE
 from hybridpar.train.engine import Actions, Engine, Residency, StepResult
 
@@ -312,7 +312,7 @@ def issued(config: Config, rank: int, steps: int) -> list[Event]:
 
         job = JobPlan(config)
         states = job.state_policy(1, 1)
-        memory = GhostChunks(tracker.device, states) if states.moves else None
+        memory = ghost_memory(config, tracker.device, states)
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=Residency(memory))
         take = engine.batch_actions.results.take
 

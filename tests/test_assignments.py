@@ -25,7 +25,7 @@ BY_OTHERS = {
 SETATTR = {"errors.py", "grid.py", "models/build.py", "verify/boundaries.py"}
 """Files that call setattr: exceptions, axes by their names, tied parameters, doubles of layers."""
 SIMULATED = {
-    "moved_state.py",
+    "hosts.py",
     "send_window.py",
     "simulator.py",
     "collectives.py",

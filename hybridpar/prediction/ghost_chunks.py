@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor
 
+from hybridpar.config import Config
 from hybridpar.prediction.ghost import Ghost
-from hybridpar.state.residency.shares import WholeChunk, WholeChunks
+from hybridpar.runtime.activation_offloader import Storages
+from hybridpar.state import StatePolicy
+from hybridpar.state.residency.shares import ShardedMemory, WholeChunk
+from hybridpar.state.residency.tiered import ItemMemory
 
 
 class _GhostChunk(WholeChunk):
@@ -18,17 +23,17 @@ class _GhostChunk(WholeChunk):
     def is_here(self) -> bool:
         return _ghost(self.tensor).block.num_bytes > 0
 
+    def holds(self, view: Tensor) -> bool:
+        return _ghost(view).block is _ghost(self.tensor).block
+
     def _resize(self, num_bytes: int) -> None:
         _ghost(self.tensor).block.resize(num_bytes)
 
 
-class GhostChunks(WholeChunks):
-    """Unsharded chunks for the ghosts of a tracker."""
-
-    chunk = _GhostChunk
-
-    def _storage(self, view: Tensor) -> object:
-        return id(_ghost(view).block)
+def ghost_memory(config: Config, device: torch.device, policy: StatePolicy) -> ShardedMemory:
+    """Create the memory of a rank's state for ghosts. Its items do not move between tiers."""
+    of_config = ItemMemory if config.memory.is_limited else ShardedMemory
+    return of_config(device, policy.moved_kinds, _GhostChunk)
 
 
 def _ghost(tensor: Tensor) -> Ghost:
@@ -36,7 +41,7 @@ def _ghost(tensor: Tensor) -> Ghost:
     return tensor
 
 
-class _GhostBlocks:
+class _GhostBlocks(Storages):
     """Memory of ghosts, as an ActivationOffloader sees it."""
 
     def key(self, tensor: Tensor) -> object:

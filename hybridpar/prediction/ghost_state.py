@@ -3,7 +3,8 @@ an update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,27 +12,24 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
-from hybridpar.prediction.ghost_chunks import GhostChunks
+from hybridpar.prediction.ghost_chunks import ghost_memory
 from hybridpar.runtime.stage import Stage
-from hybridpar.schedules.passes.residency import Budget, Room
+from hybridpar.schedules.passes.residency import Budget, Pool
 from hybridpar.schedules.passes.segments import WHOLE, Division
-from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.residency.access_map import AccessMap
-from hybridpar.state.residency.chunks import Memory
 from hybridpar.state.residency.segments import Segments
-from hybridpar.state.residency.shared_access import SharedAccesses
-from hybridpar.state.residency.tiered import ItemMemory
+from hybridpar.state.residency.shares import ShardedMemory
 
 
 @dataclass(frozen=True)
 class GhostState:
-    """A rank's state, its segments, and its memory if items of it are moved."""
+    """A rank's state, its segments and its memory."""
 
     segments: Segments
     state: RankState
-    memory: ItemMemory | GhostChunks | None
+    memory: ShardedMemory
 
     @staticmethod
     def of(job: JobPlan, rank: int, policy: StatePolicy, tracker: Tracker) -> GhostState:
@@ -40,8 +38,7 @@ class GhostState:
         grid = silent_grid(config, rank)
         held = job.held(grid.pp.rank)
         parts = job.segments(grid.pp.rank)
-        whole = GhostChunks(tracker.device, policy) if policy.moves else None
-        memory = ItemMemory(tracker.device, whole) if config.memory.is_limited else whole
+        memory = ghost_memory(config, tracker.device, policy)
         stage = Stage(
             build_blocks(
                 config.model,
@@ -51,7 +48,7 @@ class GhostState:
                 dtype=policy.dtype,
             )
         )
-        state = RankState(stage, grid, policy, memory or Memory(tracker.device), parts=parts.ranges)
+        state = RankState(stage, grid, policy, memory, parts=parts.ranges)
         return GhostState(parts, state, memory)
 
     @property
@@ -59,30 +56,9 @@ class GhostState:
         """The division of the rank's plan into segments."""
         return self.segments.division(self.state)
 
-    def accesses(self, shape: PipelineShape) -> AccessMap | None:
-        """Return which items of the state each action accesses, or None if the state has no
-        budget."""
-        return (
-            None
-            if not isinstance(self.memory, ItemMemory)
-            else AccessMap(self.memory, self.state, self.segments, shape, norms=self.division.norms)
-        )
-
-    def shared_items(self, shape: PipelineShape, room: Room | None = None) -> SharedItems | None:
-        """Return the items that are sharded over replicas (ZeRO-2 and 3), or None.
-
-        With room for the rank's shards, the items include their tiers.
-        """
-        whole = self.memory.whole if isinstance(self.memory, ItemMemory) else self.memory
-        if whole is None:
-            return None
-        items = SharedAccesses(whole, self.state, self.segments, shape).items()
-        accesses = self.accesses(shape)
-        if accesses is None or room is None:
-            return items
-        if isinstance(room, Budget) and accesses.least_budget() > room.most:
-            return items
-        return replace(items, tiers=accesses.residency(room), shares=accesses.shares)
+    def accesses(self, shape: PipelineShape) -> AccessMap:
+        """Return which items of the state each action accesses."""
+        return AccessMap(self.memory, self.state, self.segments, shape, norms=self.division.norms)
 
 
 @dataclass(frozen=True)
@@ -92,8 +68,8 @@ class StateFootprint:
     Args:
         hosting: Peak of the host's step of a segment, if the host updates state in place.
         division: Division of the rank's plan into segments.
-        items: Items that are sharded over replicas, with their number that may be unsharded at
-            once.
+        pools: Items that are sharded over replicas, and with memory.budget then also the tiers.
+        whole: Upper bound of the bytes of chunks that are unsharded at once.
         hosted: Bytes of master weights and optimizer state that a host optimizer keeps on the host.
 
     Units: bytes.
@@ -106,7 +82,7 @@ class StateFootprint:
     norm: int
     updates: tuple[int, ...]
     division: Division = WHOLE
-    items: SharedItems | None = None
+    pools: Sequence[Pool] = ()
     whole: int = 0
     hosted: tuple[int, int] = (0, 0)
     hosting: int = 0
@@ -159,15 +135,16 @@ def trace_state(
             start = now()
             state.update(0, lr=1.0, factor=0.5, group=group)
             updates.append(taken(start))
-        whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
+        accesses = ghost.accesses(shape)
+        has_tiers = budget and accesses.chunks and accesses.least_budget() <= budget
         hosted = (0, 0) if state.host is None else state.host.held()
         return StateFootprint(
             **state.num_bytes(),
             norm=norm,
             updates=tuple(updates),
             division=ghost.division,
-            items=ghost.shared_items(shape, Budget(budget) if budget else None),
-            whole=whole,
+            pools=accesses.pools(Budget(budget) if has_tiers else None),
+            whole=ghost.memory.whole_bytes,
             hosted=hosted,
             hosting=hosting,
         )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -32,7 +31,7 @@ from hybridpar.prediction.ghost_state import StateFootprint, trace_state
 from hybridpar.prediction.walk import MemoryWalk, StageMemory, together
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
-from hybridpar.schedules.passes.residency import Budget, Room, Tide
+from hybridpar.schedules.passes.residency import Budget, Rooms, Tide, add_residency
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
 from hybridpar.state.residency.segments import Segments
 
@@ -65,13 +64,6 @@ def predict(
     pipeline = _Pipeline(job, device or default_device(job.config), trace)
     everyone = range(job.shape.num_ranks)
     return [pipeline.memory(rank) for rank in (everyone if ranks is None else ranks)]
-
-
-class Rooms(NamedTuple):
-    """The room of a rank's state in training, and in evaluations."""
-
-    training: Room
-    evaluation: Room
 
 
 def rooms_of(
@@ -162,7 +154,7 @@ class _Pipeline:
         footprints = self._footprints(segments, buffers)
         state = self._state(rank, footprints)
         allocating = None
-        if state.items is not None:
+        if state.pools:
             allocating = self._footprints(segments, replace(buffers, allocates_each_time=True))
         return MemoryWalk(
             footprints,
@@ -229,8 +221,7 @@ class _Pipeline:
             batches_to_peak(job),
             parts=state.division,
         )
-        if state.items is not None:
-            actions = state.items.moved(actions)
+        actions = add_residency(actions, state.pools)
         found = found_walk.peak(actions)
         each = [fp for of_stage in found_walk.footprints.values() for fp in of_stage]
         held = job.held(rank)

@@ -12,7 +12,7 @@ from hybridpar.prediction.ghost_state import StateFootprint
 from hybridpar.runtime.graphs import num_places
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
-from hybridpar.schedules.passes.shared_items import SharedTiers
+from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.send_window import min_send_window
 
@@ -119,7 +119,7 @@ class MemoryWalk:
         self._last = shape.num_stages - 1
         self._num_frozen = shape.num_frozen
         self.num_places = num_places(shape.num_ranks, shape.virtual_stages)
-        self._shared = None if state.items is None else SharedTiers(state.items)
+        self._items = FastTiers(state.pools)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # bytes of sends that have not been waited for
         # bytes for another segment or stage of this rank, which has not taken them yet
@@ -150,9 +150,9 @@ class MemoryWalk:
         kind = action.kind
         row = ACTION_SPECS[action.kind]
         parts = self.footprints[action.stage]
-        if self._shared is not None:
-            self._follow_shared(self._shared, action)
-            if self._is_allocating(self._shared, action):
+        if self.state.pools:
+            self._follow_items(action)
+            if self._is_allocating(action):
                 parts = self._allocating[action.stage]
         if row.makes and self.state.hosting:
             self._num_hosted += 1 if kind is Kind.HOST else -1
@@ -182,24 +182,22 @@ class MemoryWalk:
             self._give(action, fp)
         return held
 
-    def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
+    def _follow_items(self, action: Action) -> None:
         """Move the chunks that replicas shard; a chunk without new gradients is not reduced."""
-        if action.kind is Kind.RELEASE and action.microbatch not in self._filled:
-            fault = shared.follow(action, None)
-        else:
-            fault = shared.follow(action)
+        is_empty = action.kind is Kind.RELEASE and action.microbatch not in self._filled
+        fault = self._items.follow(action, None if is_empty else 0.0)
         assert not fault, fault
         if action.kind is Kind.RELEASE:
             self._filled.discard(action.microbatch)
         elif ACTION_SPECS[action.kind].adds:
             fp = self.footprints[action.stage][action.part]
             if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
-                self._filled.update(shared.added(action))
+                self._filled.update(self._items.added(action))
 
-    def _is_allocating(self, shared: SharedTiers, action: Action) -> bool:
+    def _is_allocating(self, action: Action) -> bool:
         """Return whether all gradients that a backward adds to are allocated for it."""
         key = (action.stage, action.part, action.microbatch)
-        allocates = set(shared.made) >= set(shared.added(action))
+        allocates = set(self._items.created) >= set(self._items.added(action))
         if allocates and action.kind is Kind.I:
             self._made.add(key)
         return allocates or (action.kind is Kind.W and key in self._made)
@@ -243,14 +241,13 @@ class MemoryWalk:
 
     def _compare(self, action: Action, fp: Footprint, taken: int) -> int:
         """Return the memory held while an action runs; record it if it is the largest so far."""
-        shared = self._shared
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
             activations += self._moved(action)
         communication = (
             self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
         )
-        transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
+        transient = self._transient(action, fp) + self._items.unsharded_bytes()
         if self._num_hosted:
             transient += self.state.hosting
         self._compare_recorded(action, communication, transient)

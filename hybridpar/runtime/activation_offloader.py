@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,51 +27,37 @@ from hybridpar.schedules.action import Action
 from hybridpar.state.residency.store import PAGE
 
 
-class Blocks(Protocol):
-    """Finds the block of memory that a tensor is on."""
+class Storages:
+    """Finds the block of memory that a tensor is on: its storage."""
 
     def key(self, tensor: Tensor) -> object:
         """Return a key that is equal for tensors that share memory; None: this memory cannot
         move.
         """
-
-    def num_holders(self, tensor: Tensor) -> int:
-        """Return the number of tensors that share the memory of this one, itself included."""
-
-    def num_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of the tensor's block."""
-
-    def content(self, tensor: Tensor) -> Tensor:
-        """Return the complete block as a flat tensor."""
-
-    def resize(self, content: Tensor, num_bytes: int) -> None:
-        """Free a block (0 bytes), or allocate it again."""
-
-
-class _Storages:
-    """Blocks of real tensors: their storages."""
-
-    def key(self, tensor: Tensor) -> object:
         storage = tensor.untyped_storage()
         return storage._cdata if storage.resizable() else None
 
     def num_holders(self, tensor: Tensor) -> int:
+        """Return the number of tensors that share the memory of this one, itself included."""
         holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
         return holders - 1  # without the handle that this query takes
 
     def num_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes of the tensor's block."""
         return tensor.untyped_storage().nbytes()
 
     def content(self, tensor: Tensor) -> Tensor:
+        """Return the complete block as a flat tensor."""
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
             tensor.untyped_storage()
         )
 
     def resize(self, content: Tensor, num_bytes: int) -> None:
+        """Free a block (0 bytes), or allocate it again."""
         content.untyped_storage().resize_(num_bytes)
 
 
-STORAGES = _Storages()
+STORAGES = Storages()
 
 
 @dataclass(slots=True)
@@ -85,7 +71,7 @@ class _Block:
 class Notes:
     """The memory that autograd saves for the code that runs in `noting`."""
 
-    def __init__(self, blocks: Blocks = STORAGES):
+    def __init__(self, blocks: Storages = STORAGES):
         self._blocks = blocks
         self._found = dict[object, _Block]()
 
@@ -157,20 +143,27 @@ class _Kept:
 class ActivationOffloader:
     """Offloads the activations of a rank's micro-batches, as its plan says.
 
+    Args:
+        tier: Holds what is offloaded; None: the plan offloads nothing.
+        blocks: Finds blocks of memory.
+
     Attributes:
         listeners: Called with each block freed or allocated.
+        num_bytes: Bytes offloaded so far.
     """
 
-    def __init__(self, tier: SlowTier, blocks: Blocks = STORAGES):
-        self.tier = tier
+    def __init__(self, tier: SlowTier | None = None, blocks: Storages = STORAGES):
+        self.tier = tier or SlowTier()
+        self._is_used = tier is not None
         self._blocks = blocks
         self.listeners: list[Callable[[Tensor], object]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
         self.num_bytes = 0
-        """Bytes offloaded so far."""
 
     def noting(self, action: Action, leaf: Tensor | None) -> AbstractContextManager[None]:
         """Return the context for a forward. leaf: its input, if it has one."""
+        if not self._is_used:
+            return nullcontext()
         return self._kept.setdefault(
             (action.stage, action.microbatch), _Kept(Notes(self._blocks))
         ).notes.noting(leaf)

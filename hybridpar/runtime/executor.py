@@ -4,10 +4,9 @@
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
     I       as B, but the inputs of the weight gradients are kept        W   adds these gradients
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   passed to the batch actions
-    FETCH RELEASE DROP              passed to the tiers of the state; every action waits for the
-                                    state that it accesses
-    OFFLOAD EVICT RELOAD            passed to the activation offloader; a backward waits for
-                                    its activations
+    FETCH RELEASE DROP              start to move state; every action waits for the state that it
+                                    accesses
+    OFFLOAD EVICT RELOAD            move activations; a backward waits for its own
 
 Segments of a stage, and consecutive stages on a rank, hand each other activations and gradients
 directly. Only this file waits for other stages.
@@ -18,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +31,6 @@ from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.metrics import metrics_of
 from hybridpar.random import RandomKey
-from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.runtime.graphs import MicroBatchGraphs
 from hybridpar.runtime.message_traffic import MessageTraffic
 from hybridpar.runtime.recording import Recording
@@ -89,22 +87,6 @@ class InFlight:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Offloading:
-    """The movers of a rank's memory to a slower tier and back.
-
-    Attributes:
-        state: Moves state.
-        activations: Offloads activations; None: none are offloaded.
-    """
-
-    state: StateMoves = field(default_factory=StateMoves)
-    activations: ActivationOffloader | None = None
-
-
-NO_OFFLOADING = Offloading()
-
-
 class Executor:
     """Runs the actions of one rank.
 
@@ -113,7 +95,7 @@ class Executor:
         weights: The rank's weights.
         transport: Sends and receives between stages.
         shape: The shape of the pipeline.
-        offloading: Movers of state and activations.
+        moves: Moves state and activations.
         graphs: Replays the micro-batches that it can; None: all run kernel by kernel.
     """
 
@@ -123,15 +105,14 @@ class Executor:
         weights: WeightStore,
         transport: StageTransport,
         shape: PipelineShape,
+        moves: StateMoves,
         *,
-        offloading: Offloading = NO_OFFLOADING,
         graphs: MicroBatchGraphs | None = None,
     ):
         self.stages = stages
         self.weights = weights
         self.transport = transport
-        self.moves = offloading.state
-        self.offloader = offloading.activations
+        self.moves = moves
         self.graphs = graphs
         self.shape = shape
         self.num_microbatches = shape.num_microbatches
@@ -212,7 +193,7 @@ class Executor:
             *self._received,
             *self._outputs,
             *self._places,
-            *(self.offloader.left if self.offloader else ()),
+            *self.moves.activations.left,
         ]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
@@ -276,11 +257,7 @@ class Executor:
         if (kept := grad and out is None) and leaf is not None:
             leaf.requires_grad_(wants_gradient)
         if out is None:
-            with (
-                nullcontext()
-                if self.offloader is None or not grad
-                else self.offloader.noting(action, leaf)
-            ):
+            with self.moves.activations.noting(action, leaf) if grad else nullcontext():
                 out = here(x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
@@ -323,10 +300,10 @@ class Executor:
                 (), factor, dtype=self._loss_dtype, device=self.transport.device
             )  # torch.tensor waits
         self.weights.bind(action.version)
-        if self.offloader is not None:
-            if not self.offloader.is_here(action):
-                self.wait(partial(self.offloader.release, action))
-            self.offloader.release(action)
+        activations = self.moves.activations
+        if not activations.is_here(action):
+            self.wait(partial(activations.release, action))
+        activations.release(action)
         if flight is None:
             assert self.graphs is not None
             made = self.graphs.backward(stage, k, gradient)
@@ -353,15 +330,13 @@ class Executor:
         self._batch.after_backward(action)
 
     def _move_activations(self, action: Action) -> None:
-        assert self.offloader is not None
+        activations = self.moves.activations
         if action.kind is Kind.EVICT:
-            self.wait(partial(self.offloader.evict, action))
+            self.wait(partial(activations.evict, action))
+        elif action.kind is Kind.OFFLOAD:
+            self.watch(activations.offload(action))
         else:
-            self.watch(
-                (self.offloader.offload if action.kind is Kind.OFFLOAD else self.offloader.reload)(
-                    action
-                )
-            )
+            self.watch(activations.reload(action))
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +24,27 @@ _PINNED_PIECE = 16 << 20
 """Bytes of a piece of pinned memory: copies reach the speed of the link, and few are queued."""
 _Place = list[tuple[Any, int]]  # stores, and items of them
 _Pieces = list[list[tuple[Tensor, int]]]
-_Move = Callable[[_Place, _Pieces], float]
-"""Moves pieces; returns the seconds it took."""
 _Totals = tuple[int, float, float]
 """Number of moves, their wall-clock seconds, and their CPU seconds."""
 
 
-class SlowTier(Protocol):
-    """Holds the bytes of tensors whose memory is freed. A future's `result` waits for its move."""
+class SlowTier:
+    """Holds the bytes of tensors whose memory is freed. A future's `result` waits for its move.
+
+    This class moves nothing, for tensors without content.
+    """
 
     def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
         """Start to write flat tensors of bytes; return the place to read them from, and the
         move.
         """
+        return None, self.read(None, content)
 
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
         """Start to read tensors back. This can be done once, because it frees their place."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def restart(self) -> None:
         """Restart the means below, without the moves that are complete."""
@@ -48,15 +53,17 @@ class SlowTier(Protocol):
         """Return the mean seconds of a write and of a read, without waiting for their turn; 0 if
         there was none.
         """
+        return 0.0, 0.0
 
     def work_per_move(self) -> tuple[float, float]:
         """Return the mean CPU seconds of a write and of a read."""
+        return 0.0, 0.0
 
     def close(self) -> None:
         """End the moves under way, and free the space."""
 
 
-class _PiecedTier:
+class _PiecedTier(SlowTier):
     """A slow tier in pieces of `piece` bytes, with a thread for each direction. It grows as
     needed.
     """
@@ -74,41 +81,36 @@ class _PiecedTier:
 
     def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
         pieces = self._pieces(content)
-        place = self._take(len(pieces))
-        return place, self._submit("out", self._write, place, pieces)
+        if (lacking := len(pieces) - len(self._free)) > 0:
+            self._add_room(lacking)
+        place = [self._free.popleft() for _ in pieces]
+        return place, self._submit("out", place, pieces)
 
     def read(self, place: _Place, into: Sequence[Tensor]) -> Future[None]:
-        return self._submit("in", self._read, place, self._pieces(into))
+        return self._submit("in", place, self._pieces(into))
 
     def restart(self) -> None:
         self._before = dict(self._totals)
 
     def seconds_per_move(self) -> tuple[float, float]:
-        writes, reads = (seconds / max(1, number) for number, seconds, _ in self._since_restart())
-        return writes, reads
+        return self._mean(1)
 
     def work_per_move(self) -> tuple[float, float]:
-        writes, reads = (work / max(1, number) for number, _, work in self._since_restart())
-        return writes, reads
+        return self._mean(2)
 
-    def _since_restart(self) -> list[_Totals]:
-        found = []
-        for way, (number, seconds, work) in self._totals.items():
-            number_before, seconds_before, work_before = self._before[way]
-            found.append((number - number_before, seconds - seconds_before, work - work_before))
-        return found
+    def _mean(self, column: int) -> tuple[float, float]:
+        """Return the mean of a column of the totals since the last restart: out, and in."""
+        out, back = (
+            (now[column] - before[column]) / max(1, now[0] - before[0])
+            for now, before in zip(self._totals.values(), self._before.values(), strict=True)
+        )
+        return out, back
 
     def close(self) -> None:
         for thread in self._threads.values():
             thread.shutdown()
         for store in self._stores:
             store.close()
-
-    def _take(self, count: int) -> _Place:
-        """Reserve so many pieces."""
-        if (lacking := count - len(self._free)) > 0:
-            self._add_room(lacking)
-        return [self._free.popleft() for _ in range(count)]
 
     def _add_room(self, count: int) -> None:
         self._stores.append(self._make_store([self._piece] * count))
@@ -117,20 +119,21 @@ class _PiecedTier:
     def _make_store(self, sizes: Sequence[int]) -> Any:
         raise NotImplementedError
 
-    def _write(self, place: _Place, pieces: _Pieces) -> float:
+    def _mark(self) -> Any:
+        """Return a marker of the work after which a move may start."""
+
+    def _copy(self, way: str, mark: Any, place: _Place, pieces: _Pieces) -> float:
+        """Copy pieces to a place (out) or from it (in); return the seconds it took."""
         raise NotImplementedError
 
-    def _read(self, place: _Place, pieces: _Pieces) -> float:
-        raise NotImplementedError
+    def _submit(self, way: str, place: _Place, pieces: _Pieces) -> Future[None]:
+        return self._threads[way].submit(self._run, way, self._mark(), place, pieces)
 
-    def _submit(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> Future[None]:
-        return self._threads[way].submit(self._run, way, move, place, pieces)
-
-    def _run(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> None:
+    def _run(self, way: str, mark: Any, place: _Place, pieces: _Pieces) -> None:
         worked = time.thread_time()
-        took = move(place, pieces)
+        took = self._copy(way, mark, place, pieces)
         pieces.clear()  # the thread holds them for a moment after its future is done
-        if way == "in":  # not before: with a GPU the copies are complete when `move` returns
+        if way == "in":  # not before: with a GPU the copies are complete when `_copy` returns
             self._free.extend(place)
         number, seconds, work = self._totals[way]
         self._totals[way] = number + 1, seconds + took, work + time.thread_time() - worked
@@ -168,22 +171,17 @@ class FileTier(_PiecedTier):
     def _make_store(self, sizes: Sequence[int]) -> DiskStore:
         return DiskStore(self._folder, sizes)
 
-    def _write(self, place: _Place, pieces: _Pieces) -> float:
+    def _copy(self, way: str, mark: Any, place: _Place, pieces: _Pieces) -> float:
         start = time.perf_counter()
-        bounce = self._bounce["out"]
+        bounce = self._bounce[way]
         for (store, item), piece in zip(place, pieces, strict=True):
+            if way == "in":
+                store.read(item, bounce.view)
             for part, at in piece:
-                bounce.tensor[at : at + len(part)].copy_(part)
-            store.write(item, bounce.view)
-        return time.perf_counter() - start
-
-    def _read(self, place: _Place, pieces: _Pieces) -> float:
-        start = time.perf_counter()
-        bounce = self._bounce["in"]
-        for (store, item), piece in zip(place, pieces, strict=True):
-            store.read(item, bounce.view)
-            for part, at in piece:
-                part.copy_(bounce.tensor[at : at + len(part)])
+                copy = bounce.tensor[at : at + len(part)]
+                part.copy_(copy) if way == "in" else copy.copy_(part)
+            if way == "out":
+                store.write(item, bounce.view)
         return time.perf_counter() - start
 
 
@@ -234,32 +232,17 @@ class HostTier(_PiecedTier):
             )
         return HostStore(sizes, self._device)
 
-    def _submit(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> Future[None]:
-        mark = self._work.mark()
+    def _mark(self) -> Any:
+        return self._work.mark()
 
-        def behind_it(place: _Place, pieces: _Pieces) -> float:
-            with torch.no_grad(), self._work.reach(mark, way) as took:
-                move(place, pieces)
-            return took.seconds
-
-        return super()._submit(way, behind_it, place, pieces)
-
-    def _write(self, place: _Place, pieces: _Pieces) -> float:
-        self._work.copy(
-            [
-                (store.item(item)[at : at + len(part)], part)
-                for (store, item), piece in zip(place, pieces, strict=True)
-                for part, at in piece
-            ]
-        )
-        return 0.0  # the context of the copies measures them
-
-    def _read(self, place: _Place, pieces: _Pieces) -> float:
-        self._work.copy(
-            [
-                (part, store.item(item)[at : at + len(part)])
-                for (store, item), piece in zip(place, pieces, strict=True)
-                for part, at in piece
-            ]
-        )
-        return 0.0
+    def _copy(self, way: str, mark: Any, place: _Place, pieces: _Pieces) -> float:
+        pairs = [
+            (store.item(item)[at : at + len(part)], part)
+            for (store, item), piece in zip(place, pieces, strict=True)
+            for part, at in piece
+        ]
+        if way == "in":
+            pairs = [(part, stored) for stored, part in pairs]
+        with torch.no_grad(), self._work.reach(mark, way) as took:
+            self._work.copy(pairs)
+        return took.seconds

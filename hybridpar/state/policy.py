@@ -92,6 +92,12 @@ class StatePolicy:
         return self.moves_gradients or self.splits_weights
 
     @property
+    def moved_kinds(self) -> tuple[str, ...]:
+        """Prefixes of the kinds of state of which only one segment is unsharded at a time."""
+        kinds = ("gradients/",) if self.moves_gradients else ()
+        return (*kinds, "weights/", "frozen/") if self.splits_weights else kinds
+
+    @property
     def splits_weights(self) -> bool:
         """Whether replicas shard the weights, too (ZeRO-3)."""
         return self.parallel.zero > 2 and self.splits_gradients

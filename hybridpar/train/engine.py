@@ -23,7 +23,7 @@ from hybridpar.models.heads import ACCURACY
 from hybridpar.prediction.predict import rooms_of
 from hybridpar.runtime import graphs
 from hybridpar.runtime.activation_offloader import ActivationOffloader
-from hybridpar.runtime.executor import Executor, Offloading
+from hybridpar.runtime.executor import Executor
 from hybridpar.runtime.graphs import MicroBatchGraphs
 from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.runtime.stage import Stage
@@ -31,26 +31,21 @@ from hybridpar.runtime.stage_transport import StageTransport
 from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
 from hybridpar.schedules.passes.lowering import forward_actions, lower
-from hybridpar.schedules.passes.segments import Division
-from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.schedule_table import Schedule, drained
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
 from hybridpar.state.residency.access_map import AccessMap
-from hybridpar.state.residency.chunks import Memory
 from hybridpar.state.residency.device_tier import state_memory
 from hybridpar.state.residency.segments import Segments
-from hybridpar.state.residency.shares import WholeChunks
-from hybridpar.state.residency.tiered import ItemMemory, TieredMemory, slow_folder
+from hybridpar.state.residency.shares import ShardedMemory
+from hybridpar.state.residency.tiered import slow_folder
 from hybridpar.train.batches.batch_actions import BatchActions
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.batches.batch_results import OnGradients, OnStep, TrainCall
 from hybridpar.train.batches.source import LoaderSource
 from hybridpar.train.batches.step_result import StepResult
 from hybridpar.train.forecasts.offload_room import reserved_bytes
-from hybridpar.train.replicas import SharedChunks
-from hybridpar.train.tiers import RankTiers
 
 __all__ = ["Engine", "Residency", "StepResult"]
 _log = logging.getLogger(__name__)
@@ -75,7 +70,7 @@ class Residency:
         offloader: Holds offloaded activations, if this rank offloads any.
     """
 
-    memory: ItemMemory | WholeChunks | None = None
+    memory: ShardedMemory | None = None
     host_work: HostWork | None = None
     offloader: ActivationOffloader | None = None
 
@@ -134,33 +129,29 @@ class Engine:
         blocks = build_held_blocks(config, grid, self.segments, states)
         stages = build_stages(job, blocks, self.segments)
         self.stage = Stage(blocks)
-        memory = residency.memory
-        if memory is None:
-            memory = state_memory(config, device, states)
+        memory = residency.memory or state_memory(config, device, states)
         self.state = RankState(
             self.stage,
             grid,
             states,
-            memory or Memory(device),
+            memory,
             parts=self.segments.ranges,
             host_work=residency.host_work,
         )
         warn_of_unquantized_layers(config, grid, self.stage)
         self._division = self.segments.division(self.state)
-        self.accesses = build_access_map(
-            memory, self.state, self.segments, self.shape, self._division
+        self.moves = StateMoves(
+            AccessMap(memory, self.state, self.segments, self.shape, norms=self._division.norms),
+            rooms_of(job, grid.pp.rank, device=device) if memory.tiers else None,
+            self._build_offloader(residency),
         )
-        self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
-        self.moves = build_tiers(job, grid, memory, self.accesses)
-        if self.whole is not None:
-            self.moves = SharedChunks(self.whole, self.state, self.segments, self.shape, self.moves)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages,
             self.state.weights,
             StageTransport.of(job, grid, states.dtype, device),
             self.shape,
-            offloading=Offloading(self.moves, self._build_offloader(residency)),
+            self.moves,
             graphs=build_graphs(job, stages, self.segments, self.state, device),
         )
         self.batch_actions = BatchActions(
@@ -168,10 +159,10 @@ class Engine:
         )
         self.data_start = DataStart()
 
-    def _build_offloader(self, residency: Residency) -> ActivationOffloader | None:
-        """Create the activation offloader, or None if this rank offloads no micro-batch."""
+    def _build_offloader(self, residency: Residency) -> ActivationOffloader:
+        """Create the activation offloader."""
         if not self.job.num_away(self.grid.pp.rank):
-            return None
+            return ActivationOffloader()
         if residency.offloader is not None:
             return residency.offloader
         if in_host_memory(self.device):
@@ -240,8 +231,7 @@ class Engine:
     def close(self) -> None:
         """Close the offload files, free pinned memory and end the threads that copy."""
         self.state.memory.close()
-        if self.executor.offloader is not None:
-            self.executor.offloader.tier.close()
+        self.moves.activations.tier.close()
 
     def plan(self, num_batches: int) -> Iterator[Action]:
         """Yield this rank's actions for the next batches: the synchronous warm-up, then the rest.
@@ -369,31 +359,6 @@ def build_stages(
             for numbers in ranges
         ]
     return stages
-
-
-def build_access_map(
-    memory: ItemMemory | WholeChunks | None,
-    state: RankState,
-    segments: Segments,
-    shape: PipelineShape,
-    division: Division,
-) -> AccessMap | None:
-    """Create the map from actions to the state they access, or None if no state moves."""
-    if not isinstance(memory, ItemMemory):
-        return None
-    return AccessMap(memory, state, segments, shape, norms=division.norms)
-
-
-def build_tiers(
-    job: JobPlan,
-    grid: ProcessGrid,
-    memory: ItemMemory | WholeChunks | None,
-    accesses: AccessMap | None,
-) -> StateMoves:
-    """Create the moves of the state between tiers."""
-    if accesses is None or not isinstance(memory, TieredMemory):
-        return StateMoves()
-    return RankTiers(memory, accesses, rooms_of(job, grid.pp.rank, device=memory.device))
 
 
 def build_graphs(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from itertools import islice
 
 from hybridpar import __version__
@@ -16,7 +15,7 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config, ModelSpec, to_mapping
 from hybridpar.data import Data
 from hybridpar.errors import DataError, HybridparError, config_error
-from hybridpar.schedules.action import Action
+from hybridpar.schedules.passes.residency import add_residency
 from hybridpar.train.engine import Engine
 from hybridpar.train.faults.errors import SetupError
 from hybridpar.train.launching.launch import Job
@@ -147,11 +146,9 @@ def plan_digest(engine: Engine) -> str:
     are left out: they are no collectives, and replicas may own unequal shards and have unequal
     memory.
     """
-    actions: Iterable[Action] = engine.plan(_BATCHES)
-    sizes: tuple[int, ...] = ()
-    if (shared := engine.moves.shared) is not None:
-        actions = shared.moved(actions)
-        sizes = tuple(shared.weights.num_bytes)
+    accesses = engine.moves.accesses
+    actions = add_residency(engine.plan(_BATCHES), accesses.pools())
+    sizes = [chunk.num_bytes for chunk in accesses.chunks]
     digest = hashlib.sha256(repr(sizes).encode())
     for action in islice(actions, _MOST_ACTIONS):
         digest.update(f"{action};".encode())

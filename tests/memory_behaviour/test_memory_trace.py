@@ -158,8 +158,7 @@ def record(config: Config, steps: int) -> list[Span]:
     with recorder.active():
         engine.train(recorder.loader(loader), steps, lambda result: None)
     recorder.close()
-    if engine.executor.offloader is not None:
-        engine.executor.offloader.tier.close()
+    engine.moves.activations.tier.close()
     return spans
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hybridpar.schedules.action import PER_BATCH, Action, Kind
 from hybridpar.schedules.passes.lowering import make_plan
-from hybridpar.schedules.passes.residency import Access, Budget, Mode, Residency, add_residency
+from hybridpar.schedules.passes.residency import Access, Budget, Mode, Pool, add_residency
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, find_schedule
 
@@ -87,10 +87,10 @@ def string_of(accesses):
 
 
 def with_residency(accesses, num_bytes, budget, **options):
-    """The list of moves and actions for a row of accesses, and its residency."""
+    """The list of moves and actions for a row of accesses, and their pool."""
     actions, accesses = string_of(accesses)
-    residency = Residency(accesses, num_bytes, Budget(budget))
-    return list(add_residency(actions, residency, **options)), residency
+    pool = Pool(accesses, num_bytes, Budget(budget))
+    return list(add_residency(actions, [pool], **options)), pool
 
 
 def drawn_sizes(name, p, m):
@@ -106,7 +106,7 @@ SPARE = st.integers(0, 60)
 
 @st.composite
 def plans(draw, spare=SPARE):
-    """A schedule, its sizes, a plan of three batches that moves items, and the residency."""
+    """A schedule, its sizes, a plan of three batches that moves items, and these by rank."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     sizes = drawn_sizes(name, draw(st.integers(1, 4)), draw(st.integers(1, 5)))
     parts = draw(st.integers(1, 4))
@@ -123,13 +123,13 @@ def plans(draw, spare=SPARE):
         parts=Division(parts, norms=norms, part_major=major),
     )
     room = draw(spare)
-    residency = {}
+    pools = {}
     plan = {}
     for rank, actions in whole.items():
         accesses, num_bytes, void = training_state(
             find_schedule(name), sizes, rank, parts, norms=norms, shared=shared
         )
         least = max(sum(num_bytes[touch.item] for touch in accesses(action)) for action in actions)
-        residency[rank] = Residency(accesses, num_bytes, Budget(least + room), void=void)
-        plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))
-    return name, sizes, plan, residency
+        pools[rank] = [Pool(accesses, num_bytes, Budget(least + room), void=void)]
+        plan[rank] = tuple(add_residency(actions, pools[rank], ahead=ahead))
+    return name, sizes, plan, pools

@@ -385,6 +385,17 @@ def test_forecast_before_a_run() -> None:
     assert measured.update_ms > 0
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_forecasts_with_shards_that_are_updated_at_once(zero: int) -> None:
+    """A plan has several segments, and one update: a step that nothing hides is longer by it."""
+    sections = {"parallel": {"dp": 2, "zero": zero}, "train": {"micro_batch_size": 1}}
+    config = resolve(hosted(make(pipeline={"num_microbatches": 4}, **sections)), 2)
+    speeds = Speeds(parameters=1e4, num_bytes=1e12, flops=1e15)
+    forecast = forecast_host(JobPlan(config), speeds)
+    assert forecast is not None
+    assert forecast.exposed_ms == pytest.approx(forecast.parameters / 1e4 * 1e3, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -157,9 +157,8 @@ def test_a_gradient_takes_the_place_of_its_weight(tmp_path: Path) -> None:
     )
     plenty = replace(config, memory=MemoryConfig(budget=PLENTY, folder=str(tmp_path)))
     probe = Engine(JobPlan(plenty), ProcessGrid(), CPU)
-    accesses = probe.accesses
-    assert accesses is not None
-    weights = [item.num_bytes for _, item in accesses.of("weights/0")]
+    accesses = probe.moves.accesses
+    weights = [accesses.num_bytes[i] for i in accesses.of("weights/0")]
     most = accesses.most_bytes
     probe.close()
     budget = most - sum(weights) + max(weights)

@@ -27,7 +27,6 @@ from hybridpar.job import JobPlan
 from hybridpar.prediction.meter import measure
 from hybridpar.prediction.predict import predict
 from hybridpar.schedules.action import PER_ITEM, Action, Kind
-from hybridpar.schedules.passes.residency import Residency as Items
 from hybridpar.schedules.proof.check import check
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.simulate.costs import Costs
@@ -210,9 +209,9 @@ def test_gradients_and_weights_are_copied_group_by_group(dtype: str, tmp_path: P
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype})
     probe = replace(config, memory=MemoryConfig(budget=PLENTY, host_optimizer=True))
     engine = build(probe, residency=Residency(DeviceBesideAHost(PLENTY)))
-    assert engine.accesses is not None
-    budget = engine.accesses.least_budget()
-    kinds = {item.kind.partition("/")[0] for item in engine.accesses.moving.values()}
+    accesses = engine.moves.accesses
+    budget = accesses.least_budget()
+    kinds = {item.kind.partition("/")[0] for item in accesses.moving.values()}
     engine.close()
     assert kinds == {"weights", "gradients"}
     tight = replace(probe, memory=replace(probe.memory, budget=budget))
@@ -310,8 +309,7 @@ def simulated_step(config: Config, fetch: float) -> float:
     """A steady step on a rank that updates alone, or waits for its host, in forwards."""
     job = JobPlan(config)
     rank = GhostRank.of(job, 0)
-    items = rank.residency(job.shape)
-    assert items is not None
+    pools = {0: rank.pools(job.shape)}
     plan = {0: tuple(rank.moved(ScheduleOptions.of(config), job.shape, 8))}
     costs = Costs(
         1.0,
@@ -322,7 +320,7 @@ def simulated_step(config: Config, fetch: float) -> float:
         host=1.0,
         host_shares=[rank.hosted] if rank.hosted else (),
     )
-    starts = simulate(plan, costs, {0: items}).batch_starts(job.shape.num_microbatches)
+    starts = simulate(plan, costs, pools).batch_starts(job.shape.num_microbatches)
     return (starts[-2] - starts[2]) / (len(starts) - 4)
 
 
@@ -332,16 +330,15 @@ def test_a_plan_is_proved_and_simulated(schedule: str, tmp_path: Path) -> None:
     config = limited(make(pipeline={"schedule": schedule}), tmp_path, 0.5)
     job = JobPlan(config)
     ghost = GhostRank.of(job, 0)
-    items = ghost.residency(job.shape)
-    assert isinstance(items, Items)
+    pools = {0: ghost.pools(job.shape)}
     plan = {0: tuple(ghost.moved(ScheduleOptions.of(config), job.shape, 4))}
-    check(plan, job.shape, job.schedule, residency={0: items})
+    check(plan, job.shape, job.schedule, pools=pools)
     groups = len(ghost.hosted)
     order = [str(action) for action in plan[0] if action.kind in (Kind.HOST, Kind.UPDATE)]
     assert len(order) == 4 * 2 * groups
     assert order[:5] == ["HOST0@0", "HOST0@0.1", "UPDATE0@0", "HOST0@0.2", "UPDATE0@0.1"]
     quick, slow = (
-        simulate(plan, Costs(1.0, 2.0, host=host, host_shares=[ghost.hosted]), {0: items})
+        simulate(plan, Costs(1.0, 2.0, host=host, host_shares=[ghost.hosted]), pools)
         for host in (0.0, 2.0)
     )
     late = slow.makespan - quick.makespan

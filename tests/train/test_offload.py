@@ -69,8 +69,7 @@ def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
         for num_batches in stretches:
             engine.train(loader, num_batches, steps.append)
     outcome = train(engine, steps=steps)
-    kept = engine.executor.offloader
-    outcome.moved = kept.num_bytes if kept else 0
+    outcome.moved = engine.moves.activations.num_bytes
     return outcome, meter.read().peak
 
 

@@ -56,8 +56,7 @@ def test_pinned_memory_is_taken_before_training_and_is_enough() -> None:
         make({}, {"pipeline": {"schedule": "gpipe", "num_microbatches": MICROBATCHES}}), MOST
     )
     engine = Engine(JobPlan(config), ProcessGrid(), GPU)
-    assert engine.executor.offloader is not None
-    tier = engine.executor.offloader.tier
+    tier = engine.moves.activations.tier
     assert isinstance(tier, HostTier)
     assert len(tier._stores) == 1
     assert tier._stores[0].item(0).is_pinned()

@@ -29,7 +29,6 @@ from hybridpar.state import StatePolicy
 from hybridpar.state.residency import device_tier
 from hybridpar.state.residency.device_tier import DeviceTieredMemory
 from hybridpar.state.residency.pages import Region
-from hybridpar.state.residency.shares import WholeChunks
 from hybridpar.state.residency.store import PAGE, DiskStore
 from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine, Residency
@@ -64,17 +63,16 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     probe = Engine(
         JobPlan(replace(config, memory=MemoryConfig(budget=PLENTY, folder=str(folder)))), grid, CPU
     )
-    assert probe.accesses is not None
-    least = probe.accesses.least_budget()
-    most = probe.accesses.most_bytes
+    least = probe.moves.accesses.least_budget()
+    most = probe.moves.accesses.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
-    whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None
+    sharded = StatePolicy.of(config, 1, 1).moved_kinds
     return Engine(
         JobPlan(replace(config, memory=MemoryConfig(budget=budget, folder=str(folder)))),
         grid,
         CPU,
-        residency=Residency(DeviceTieredMemory(budget, CPU, whole) if on_host else None),
+        residency=Residency(DeviceTieredMemory(budget, CPU, sharded) if on_host else None),
     )
 
 

@@ -6,8 +6,7 @@ neighbours. So any machine can predict what a rank of any grid would record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +32,15 @@ from hybridpar.nn.placement import partial_rows
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.footprint import sample_microbatch
 from hybridpar.prediction.ghost import Tracker
-from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
+from hybridpar.prediction.ghost_chunks import GHOSTS, ghost_memory
 from hybridpar.prediction.predict import default_device
 from hybridpar.runtime.activation_offloader import ActivationOffloader
+from hybridpar.runtime.slow_tier import SlowTier
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import COMPUTE
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.proof.check import PlanError
 from hybridpar.state.residency.shares import WholeChunk
-from hybridpar.state.residency.tiered import ItemMemory
 from hybridpar.train.engine import Actions, Engine, Residency
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.reporting.records import Records
@@ -85,14 +84,12 @@ class EngineRecorder:
         for kind in state.kinds:
             for i, tensor in enumerate(kind.memory()):
                 self._recorder.adopt(f"{kind.column} {i}", [tensor])
-        told: list[tuple[list[Any], Callable[[Any], None]]] = []
-        if engine.whole is not None:
-            told.append((engine.whole.listeners, self._chunk_came_or_went))
-        if self._executor.offloader is not None:
-            told.append((self._executor.offloader.listeners, self._kept_came_or_went))
-        for listeners, listener in told:
+        self._told: list[tuple[list[Any], Callable[[Any], None]]] = [
+            (engine.moves.accesses.memory.listeners, self._chunk_came_or_went),
+            (engine.moves.activations.listeners, self._kept_came_or_went),
+        ]
+        for listeners, listener in self._told:
             listeners.append(listener)
-        self._told = told
         self._hooks = [
             hook
             for number, block in _blocks(engine)
@@ -283,29 +280,6 @@ class SampleLoader:
         return self._targets
 
 
-class _Nowhere:
-    """A slow tier for ghosts, which have no content."""
-
-    def write(self, content: Sequence[Tensor]) -> tuple[None, Future[None]]:
-        return None, self.read(None, content)
-
-    def read(self, place: None, into: Sequence[Tensor]) -> Future[None]:
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def seconds_per_move(self) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    work_per_move = seconds_per_move
-
-    def restart(self) -> None:
-        """Do nothing, because there are no counters."""
-
-    def close(self) -> None:
-        """Do nothing, because there is nothing to free."""
-
-
 def predict_timed_trace(
     config: Config, rank: int, times: Times, *, steps: int = 2
 ) -> tuple[Header, list[Span]]:
@@ -399,9 +373,8 @@ def predict_trace(
 
         job = JobPlan(config)
         states = job.state_policy(1, 1)
-        whole = GhostChunks(tracker.device, states) if states.moves else None
-        memory = ItemMemory(tracker.device, whole) if config.memory.is_limited else whole
-        residency = Residency(memory, offloader=ActivationOffloader(_Nowhere(), GHOSTS))
+        memory = ghost_memory(config, tracker.device, states)
+        residency = Residency(memory, offloader=ActivationOffloader(SlowTier(), GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

@@ -29,9 +29,10 @@ from hybridpar.models.build import DTYPES
 from hybridpar.planner.machines.machine import Machine
 from hybridpar.prediction import predict
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.passes.shared_items import MIB, SharedItems
+from hybridpar.schedules.passes.residency import Away
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape
+from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.train.forecasts.ghost_rank import GhostRank
@@ -142,8 +143,8 @@ class Moves:
     def _collectives(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
         """Return the costs with collectives as transfers; arguments as for `added_to`."""
         gathers, sums = (
-            [self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
-            for op in ("gather", "scatter")
+            [self._collective(away, r, ranks, rings) for r, ranks in enumerate(replicas)]
+            for away in (Away.GATHERED, Away.REDUCED)
         )
         calls = {
             **costs.calls,
@@ -161,19 +162,19 @@ class Moves:
         return costs.cores is not None and costs.cores < 2 * len(self.ghosts)
 
     def _collective(
-        self, op: str, rank: int, replicas: Sequence[int], rings: int
+        self, away: Away, rank: int, replicas: Sequence[int], rings: int
     ) -> tuple[float, float]:
         """Return the seconds of a MiB in items of the usual size, and the part that the rank cannot
         overlap."""
-        items = self.ghosts[rank].residency(self.job.shape)
-        assert isinstance(items, SharedItems)
         sizes = [
-            num_bytes
-            for item, num_bytes in enumerate(items.weights.num_bytes)
-            if num_bytes and (item in items.summed) == (op == "scatter")
+            pool.num_bytes[item]
+            for pool in self.ghosts[rank].accesses(self.job.shape).pools()
+            for item in pool.items
+            if pool.away is away
         ]
         if not sizes:
             return 0.0, 0.0
+        op = "gather" if away is Away.GATHERED else "scatter"
         seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
         hardware = self.machine.profile.hardware
         speeds = self.machine.profile.state
@@ -195,12 +196,8 @@ class Moves:
                 r: tuple(ghost.moved(schedule_options, shape, number))
                 for r, ghost in enumerate(ranks)
             }
-        found = ((r, ghost.residency(shape)) for r, ghost in enumerate(ranks))
-        timeline = simulate(
-            self._plans[schedule_options, shape],
-            costs,
-            {r: items for r, items in found if items is not None},
-        )
+        pools = {r: ghost.pools(shape) for r, ghost in enumerate(ranks)}
+        timeline = simulate(self._plans[schedule_options, shape], costs, pools)
         starts = timeline.batch_starts(shape.num_microbatches)
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
 

@@ -41,7 +41,7 @@ from hybridpar.state.parameters import StageParameters
 from hybridpar.state.reduction.partition import make_routes
 from hybridpar.state.residency.chunks import Buffer, cut
 from hybridpar.state.residency.pages import Region, SparePages
-from hybridpar.state.residency.shares import Shares, WholeChunk, WholeChunks
+from hybridpar.state.residency.shares import ShardedMemory, Shares, WholeChunk
 from hybridpar.state.residency.store import DiskStore
 from hybridpar.state.residency.tiers import Tiers
 from hybridpar.state.residency.uses import uses_of
@@ -100,7 +100,7 @@ class Shared(Moving):
         partition = Partition(
             parameters.layout, make_routes(policy, parameters.placements, grid), uses=uses
         )
-        memory = WholeChunks(torch.device("cpu"), policy)
+        memory = ShardedMemory("cpu", policy.moved_kinds)
         dtype = parameters.dtype if kind == "weights" else parameters.master_dtype
         whole = Buffer(parameters.layout, dtype, memory, cut(parameters.layout, uses), f"{kind}/0")
         self.shares = Shares(partition, whole, memory)

@@ -45,7 +45,7 @@ class Mode(Enum):
     RENEW = "renew"  # changes it elsewhere, so a resident copy would be outdated
 
 
-_MADE = (Mode.WRITE, Mode.ADD)
+CREATING = (Mode.WRITE, Mode.ADD)
 """Accesses that do not need the item to be fetched before."""
 
 
@@ -74,6 +74,13 @@ class Room(Protocol):
     def field(self) -> str: ...
     def follow(self) -> RoomOf:
         """Return the room along a plan that begins with nothing in flight."""
+
+
+class Rooms(NamedTuple):
+    """The room of a rank's state in training, and in evaluations."""
+
+    training: Room
+    evaluation: Room
 
 
 @dataclass(frozen=True)
@@ -105,13 +112,28 @@ class Tide:
         return lambda action: self.most - others(action)
 
 
+class Away(Enum):
+    """Where the items of a pool are while they are not in its fast tier.
+
+    STORE: a slow tier. FETCH reads an item, RELEASE writes it back if it has changed.
+    GATHERED: each replica has a shard of an item. FETCH gathers it, RELEASE frees its memory.
+    REDUCED: likewise, and RELEASE reduces what was added to an item over the replicas, into their
+        shards. Its memory is free once that is complete.
+    """
+
+    STORE = "store"
+    GATHERED = "gathered"
+    REDUCED = "reduced"
+
+
 @dataclass(frozen=True)
-class Residency:
-    """The items of a rank's state, and the memory for them.
+class Pool:
+    """Items of a rank's state that share a fast tier.
 
     Attributes:
-        accesses: Returns the accesses of an action; no item occurs twice.
-        num_bytes: Bytes of each item.
+        accesses: Returns the accesses of an action, also to items of other pools; no item occurs
+            twice. A move may access an item of another pool.
+        num_bytes: Bytes of each item, in all pools.
         room: The size of the fast tier.
         pinned: Items that are always in it.
         resident: The other items that are in it at the start, and whether they have changed since
@@ -119,8 +141,9 @@ class Residency:
         void: Items without content at the start and at the end, in neither tier.
         spare: Bytes of the room that are left free if possible where items are fetched or written
             back, so that a fetch need not wait for an eviction.
-        own: Numbers of the items that its moves are of; None: of all. A move of another item is an
-            action like any other.
+        own: Numbers of its items; None: all.
+        away: Where items are that are not in the fast tier.
+        shards: The item of another pool that an item is reduced into, if it is in a pool.
     """
 
     accesses: Callable[[Action], Sequence[Access]]
@@ -131,11 +154,28 @@ class Residency:
     void: Collection[int] = frozenset()
     spare: int = 0
     own: Container[int] | None = None
+    away: Away = Away.STORE
+    shards: Mapping[int, int] = field(default_factory=dict)
+
+    def has(self, item: int) -> bool:
+        """Return whether an item belongs to this pool."""
+        return self.own is None or item in self.own
 
     def moves(self, action: Action) -> bool:
         """Return whether an action moves one of these items."""
-        is_own = self.own is None or action.microbatch in self.own
-        return action.kind in PER_ITEM and is_own
+        return action.kind in PER_ITEM and self.has(action.microbatch)
+
+    def accessed(self, action: Action) -> Sequence[Access]:
+        """Return the accesses of an action to these items."""
+        accesses = self.accesses(action)
+        if self.own is None:
+            return accesses
+        return [access for access in accesses if access.item in self.own]
+
+    @property
+    def items(self) -> list[int]:
+        """Numbers of the items."""
+        return [item for item in range(len(self.num_bytes)) if self.has(item)]
 
     @property
     def start_bytes(self) -> int:
@@ -144,10 +184,11 @@ class Residency:
 
 
 def add_residency(
-    actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4
+    actions: Iterable[Action], pools: Iterable[Pool], *, ahead: int = 16, batches: int = 4
 ) -> Iterator[Action]:
     """Add FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be
-    endless.
+    endless. The items of one pool after the other are added, so moves may access items of later
+    pools.
 
     Items that are overwritten at their next access are evicted first, because that costs nothing;
     then items whose next access is last; among equals, items that need not be written back. A
@@ -159,18 +200,20 @@ def add_residency(
     Raises:
         ConfigError: Once it is within these batches, if an action needs more than its room.
     """
-    return _Pass(actions, residency, ahead, batches).run()
+    for pool in pools:
+        actions = _Pass(actions, pool, ahead, batches).run()
+    return iter(actions)
 
 
-def least_room(actions: Iterable[Action], residency: Residency) -> int:
+def least_room(actions: Iterable[Action], pool: Pool) -> int:
     """Return the smallest limit or budget with which these actions run."""
-    room_of = residency.room.follow()
-    free = residency.room.most - residency.start_bytes
+    room_of = pool.room.follow()
+    free = pool.room.most - pool.start_bytes
     for action in actions:
-        accesses = residency.accesses(action)
-        needed = {*residency.pinned, *(a.item for a in accesses if a.mode is not Mode.RENEW)}
-        free = min(free, room_of(action) - sum(residency.num_bytes[item] for item in needed))
-    return residency.room.most - free
+        accesses = pool.accessed(action)
+        needed = {*pool.pinned, *(a.item for a in accesses if a.mode is not Mode.RENEW)}
+        free = min(free, room_of(action) - sum(pool.num_bytes[item] for item in needed))
+    return pool.room.most - free
 
 
 @dataclass(slots=True, eq=False)
@@ -201,15 +244,15 @@ class _Pass:
     and yielded.
     """
 
-    def __init__(self, actions: Iterable[Action], residency: Residency, ahead: int, batches: int):
+    def __init__(self, actions: Iterable[Action], pool: Pool, ahead: int, batches: int):
         self._source = iter(actions)
-        self._residency = residency
+        self._pool = pool
         self._ahead = ahead
         self._batches = batches
-        self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
-        self._resident = dict(residency.resident)  # items that are not pinned; whether changed
-        self._room_of = residency.room.follow()
-        self._bytes = residency.start_bytes
+        self._pinned_bytes = sum(pool.num_bytes[item] for item in pool.pinned)
+        self._resident = dict(pool.resident)  # items that are not pinned; whether changed
+        self._room_of = pool.room.follow()
+        self._bytes = pool.start_bytes
         self._free: float = inf  # bytes of the room that every action so far leaves
         self._number = self._num_updates = self._num_accessing = 0
         self._last_use: dict[int, int] = {}
@@ -220,7 +263,7 @@ class _Pass:
         self._read = deque[_Step]()
         self._fill()
         self._stage = min((step.action.stage for step in self._read if step.action), default=0)
-        self._spare = 0 if self._fits_without_moves() else residency.spare
+        self._spare = 0 if self._fits_without_moves() else pool.spare
 
     def run(self) -> Iterator[Action]:
         decided = self._decided
@@ -241,12 +284,12 @@ class _Pass:
 
     def _fill(self) -> None:
         """Read as many batches ahead as necessary."""
-        pinned = self._residency.pinned
+        pinned = self._pool.pinned
         while (
             self._num_updates < self._batches and (action := next(self._source, None)) is not None
         ):
             accesses = [
-                access for access in self._residency.accesses(action) if access.item not in pinned
+                access for access in self._pool.accessed(action) if access.item not in pinned
             ]
             step = _Step(self._number, action, accesses, self._room_of(action))
             assert len({item for item, _ in accesses}) == len(accesses), (
@@ -258,8 +301,8 @@ class _Pass:
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
-        room = self._residency.room
-        free = min(self._free, room.most - self._residency.start_bytes)
+        room = self._pool.room
+        free = min(self._free, room.most - self._pool.start_bytes)
         if free < 0:
             rule = (
                 "too small: the state at the start, and the state that any single action needs, "
@@ -273,8 +316,8 @@ class _Pass:
         Content that is overwritten next needs no room: a weight that an update makes again from the
         master copy may be dropped, and the gradient takes its place.
         """
-        num_bytes = self._residency.num_bytes
-        live = set(range(len(num_bytes))).difference(self._residency.pinned, self._residency.void)
+        num_bytes = self._pool.num_bytes
+        live = set(self._pool.items).difference(self._pool.pinned, self._pool.void)
         counts = self._num_updates < self._batches  # the plan ends here
         if not counts:
             live.clear()
@@ -291,13 +334,13 @@ class _Pass:
     def _needed(self, step: _Step) -> int:
         """Return the bytes of the fast tier that an action needs."""
         accessed = (item for item, mode in step.accesses if mode is not Mode.RENEW)
-        return self._pinned_bytes + sum(self._residency.num_bytes[item] for item in accessed)
+        return self._pinned_bytes + sum(self._pool.num_bytes[item] for item in accessed)
 
     def _decide(self, step: _Step) -> None:
         """Evict items until the items that the step lacks fit, and fetch these. Items that the step
         changes elsewhere are evicted, too.
         """
-        num_bytes = self._residency.num_bytes
+        num_bytes = self._pool.num_bytes
         resident = self._resident
         accessed = {item for item, _ in step.accesses}
         renewed = [item for item, mode in step.accesses if mode is Mode.RENEW]
@@ -317,7 +360,7 @@ class _Pass:
         for item, mode in lacking:
             self._bytes += num_bytes[item]
             resident[item] = False
-            if mode not in _MADE:
+            if mode not in CREATING:
                 self._fetch(item)
         step.used = self._bytes
         for item, mode in step.accesses:
@@ -330,7 +373,7 @@ class _Pass:
         """Return the items to evict for `excess` bytes."""
         if excess <= 0:
             return []
-        num_bytes = self._residency.num_bytes
+        num_bytes = self._pool.num_bytes
         victims = []
         for item in sorted(self._resident.keys() - accessed, key=self._worth):
             if excess <= 0:
@@ -351,13 +394,13 @@ class _Pass:
     def _next(self, item: int) -> tuple[float, Mode | None]:
         if accesses := self._upcoming[item]:
             return accesses[0]
-        return inf, Mode.WRITE if item in self._residency.void else None
+        return inf, Mode.WRITE if item in self._pool.void else None
 
     def _give_up(self, item: int) -> None:
         """Evict an item right after its last use, or at the next point that is not yet yielded."""
         _, mode = self._next(item)
         del self._resident[item]
-        self._bytes -= self._residency.num_bytes[item]
+        self._bytes -= self._pool.num_bytes[item]
         last_use = self._last_use.get(item, -1)
         behind = self._decided[0]
         for step in reversed(self._decided):
@@ -365,7 +408,7 @@ class _Pass:
                 behind = step
                 break
             if step is not behind:
-                step.used -= self._residency.num_bytes[item]
+                step.used -= self._pool.num_bytes[item]
         self._left[item] = behind.number
         behind.leaving.append(
             Action(Kind.DROP if mode is Mode.WRITE else Kind.RELEASE, self._stage, item)
@@ -373,7 +416,7 @@ class _Pass:
 
     def _fetch(self, item: int) -> None:
         """Place the FETCH as early as there is space, and no earlier than the item was evicted."""
-        num_bytes = self._residency.num_bytes[item]
+        num_bytes = self._pool.num_bytes[item]
         left = self._left.get(item, -2)
         passed = 0
         steps = reversed(self._decided)
@@ -389,90 +432,3 @@ class _Pass:
             behind.used += num_bytes
             behind = before
         behind.coming.append(Action(Kind.FETCH, self._stage, item))
-
-
-class FastTier:
-    """Follows the content of one rank's fast tier along its list, and checks it."""
-
-    def __init__(self, residency: Residency):
-        self._residency = residency
-        self._room_of = residency.room.follow()
-        self._next_room: int | None = None
-        self.room = residency.room.most
-        """Bytes of the tier while the newest action runs; moves have the room of both neighbours."""
-        self.num_bytes = residency.start_bytes
-        # by item in the tier: whether it is changed
-        self._changed = dict.fromkeys(residency.pinned, False) | dict(residency.resident)
-        self._void = set(residency.void)
-
-    def is_changed(self, item: int) -> bool:
-        """Return whether the item would have to be written back."""
-        return self._changed.get(item, False)
-
-    def made(self, action: Action) -> list[int]:
-        """Return the items that the action creates in the tier, because they are not there
-        before.
-        """
-        return [
-            item
-            for item, mode in self._residency.accesses(action)
-            if item not in self._changed and mode is not Mode.RENEW
-        ]
-
-    def room_for(self, action: Action) -> int:
-        """Return the bytes of the tier while the next action runs."""
-        if self._residency.moves(action):
-            return self._residency.room.most
-        if self._next_room is None:
-            self._next_room = self._room_of(action)
-        return self._next_room
-
-    def follow(self, action: Action) -> str:
-        """Advance past the action; return the fault that it shows, empty if there is none."""
-        room = self.room_for(action)
-        if self._residency.moves(action):
-            fault = self._move(action.kind, action.microbatch)
-        else:
-            fault = self._access(action)
-            self.room = room
-            self._next_room = None
-        if fault is None and self.num_bytes > room:
-            fault = f"{self.num_bytes} bytes are in the fast tier, of {room}"
-        return "" if fault is None else f"{action}: {fault}"
-
-    def _access(self, action: Action) -> str | None:
-        for item, mode in self._residency.accesses(action):
-            if mode is Mode.RENEW:
-                if item in self._changed:
-                    return f"item {item} is still in the fast tier, where it would be out of date"
-                self._void.discard(item)
-                continue
-            if mode in _MADE:
-                if item not in self._changed:
-                    self.num_bytes += self._residency.num_bytes[item]
-                self._void.discard(item)
-            elif item in self._void:
-                return f"item {item} has no content"
-            elif item not in self._changed:
-                return f"item {item} is not in the fast tier"
-            self._changed[item] = self._changed.get(item, False) or mode is not Mode.READ
-        return None
-
-    def _move(self, kind: Kind, item: int) -> str | None:
-        if not 0 <= item < len(self._residency.num_bytes):
-            return "there is no such item"
-        if item in self._residency.pinned:
-            return "the item always stays in the fast tier"
-        if (item in self._changed) == (kind is Kind.FETCH):
-            return f"the item is {'' if kind is Kind.FETCH else 'not '}in the fast tier"
-        if kind is Kind.FETCH:
-            if item in self._void:
-                return "the item has no content"
-            self._changed[item] = False
-            self.num_bytes += self._residency.num_bytes[item]
-            return None
-        del self._changed[item]
-        self.num_bytes -= self._residency.num_bytes[item]
-        if kind is Kind.DROP:
-            self._void.add(item)
-        return None

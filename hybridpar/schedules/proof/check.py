@@ -37,9 +37,9 @@ from hybridpar.schedules.kinds import (
     PER_ITEM,
     Kind,
 )
-from hybridpar.schedules.passes.residency import FastTier, Residency
+from hybridpar.schedules.passes.fast_tier import FastActivations, FastTiers
+from hybridpar.schedules.passes.residency import Pool
 from hybridpar.schedules.passes.segments import PartCounts, order
-from hybridpar.schedules.passes.shared_items import SharedItems, SharedTiers
 from hybridpar.schedules.proof.liveness import Live, live_counts
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule, find_schedule
 from hybridpar.schedules.simulate.simulator import Costs, StuckError, fitting_send_window
@@ -85,13 +85,13 @@ def check(
     batches: range | None = None,
     *,
     serial_links: bool = True,
-    residency: Mapping[int, Residency | SharedItems] | None = None,
+    pools: Mapping[int, Sequence[Pool]] | None = None,
 ) -> CheckReport:
     """Prove that `plan` runs `batches` (None: all of its forwards) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
     NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one
-    axis wait for each other. `residency`: by rank, if the plan moves items.
+    axis wait for each other. `pools`: by rank, the items that the plan moves.
 
     Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot
     run on this shape.
@@ -117,8 +117,7 @@ def check(
             ),
         )
         _check_order(plan, rank, shape, parts)
-        _check_items(plan, rank, (residency or {}).get(rank))
-        _check_offload(plan, rank)
+        _check_moves(plan, rank, (pools or {}).get(rank, ()))
     for rank in range(p):
         for kind, row in ACTION_SPECS.items():
             if row.matching_recv:
@@ -287,43 +286,17 @@ def _beside(stage: int, side: int, shape: PipelineShape) -> int | None:
     return stage + side if there else None
 
 
-def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
-    """Prove that accessed items are in their fast tier and within budget, and moves can run."""
-    tiers: list[FastTier | SharedTiers] = []
-    if isinstance(items, SharedItems):
-        tiers.append(SharedTiers(items))
-    if (own := items.tiers if isinstance(items, SharedItems) else items) is not None:
-        tiers.append(FastTier(own))
+def _check_moves(plan: Plan, rank: int, pools: Sequence[Pool]) -> None:
+    """Prove that what an action accesses is in its fast tier and within room, and moves can run."""
+    items = FastTiers(pools)
+    activations = FastActivations()
     for step, action in enumerate(plan[rank]):
         fault = ""
-        if action.kind in PER_ITEM and (not tiers or action.stage != rank):
-            why = "which does not hold its stage" if tiers else "where nothing moves"
+        if action.kind in PER_ITEM and (not pools or action.stage != rank):
+            why = "which does not hold its stage" if pools else "where nothing moves"
             fault = f"{action} is on rank {rank}, {why}"
-        for tier in tiers:
-            fault = fault or tier.follow(action)
-        if fault:
+        if fault := fault or items.follow(action) or activations.follow(action):
             raise PlanError(fault, plan, [(rank, step)])
-
-
-def _check_offload(plan: Plan, rank: int) -> None:
-    """Prove that activations are offloaded, evicted and reloaded between forward and backward."""
-    stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
-    for step, action in enumerate(plan[rank]):
-        if action.kind not in COMPUTE.union(OFFLOAD_KINDS):
-            continue
-        key = Kind.F, action.stage, action.microbatch, 0
-        if action.kind is Kind.F:
-            stages[key] = 0
-            continue
-        at = stages.get(key, -1)
-        if action.kind in OFFLOAD_KINDS:
-            if at != OFFLOAD_KINDS.index(action.kind):
-                reason = f"{action}: the data that it moves is not resident"
-                raise PlanError(reason, plan, [(rank, step)])
-            stages[key] = at + 1
-        elif at not in (0, len(OFFLOAD_KINDS)):
-            reason = f"{action}: the data that it needs is offloaded (in the slow tier)"
-            raise PlanError(reason, plan, [(rank, step)])
 
 
 def _check_link(

@@ -1,7 +1,6 @@
-"""Engines that work in parallel to a rank in the simulator: two copy engines, one for each
-direction, and the host.
+"""Engines that move a rank's memory while it computes, in the simulator.
 
-One engine of a rank with a fast tier loads items into it, the other writes them back.
+A rank with a fast tier has two copy engines: one loads items into it, the other writes them back.
 
     rank         F0            F0.1                                B0
     in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
@@ -10,115 +9,213 @@ One engine of a rank with a fast tier loads items into it, the other writes them
 Both take their moves in the order of the list. A FETCH waits until earlier evictions have freed
 enough memory, and so does an action that creates an item. Unchanged items are evicted in no time.
 
-Offloaded activations move in the same way (moved_state.py).
-
-With a host optimizer, gradients leave by one engine and new weights arrive by the other, group by
-group:
-
-    rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
-    to host           |-- 0 --||-- 1 --|
-    host                      |---- 0 ----||---- 1 ----|
-    from host                              |- 0 -|      |- 1 -|
+Items that replicas shard are gathered and reduced by collectives, one after the other. Offloaded
+activations have two engines of their own.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
 
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import Kind
-from hybridpar.schedules.passes.residency import FastTier, Residency
-from hybridpar.schedules.passes.shared_items import MIB, NO_CALLS
-from hybridpar.schedules.simulate.shared_cores import Cores
+from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, PER_ITEM, Kind
+from hybridpar.schedules.passes.fast_tier import FastTier, FastTiers
+from hybridpar.schedules.passes.residency import Away, Mode, Pool
+from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.simulated_rank import Rank, StuckError
+
+MIB = 2**20
+_TRANSFERS = {
+    Away.STORE: (Kind.FETCH, Kind.RELEASE),
+    Away.GATHERED: (Kind.FETCH,),
+    Away.REDUCED: (Kind.RELEASE,),
+}
+"""Moves that transfer an item; others only free its memory."""
 
 
-class CopyEngines:
-    """The two engines of a rank, and the times from which its items are in the fast tier.
+class MemoryMoves:
+    """The engines of all ranks, connected with the ranks.
 
     Args:
-        residency: The items.
-        fetch: Time to load a MiB.
-        release: Time to write back a MiB.
-        calls: The rank's own time for a MiB, by kind.
+        ranks: The ranks.
+        costs: Times of moves. Collectives have `costs.shared`, if it is set.
+        pools: By rank, the items that it moves; moves of the other ranks take no time.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        fetch: float,
-        release: float,
-        calls: Mapping[Kind, float] = NO_CALLS,
-    ):
-        self._residency = residency
-        self._fetch = fetch
-        self._release = release
-        self._calls = calls
-        self._tier = FastTier(residency)
+    def __init__(self, ranks: Sequence[Rank], costs: Costs, pools: Mapping[int, Sequence[Pool]]):
+        p = max(len(ranks), 1)
+        self._engines = [RankEngines(pools.get(rank, ()), costs, rank, p) for rank in range(p)]
+        self._moves_items = any(pools.values())
+        self._offloads = any(
+            action.kind is Kind.OFFLOAD for rank in ranks for action in rank.actions
+        )
+
+    def concern(self, kind: Kind) -> bool:
+        """Return whether actions of a kind move or access what moves."""
+        if self._offloads and (ACTION_SPECS[kind].is_offload or _needs_activations(kind)):
+            return True
+        accesses = kind in PER_ITEM or kind in (Kind.NORM, Kind.HOST) or kind not in BESIDE
+        return self._moves_items and accesses
+
+    def ready(self, rank: Rank, action: Action, start: float) -> float:
+        """Dependency of actions that access or move memory: all that they need is resident."""
+        ready = self._engines[rank.index].ready(action)
+        if ready > start:
+            rank.stalls[len(rank.starts)] = ready - start
+        return max(start, ready)
+
+    def follow(self, rank: Rank, action: Action, step: int) -> None:
+        """Effect of actions that access or move memory: a move starts, and created items are in the
+        fast tier.
+
+        Raises:
+            StuckError: The action cannot run with the resident items.
+        """
+        engines = self._engines[rank.index]
+        if action.kind in (Kind.OFFLOAD, Kind.RELOAD):
+            rank.ends[step] = engines.move_activations(action, rank.clock)
+            return
+        if not engines.pools:
+            return
+        fault, start, end = engines.follow(action, rank.clock)
+        if fault:
+            raise StuckError({rank.index: (step, fault)})
+        if action.kind is Kind.HOST:
+            engines.hold(action, rank.ends[step])
+        if action.kind in PER_ITEM:
+            rank.ends[step] = end
+            if start > rank.clock:
+                rank.stalls[step] = start - rank.clock
+
+    def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
+        """Return the rank's own time for a move of a kind, by stage and item. homes: ranks of the
+        stages.
+        """
+        return [self._engines[rank].work(kind) for rank in homes]
+
+
+class RankEngines:
+    """The engines of a rank, and the times from which its items and activations are in memory.
+
+    Args:
+        pools: The rank's items.
+        costs: As in MemoryMoves.
+        rank: Number of the rank.
+        num_ranks: Ranks of the pipeline.
+    """
+
+    def __init__(self, pools: Sequence[Pool], costs: Costs, rank: int, num_ranks: int):
+        self.pools = pools
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._costs = costs
+        self._fast = FastTiers(pools)
+        self._free: defaultdict[Hashable, float] = defaultdict(float)  # by engine
         self._arrivals: dict[int, float] = {}
         self._gone: dict[int, float] = {}  # when an item was last written back
         self._held: dict[int, float] = {}  # until when the host works on an item
-        self._leaving: deque[tuple[float, int]] = (
-            deque()
-        )  # when that is over, and bytes, of those written last
-        self._in_free = self._out_free = 0.0
+        # when that is over, and bytes, of the items written last
+        self._leaving: deque[tuple[float, int]] = deque()
+        # when the last move of a micro-batch's activations is over, by stage and micro-batch
+        self._moved: dict[tuple[int, int], float] = {}
 
     def work(self, kind: Kind) -> list[float]:
-        """Return an upper bound of the rank's own time for an action of a kind, by item."""
-        return [
-            self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes
-        ]
+        """Return an upper bound of the rank's own time for a move of a kind, by item."""
+        found = [0.0] * max((len(pool.num_bytes) for pool in self.pools), default=1)
+        for pool in self.pools:
+            if kind in _TRANSFERS[pool.away]:
+                calls = expand(self._costs_of(pool).calls.get(kind, 0.0), self._num_ranks)
+                for item in pool.items:
+                    found[item] = calls[self._rank] * pool.num_bytes[item] / MIB
+        return found
 
     def ready(self, action: Action) -> float:
-        """Return the time at which all items that the action accesses are resident."""
-        if self._residency.moves(action):
-            return 0.0
-        arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.accesses(action))
-        made = self._tier.made(action)
-        room = self._tier.room_for(action)
-        has_room = self._has_room(made, room) if made or room < self._tier.room else 0.0
-        return max(*arrivals, has_room, 0.0)
+        """Return the time at which all that an action accesses is resident, and all reductions that
+        it waits for are complete.
+        """
+        found = 0.0
+        if action.kind is Kind.EVICT or _needs_activations(action.kind):
+            found = self._moved.get((action.stage, action.microbatch), 0.0)
+        moving = self._fast.moving(action)
+        if moving is not None and moving.pool.away is Away.STORE:
+            return found
+        for _, (item, mode) in self._fast.accesses(action):
+            if mode is not Mode.RENEW:
+                found = max(found, self._arrivals.get(item, 0.0))
+        if (store := self._fast.store) is not None:
+            created = self._fast.lacking(action, Away.STORE)
+            room = store.room_for(action)
+            if created or room < store.room:
+                found = max(found, self._has_room(store, created, room))
+        if action.kind in PER_ITEM:
+            return found
+        due = self._fast.num_due(action)
+        return max([found, *self._fast.reductions.first(due)])
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Advance past an action; return its fault (empty if there is none) and, for a move, its
-        start and end.
+        """Advance past an action; return its fault (empty if there is none) and, for a move of an
+        item, its start and end.
         """
-        item = action.microbatch
-        written = action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
         while self._leaving and self._leaving[0][0] <= now:
             self._leaving.popleft()
-        if not self._residency.moves(action):
-            return self._tier.follow(action), now, now
-        room = self._has_room([item], self._tier.room) if action.kind is Kind.FETCH else 0.0
-        if fault := self._tier.follow(action):
+        tier = self._fast.moving(action)
+        if tier is None:
+            return self._fast.follow(action), now, now
+        item = action.microbatch
+        is_fetch = action.kind is Kind.FETCH
+        earliest = (
+            self._has_room(tier, [item], tier.room) if is_fetch else self._held.pop(item, 0.0)
+        )
+        transfers = is_fetch or (action.kind is Kind.RELEASE and self._fast.is_changed(item))
+        if not transfers and earliest <= now:
+            return self._fast.follow(action), now, now
+        is_copied = tier.pool.away is Away.STORE
+        engine = action.kind is Kind.FETCH if is_copied else "collectives"
+        start = max(now, self._free[engine], earliest)
+        num_bytes = tier.pool.num_bytes[item]
+        end = start + transfers * num_bytes / MIB * self._seconds(tier.pool, is_fetch=is_fetch)
+        if fault := self._fast.follow(action, end):
             return fault, now, now
-        num_bytes = self._residency.num_bytes[item]
-        if action.kind is Kind.FETCH:
-            start = max(now, self._in_free, room)
-            self._in_free = self._arrivals[item] = start + num_bytes / MIB * self._fetch
-            return "", start, self._in_free
-        held = self._held.pop(item, 0.0)
-        if not written and held <= now:
-            return "", now, now
-        start = max(now, self._out_free, held)
-        self._out_free = start + written * num_bytes / MIB * self._release
-        self._gone[item] = self._out_free
-        self._leaving.append((self._out_free, num_bytes))
-        return "", start, self._out_free
+        self._free[engine] = end
+        if is_fetch:
+            self._arrivals[item] = end
+        elif is_copied:
+            self._gone[item] = end
+            self._leaving.append((end, num_bytes))
+        return "", start, end
 
     def hold(self, action: Action, until: float) -> None:
         """Keep the items that an action accesses in the fast tier until the host has used them."""
-        self._held |= {item: until for item, _ in self._residency.accesses(action)}
+        self._held |= {item: until for _, (item, _) in self._fast.accesses(action)}
 
-    def _has_room(self, items: Sequence[int], room: int) -> float:
+    def move_activations(self, action: Action, now: float) -> float:
+        """Start an OFFLOAD or a RELOAD; return when it is over."""
+        costs = self._costs
+        cost = costs.offload if action.kind is Kind.OFFLOAD else costs.reload
+        over = max(now, self._free[action.kind]) + expand(cost, self._num_ranks)[self._rank]
+        self._free[action.kind] = self._moved[action.stage, action.microbatch] = over
+        return over
+
+    def _costs_of(self, pool: Pool) -> Costs:
+        shared = self._costs.shared
+        return self._costs if pool.away is Away.STORE or shared is None else shared
+
+    def _seconds(self, pool: Pool, *, is_fetch: bool) -> float:
+        """Return the time of an engine for a MiB."""
+        costs = self._costs_of(pool)
+        return expand(costs.fetch if is_fetch else costs.release, self._num_ranks)[self._rank]
+
+    def _has_room(self, tier: FastTier, items: Sequence[int], room: int) -> float:
         """Return the time from which there is room for items that are not resident, when none of
         them is still leaving.
         """
         found = max((self._gone.get(item, 0.0) for item in items), default=0.0)
+        if tier.pool.away is not Away.STORE:
+            return found
         excess = (
-            self._tier.num_bytes
-            + sum(self._residency.num_bytes[item] for item in items)
+            tier.num_bytes
+            + sum(tier.pool.num_bytes[item] for item in items)
             + sum(num_bytes for _, num_bytes in self._leaving)
             - room
         )
@@ -130,126 +227,6 @@ class CopyEngines:
         return found
 
 
-class HostEngines:
-    """The host of a rank, and the engines to and from it.
-
-    Gradients overwrite the same group of the previous batch, once the host has read it; the host
-    starts a batch when `begin` is called.
-
-    Args:
-        to_host: Time to copy the gradients of all groups.
-        host: Time of the update of all groups.
-        from_host: Time to copy the weights of all groups.
-        shares: Relative size of each group.
-    """
-
-    def __init__(self, to_host: float, host: float, from_host: float, shares: Sequence[float]):
-        total = sum(shares)
-        self._times = [
-            (to_host * share / total, host * share / total, from_host * share / total)
-            for share in shares
-        ]
-        self._out_free = self._host_free = self._in_free = 0.0
-        self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
-
-    def send(self, now: float, groups: Sequence[int] | None = None) -> None:
-        """Send the gradients of groups (None: all) of a batch."""
-        for group in range(len(self._times)) if groups is None else groups:
-            takes = self._times[group][0]
-            self._out_free = self._left[group] = max(now, self._out_free, self._read[group]) + takes
-
-    def begin(self, now: float, groups: Sequence[int] | None = None) -> float:
-        """Let the host use the gradients of groups (None: all); return the time at which their new
-        weights have arrived.
-        """
-        for group in range(len(self._times)) if groups is None else groups:
-            _, takes, back = self._times[group]
-            self._host_free = self._read[group] = (
-                max(now, self._host_free, self._left[group]) + takes
-            )
-            self._in_free = self._arrived[group] = max(self._host_free, self._in_free) + back
-        return self._in_free
-
-    def ready(self, group: int) -> float:
-        """Return the time at which a group of the weights has arrived."""
-        return self._arrived[group]
-
-
-class BusyHost:
-    """A host whose copies and updates use the cores that ranks compute on: each is a piece of work
-    like the ranks' own.
-
-    It has the methods of HostEngines, but its times are not known in advance: `ready` is None until
-    a group has arrived, and `arrived(when)` is called then. times: of all groups, to the host, of
-    the update, and back.
-    """
-
-    def __init__(
-        self,
-        cores: Cores,
-        times: Sequence[float],
-        shares: Sequence[float],
-        arrived: Callable[[float], None],
-    ):
-        total = sum(shares)
-        number = len(shares)
-        self._cores = cores
-        self._notify = arrived
-        self._times = [[time * share / total for share in shares] for time in times]
-        self._queues: list[deque[tuple[int, float]]] = [
-            deque() for _ in times
-        ]  # group, and when it may begin
-        self._running = [False for _ in times]
-        self._done = [[0] * number for _ in times]  # by row and group: batches
-        self._arrived = [0.0] * number
-        self._begun = [0] * number
-
-    def send(self, now: float, groups: Sequence[int] | None = None) -> None:
-        """Send the gradients of groups (None: all) of a batch."""
-        chosen = range(len(self._arrived)) if groups is None else groups
-        self._queues[0] += [(group, now) for group in chosen]
-        self._start(now)
-
-    def begin(self, now: float, groups: Sequence[int] | None = None) -> float:
-        """Let the host use the gradients of groups (None: all); return a time before which nothing
-        has arrived.
-        """
-        for group in range(len(self._arrived)) if groups is None else groups:
-            self._begun[group] += 1
-            for queue in self._queues[1:]:
-                queue.append((group, now))
-        self._start(now)
-        return now
-
-    def ready(self, group: int) -> float | None:
-        """Return the time at which a group of the weights has arrived; None if it has not."""
-        return self._arrived[group] if self._done[-1][group] == self._begun[group] else None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all groups that were started have arrived."""
-        return self._done[-1] == self._begun
-
-    def _start(self, now: float) -> None:
-        for row, queue in enumerate(self._queues):
-            if queue and not self._running[row] and self._may_begin(row, queue[0][0]):
-                group, earliest = queue.popleft()
-                self._running[row] = True
-                self._cores.add(
-                    max(now, earliest), self._times[row][group], partial(self._over, row, group)
-                )
-
-    def _may_begin(self, row: int, group: int) -> bool:
-        """Return whether a group may start. Gradients need the buffer of the previous batch, which
-        the host must have read; the other rows need the previous row.
-        """
-        done = [counts[group] for counts in self._done]
-        return done[0] == done[1] if row == 0 else done[row - 1] > done[row]
-
-    def _over(self, row: int, group: int, now: float) -> None:
-        self._running[row] = False
-        self._done[row][group] += 1
-        if row == len(self._queues) - 1:
-            self._arrived[group] = now
-            self._notify(now)
-        self._start(now)
+def _needs_activations(kind: Kind) -> bool:
+    """Return whether actions of a kind need the activations of their micro-batch."""
+    return Kind.RELOAD in ACTION_SPECS[kind].needs

@@ -223,20 +223,21 @@ def free_to_leave(
     for rank, bound in enumerate(most):
 
         def is_free(number: int, rank: int = rank) -> bool:
-            return number == 0 or takes([*chosen[:rank], number, *chosen[rank + 1 :]]) <= limit
+            return takes([*chosen[:rank], number, *chosen[rank + 1 :]]) <= limit
 
-        chosen[rank] = _largest(is_free, bound)
+        chosen[rank] = largest(is_free, bound)
     return tuple(chosen)
 
 
-def _largest(holds: Callable[[int], bool], bound: int) -> int:
-    """Return the largest number up to `bound` for which `holds`, which is true for 0.
+def largest(holds: Callable[[int], bool], bound: int) -> int:
+    """Return the largest number up to `bound` for which `holds`; 0 if there is none.
 
-    Step times are not monotone, because the number decides which micro-batches are offloaded. If
-    trying all would take long, return one for which it holds while it does not hold for the next.
+    It need not be monotone: step times are not, because the number decides which micro-batches are
+    offloaded. If trying all would take long, return one for which it holds while it does not hold
+    for the next.
     """
     if bound <= _ALL_TRIED:
-        return next(number for number in range(bound, -1, -1) if holds(number))
+        return next((number for number in range(bound, 0, -1) if holds(number)), 0)
     least = 0
     while least < bound:
         number = (least + bound + 1) // 2

@@ -32,16 +32,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hybridpar.schedules.action import Action, Plan
-from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, COMPUTE, PER_ITEM, Kind
-from hybridpar.schedules.passes.residency import Residency
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, PER_ITEM, Kind
+from hybridpar.schedules.passes.residency import Pool
 from hybridpar.schedules.passes.segments import PartCounts
-from hybridpar.schedules.passes.shared_items import SharedItems
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.collectives import Collectives, Meeting
-from hybridpar.schedules.simulate.copy_engines import BusyHost
+from hybridpar.schedules.simulate.copy_engines import MemoryMoves
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.exchanges import Exchange, Exchanges
-from hybridpar.schedules.simulate.moved_state import Hosts, MovedItems, OffloadedActivations
+from hybridpar.schedules.simulate.hosts import HostEngines, Hosts
 from hybridpar.schedules.simulate.send_window import SendWindow
 from hybridpar.schedules.simulate.simulated_rank import Dependency, Effect, Rank
 from hybridpar.schedules.simulate.simulated_rank import StuckError as StuckError
@@ -52,20 +51,20 @@ from hybridpar.schedules.simulate.transfers import Channel, Transfers
 def simulate(
     plan: Plan,
     costs: Costs | None = None,
-    residency: Mapping[int, Residency | SharedItems] | None = None,
+    pools: Mapping[int, Sequence[Pool]] | None = None,
     ready: Sequence[float] | None = None,
 ) -> Timeline:
     """Simulate a lowered plan; by default a forward takes 1, a backward 2.
 
     Args:
-        residency: By rank, the items that the plan moves between tiers or replicas; without it,
-            moves take no time.
+        pools: By rank, the items that the plan moves between tiers or replicas; without them, moves
+            take no time.
         ready: By rank, the time at which it has its first weights; None: at once.
 
     Raises: StuckError, if a rank waits for something that never comes.
     """
     assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
-    machine = _Machine(plan, costs or Costs(), residency or {}, ready)
+    machine = _Machine(plan, costs or Costs(), pools or {}, ready)
     machine.run()
     ranks = machine.ranks
     makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
@@ -140,8 +139,7 @@ class _Machine:
           |----- collectives    REDUCE, NORM, gather
           |----- exchanges      only where communication blocks a rank
           |----- hosts          only where a host makes the weights
-          |----- activations    only where they are offloaded
-          |----- items          only where state moves
+          |----- moves          only where state or activations move
           '----- window         only where unfinished sends are limited
     """
 
@@ -149,7 +147,7 @@ class _Machine:
         self,
         plan: Plan,
         costs: Costs,
-        residency: Mapping[int, Residency | SharedItems],
+        pools: Mapping[int, Sequence[Pool]],
         ready: Sequence[float] | None = None,
         *,
         limit_sends: bool = False,
@@ -168,13 +166,11 @@ class _Machine:
         self.exchanges = Exchanges(self.ranks, self._wake) if costs.blocking else None
         self.collectives = Collectives(self.ranks, costs, ready, self.exchanges, self._wake)
         self.hosts = Hosts(self.ranks, costs, self.parts, self.cores, self.collectives, self._wake)
-        self.activations = OffloadedActivations(self.ranks, costs)
-        self.items = MovedItems(p, costs, residency)
+        self.moves = MemoryMoves(self.ranks, costs, pools)
         self.window = None
         if limit_sends:
             self.window = SendWindow(self.ranks, self.transfers.outgoing, self._wake)
         self.waits_for_gather = self.collectives.gathers or bool(ready)
-        self.offloads = any(a.kind is Kind.OFFLOAD for rank in self.ranks for a in rank.actions)
         self.rules = {
             kind: _Rule(self._dependencies(kind), self._durations(kind), self._effects(kind))
             for kind in ACTION_SPECS
@@ -201,10 +197,8 @@ class _Machine:
             found.append(self._once_for_all_parts(kind, self.collectives.normed))
         if kind is Kind.UPDATE and self.hosts:
             found.append(self.hosts.weights_made)
-        if self.offloads and (kind is Kind.EVICT or Kind.RELOAD in row.needs):
-            found.append(self.activations.ready)
-        if self.items and (kind in PER_ITEM or self._accesses_items(kind)):
-            found.append(self.items.ready)
+        if self.moves.concern(kind):
+            found.append(self.moves.ready)
         return tuple(found)
 
     def _effects(self, kind: Kind) -> tuple[Effect, ...]:
@@ -229,16 +223,14 @@ class _Machine:
             found.append(self.hosts.begin)
         if kind is Kind.UPDATE and self.collectives.gathers:
             found.append(self._once_for_last_part(kind, self.collectives.gather))
-        if self.offloads and kind in (Kind.OFFLOAD, Kind.RELOAD):
-            found.append(self.activations.move)
-        if self.items and (kind in PER_ITEM or self._accesses_items(kind)):
-            found.append(self.items.follow)
+        if self.moves.concern(kind):
+            found.append(self.moves.follow)
         return tuple(found)
 
     def _durations(self, kind: Kind) -> Sequence[Sequence[float]]:
         """Return the rank's time by stage and micro-batch; parts take equal times."""
-        if self.items and kind in PER_ITEM:
-            return self.items.durations(kind, self.homes)
+        if kind in PER_ITEM:
+            return self.moves.durations(kind, self.homes)
         durations = self.costs.durations(kind, self.homes)
         if not any(self.parts) or not ACTION_SPECS[kind].cut:
             return durations
@@ -246,10 +238,6 @@ class _Machine:
             [time / self.parts[self.homes[stage]].count(kind, stage) for time in times]
             for stage, times in enumerate(durations)
         ]
-
-    def _accesses_items(self, kind: Kind) -> bool:
-        """Return whether actions of a kind, which is no move, access items of the rank's state."""
-        return kind in (Kind.NORM, Kind.HOST) or kind not in BESIDE
 
     def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
         if any(self.parts) and ACTION_SPECS[kind].cut:
@@ -344,7 +332,7 @@ class _Machine:
             n = missing.num_used
             what = f"{missing.num_sent} sent, {missing.num_posted} receives posted"
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
-        if isinstance(missing, BusyHost):
+        if isinstance(missing, HostEngines):
             return f"{action} waits for the host"
         if isinstance(missing, Exchange):
             return f"{action} waits for {missing.left} transfers of its own rank"

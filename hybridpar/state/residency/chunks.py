@@ -54,6 +54,17 @@ class Chunk:
     use: BufferUsage = WHOLE
 
 
+@dataclass(frozen=True, slots=True)
+class StateItem:
+    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master',
+    'optimizer/..'.
+    """
+
+    kind: str
+    use: BufferUsage
+    num_bytes: int
+
+
 EMPTY = Chunk(0, 0, BufferUsage(stays=True))
 """Chunk of a buffer that has no memory and therefore nothing to offload."""
 
@@ -105,6 +116,9 @@ class Memory:
         write to it.
         """
         return view
+
+    def forget(self) -> None:
+        """Drop the copy that was read, because its content is about to change."""
 
 
 def block_of(name: str) -> int:

@@ -19,42 +19,27 @@ from hybridpar.config import Config
 from hybridpar.state.host import HostMemory, host_work
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.residency.chunks import Chunk
+from hybridpar.state.residency.pages import Spare
 from hybridpar.state.residency.region import TensorRegion, on, taken
-from hybridpar.state.residency.shares import WholeChunks
+from hybridpar.state.residency.shares import ShardedMemory
 from hybridpar.state.residency.store import padded
 from hybridpar.state.residency.tiered import TieredMemory, slow_folder
 from hybridpar.state.residency.tiers import Tiers
 
 
-def state_memory(
-    config: Config, device: torch.device, policy: StatePolicy
-) -> TieredMemory | WholeChunks | None:
-    """Create the configured memory of a rank's state; None: plain device memory."""
-    whole = WholeChunks(device, policy) if policy.moves else None
+def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> ShardedMemory:
+    """Create the configured memory of a rank's state."""
     if not config.memory.is_limited:
-        return whole
+        return ShardedMemory(device, policy.moved_kinds)
     _, budget = config.memory.limiting
     if device.type == "cpu":
-        return TieredMemory(budget, slow_folder(config), whole=whole)
-    return DeviceTieredMemory(budget, device, whole)
+        return TieredMemory(budget, slow_folder(config), sharded=policy.moved_kinds)
+    return DeviceTieredMemory(budget, device, policy.moved_kinds)
 
 
 def _is_late(device: torch.device) -> bool:
     """Return whether calls on a device return before their work is complete."""
     return device.type == "cuda"
-
-
-class DevicePages:
-    """Counterpart of SparePages for a device: its allocator keeps freed memory."""
-
-    def add(self, region: TensorRegion) -> None:
-        region.give_back()
-
-    def hand_to(self, region: TensorRegion) -> None:
-        region.take()
-
-    def shrink_to(self, num_bytes: int) -> None:
-        pass
 
 
 class HostStore:
@@ -106,8 +91,8 @@ class _Passed:
 class DeviceTieredMemory(TieredMemory):
     """State in at most `budget` bytes of a device's memory, and the rest in host memory."""
 
-    def __init__(self, budget: int, device: torch.device, whole: WholeChunks | None = None):
-        super().__init__(budget, Path(), device, whole)
+    def __init__(self, budget: int, device: torch.device, sharded: tuple[str, ...] = ()):
+        super().__init__(budget, Path(), device, sharded)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _region(self, num_bytes: int) -> TensorRegion:
@@ -126,7 +111,7 @@ class DeviceTieredMemory(TieredMemory):
             pinned,
             self.room_bytes,
             HostStore(sizes, self.device),
-            DevicePages(),
+            Spare(),  # the device's allocator keeps freed memory
             mark,
         )
         for number in pinned:

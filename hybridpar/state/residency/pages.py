@@ -82,7 +82,22 @@ class Region:
         self._map.madvise(mmap.MADV_DONTNEED, self._start, len(self.view))
 
 
-class SparePages:
+class Spare:
+    """Takes over the memory of regions that items give up, and frees it."""
+
+    def add(self, region: Any) -> None:
+        """Take over the memory of a region, whose content becomes void."""
+        region.give_back()
+
+    def hand_to(self, region: Any) -> None:
+        """Give memory to a region without any; its content is undefined."""
+        region.take()
+
+    def shrink_to(self, num_bytes: int) -> None:
+        """Free all memory beyond this many bytes."""
+
+
+class SparePages(Spare):
     """Pages that regions have given up, kept until another region takes them. Regions must live as
     long as this object.
 
@@ -95,7 +110,6 @@ class SparePages:
         self.num_bytes = 0
 
     def add(self, region: Region) -> None:
-        """Take over the pages of a region, whose content becomes void."""
         if _kernel() is None:
             region.give_back()
             return
@@ -104,7 +118,6 @@ class SparePages:
         self.num_bytes += len(region.view)
 
     def hand_to(self, region: Region) -> None:
-        """Give a region without pages as many as fit; their content is undefined."""
         for address, num_bytes in region.pieces:
             if found := self._pieces.get(num_bytes):
                 source = address if address in found else next(reversed(found))
@@ -114,7 +127,6 @@ class SparePages:
                     _move(source, address, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
-        """Free all pages beyond this many bytes."""
         for size, found in self._pieces.items():
             while found and self.num_bytes > num_bytes:
                 _free(next(iter(found)), size)

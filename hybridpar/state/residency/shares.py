@@ -12,16 +12,16 @@ and dropped. Chunks whose use `stays` are unsharded on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, BufferUsage, Chunk, Memory, cut
+from hybridpar.state.residency.chunks import Buffer, BufferUsage, Chunk, Memory, StateItem, cut
 from hybridpar.state.residency.region import TensorRegion, taken
+from hybridpar.state.residency.tiers import Tiers
 
 SHARES = "shares/"
 """Prefix of the kind of a shard; the kind of the unsharded state follows."""
@@ -55,6 +55,10 @@ class WholeChunk(TensorRegion):
         self.index = int(kind.rpartition("/")[2])
         self._listeners = listeners
 
+    def holds(self, view: Tensor) -> bool:
+        """Return whether a tensor is a view of this chunk."""
+        return view.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+
     def take(self) -> None:
         """Allocate the memory, if it is not allocated; its content is undefined."""
         if not self.is_here:
@@ -72,37 +76,50 @@ class WholeChunk(TensorRegion):
             listener(self)
 
 
-class WholeChunks(Memory):
+class ShardedMemory(Memory):
     """Memory of a device in which unsharded chunks are gathered and released. At the start none is
-    allocated.
+    allocated. All other state is allocated once and kept.
+
+    Args:
+        device: The device.
+        sharded: Prefixes of the kinds of state that replicas shard (StatePolicy.moved_kinds).
+        chunk: Class of the unsharded chunks.
 
     Attributes:
-        chunks: The chunks, in the order of their creation.
+        chunks: The unsharded chunks, in the order of their creation.
         listeners: As in WholeChunk.
+        items: State that can move between tiers.
+        padding: Bytes of the items that hold nothing.
+        tiers: Moves the items; None: they stay.
     """
 
-    chunk = WholeChunk
+    items: Sequence[StateItem] = ()
+    padding = 0
+    tiers: Tiers | None = None
 
-    def __init__(self, device: torch.device, policy: StatePolicy):
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        sharded: tuple[str, ...] = (),
+        chunk: type[WholeChunk] = WholeChunk,
+    ):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
         self.listeners: list[Callable[[WholeChunk], object]] = []
-        self._kinds = ("gradients/",) * policy.moves_gradients + (
-            "weights/",
-            FROZEN,
-        ) * policy.splits_weights
+        self._sharded = sharded
+        self._chunk = chunk
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        if not self.has(kind, chunk.use):
+        if not self._moves(kind, chunk.use):
             return super().zeros(kind, chunk, dtype)
         flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
-        self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
+        self.chunks.append(self._chunk(kind, chunk.use, flat, self.listeners))
         self.chunks[-1].give_back()
         return flat
 
-    def has(self, kind: str, use: BufferUsage) -> bool:
+    def _moves(self, kind: str, use: BufferUsage) -> bool:
         """Return whether chunks of a kind and a use are gathered and released."""
-        return not use.stays and kind.startswith(self._kinds)
+        return not use.stays and kind.startswith(self._sharded)
 
     def room_of_weights(self) -> int:
         """Return an upper bound of the bytes of weights that are unsharded at once, trained and
@@ -121,30 +138,25 @@ class WholeChunks(Memory):
         )
 
     @property
-    def most_bytes(self) -> int:
+    def whole_bytes(self) -> int:
         """Upper bound of the bytes that are unsharded at once: weights of two segments, gradients
         of one and of the one being reduced.
         """
         return self.room_of_weights() + self.room_of_gradients(2)
 
-    def _storage(self, view: Tensor) -> object:
-        return view.untyped_storage()._cdata
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        return self._allocating(chunk)
 
-    def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
-        return self.writing(chunk)
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        return self._allocating(*views)
 
-    def writing(self, *views: Tensor) -> AbstractContextManager[None]:
+    def _allocating(self, *views: Tensor) -> AbstractContextManager[object]:
         """Return a context in which the chunks of these views are allocated. Their content is lost
         afterwards: the shards keep it.
         """
-        return taken(chunk for chunk in map(self.of, views) if chunk is not None)
-
-    def of(self, view: Tensor) -> WholeChunk | None:
-        """Return the chunk that a tensor is a view of, if any."""
-        storage = self._storage(view)
-        return next(
-            (chunk for chunk in self.chunks if self._storage(chunk.tensor) == storage), None
-        )
+        if not self.chunks:
+            return nullcontext()
+        return taken(chunk for chunk in self.chunks if any(map(chunk.holds, views)))
 
 
 def room(chunks: Iterable[tuple[BufferUsage, int]], consecutive: int) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,9 +13,9 @@ from hybridpar.config import Config
 from hybridpar.cpu import zeros
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.layout import FlatLayout
-from hybridpar.state.residency.chunks import BufferUsage, Chunk, Memory
+from hybridpar.state.residency.chunks import BufferUsage, Chunk, StateItem
 from hybridpar.state.residency.pages import AnyRegion, Region, SparePages
-from hybridpar.state.residency.shares import SHARES, WholeChunks
+from hybridpar.state.residency.shares import SHARES, ShardedMemory, WholeChunk
 from hybridpar.state.residency.store import DiskStore, padded
 from hybridpar.state.residency.tiers import Tiers
 
@@ -35,46 +34,31 @@ def folder_to_measure(config: Config) -> Path:
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
-@dataclass(frozen=True, slots=True)
-class StateItem:
-    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master',
-    'optimizer/..'.
-    """
+class ItemMemory(ShardedMemory):
+    """Memory that lists its chunks in `items`, in the order in which they are allocated. If
+    replicas shard them, their items are this rank's shards.
 
-    kind: str
-    use: BufferUsage
-    num_bytes: int
-
-
-class ItemMemory(Memory):
-    """Memory that lists its chunks in `items`, in the order in which they are allocated.
-
-    whole: Holds the unsharded chunks; their items are then this rank's shards. None: replicas shard
-    nothing.
-
-    Attributes:
-        padding: Bytes of the items that hold nothing, because an item has whole pages.
+    An item has whole pages, which `padding` counts.
     """
 
     is_limited = True
 
-    def __init__(self, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
-        super().__init__(device)
-        self.whole = whole
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        sharded: tuple[str, ...] = (),
+        chunk: type[WholeChunk] = WholeChunk,
+    ):
+        super().__init__(device, sharded, chunk)
         self.items: list[StateItem] = []
         self.padding = 0
         self._uses: Callable[[str], BufferUsage]
         self.is_of_host = self.device.type == "cpu"
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        if self.whole is not None and self.whole.has(kind, chunk.use):
-            return self.whole.zeros(kind, chunk, dtype)
+        if self._moves(kind, chunk.use):
+            return super().zeros(kind, chunk, dtype)
         return self._add(kind.removeprefix(SHARES), chunk.use, chunk.stop - chunk.start, dtype)
-
-    @property
-    def whole_bytes(self) -> int:
-        """Upper bound of the bytes of chunks that are unsharded at once."""
-        return 0 if self.whole is None else self.whole.most_bytes
 
     def for_optimizer(self, uses: Callable[[str], BufferUsage]) -> ItemMemory:
         self._uses = uses
@@ -93,12 +77,6 @@ class ItemMemory(Memory):
                 found |= layout.views(flat)
         return [found[slot.name] for slot in slots]
 
-    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        return nullcontext() if self.whole is None else self.whole.viewing(chunk)
-
-    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        return nullcontext() if self.whole is None else self.whole.writing(*views)
-
     def seal(self, allocate: Callable[[], object]) -> None:
         allocate()
 
@@ -115,7 +93,8 @@ class ItemMemory(Memory):
 class TieredMemory(ItemMemory):
     """State in at most `budget` bytes of a CPU's memory, and the rest in a file in `folder`.
 
-    From `seal` on, `tiers` moves the items, within the part of the budget that `whole` leaves.
+    From `seal` on, `tiers` moves the items, within the part of the budget that unsharded chunks
+    leave.
     """
 
     def __init__(
@@ -123,9 +102,9 @@ class TieredMemory(ItemMemory):
         budget: int,
         folder: Path,
         device: torch.device | str = "cpu",
-        whole: WholeChunks | None = None,
+        sharded: tuple[str, ...] = (),
     ):
-        super().__init__(device, whole)
+        super().__init__(device, sharded)
         self.budget = budget
         self.folder = folder
         self.tiers: Tiers
@@ -193,5 +172,4 @@ class TieredMemory(ItemMemory):
         return content.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def forget(self) -> None:
-        """Drop the copy that was read, because the item is about to change."""
         self._copy = None

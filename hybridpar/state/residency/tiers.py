@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridpar.comm import Waitable
-from hybridpar.state.residency.pages import AnyRegion, SparePages
+from hybridpar.state.residency.pages import AnyRegion, Spare, SparePages
 
 _LOOKS_S = 2e-4
 """Seconds between looks at what holds an item: collectives do not report their end."""
@@ -33,14 +33,6 @@ class Store(Protocol):
     def read(self, item: int, into: Any) -> None: ...
     def write(self, item: int, content: Any) -> None: ...
     def close(self) -> None: ...
-
-
-class Spare(Protocol):
-    """Takes over memory of regions that items give up, and hands it to others."""
-
-    def add(self, region: Any) -> None: ...
-    def hand_to(self, region: Any) -> None: ...
-    def shrink_to(self, num_bytes: int) -> None: ...
 
 
 class Where(Enum):
@@ -119,7 +111,7 @@ class Tiers:
         self.traffic = Traffic()
         self._store = store
         self._resident = self._clock = 0
-        self._spare: Spare = spare or SparePages()
+        self._spare = spare or SparePages()
         self._mark = mark
         self._error: Exception | None = None
         self._state = threading.Condition()

@@ -80,22 +80,20 @@ def _train(
     job = JobPlan(config)
     engine = build(lambda: Engine(job, grid, device))
     loader = synthetic_loader(config, grid.replica, grid.num_replicas)
-    offloader = engine.executor.offloader
+    slow = engine.moves.activations.tier
     graphs = engine.executor.graphs
     recorder = trace.Recorder(engine.executor, 0, num_batches, skip=warmup)
 
     def after_step(result: StepResult) -> None:
         began_before = recorder.is_active
         recorder.after_step(result.step)
-        if offloader is not None and recorder.is_active and not began_before:
-            offloader.tier.restart()  # earlier copies also allocated, and competed with compilers
+        if recorder.is_active and not began_before:
+            slow.restart()  # earlier copies also allocated, and competed with compilers
 
     engine.train(loader, num_batches, after_step)
     recorder.close()
     engine.close()
-    moves = Moves()
-    if offloader is not None:
-        moves = Moves(*offloader.tier.seconds_per_move(), *offloader.tier.work_per_move())
+    moves = Moves(*slow.seconds_per_move(), *slow.work_per_move())
     run = run_costs(job, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
     replays = graphs is not None and graphs.num_replayed > 0

@@ -12,8 +12,7 @@ from hybridpar.prediction.ghost_state import GhostState
 from hybridpar.prediction.predict import default_device, rooms_of
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.passes.lowering import lower
-from hybridpar.schedules.passes.residency import Residency, Room, add_residency
-from hybridpar.schedules.passes.shared_items import SharedItems
+from hybridpar.schedules.passes.residency import Pool, Room, add_residency
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
 from hybridpar.state.residency.access_map import AccessMap
@@ -54,24 +53,20 @@ class GhostRank:
         return self.ghost.state.weights.copies
 
     def accesses(self, shape: PipelineShape) -> AccessMap:
-        """Return the map from its actions to state items; requires memory.limit or memory.budget."""
-        accesses = self.ghost.accesses(shape)
-        assert accesses is not None
-        return accesses
+        """Return the map from its actions to state items."""
+        return self.ghost.accesses(shape)
 
-    def residency(self, shape: PipelineShape) -> Residency | SharedItems | None:
-        """Return the items that it moves, or None if nothing moves.
-
-        At the start, all items are in the slow tier, or sharded.
+    def pools(self, shape: PipelineShape) -> list[Pool]:
+        """Return the items that it moves. At the start, all are in the slow tier, or sharded.
 
         Raises: ConfigError if memory is too small for any plan.
         """
-        if not self.job.config.memory.is_limited:
-            return self.ghost.shared_items(shape)
         accesses = self.accesses(shape)
+        if not self.job.config.memory.is_limited:
+            return accesses.pools()
         room = self.room(shape)
         accesses.require(room)
-        return self.ghost.shared_items(shape, room) or accesses.residency(room)
+        return accesses.pools(room)
 
     def room(self, shape: PipelineShape) -> Room:
         """Return the room of its state; requires memory.limit or memory.budget."""
@@ -95,7 +90,4 @@ class GhostRank:
     ) -> Iterator[Action]:
         """Return its actions with moves. Raises: ConfigError."""
         actions = self.actions(schedule_options, shape, num_batches)
-        items = self.residency(shape)
-        if isinstance(items, SharedItems):
-            return items.moved(actions)
-        return actions if items is None else add_residency(actions, items)
+        return add_residency(actions, self.pools(shape))

@@ -26,8 +26,8 @@ from hybridpar.nn.placement import Init, Placement
 from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.schedules.passes.segments import Division
-from hybridpar.schedules.simulate.copy_engines import HostEngines
 from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.hosts import HostEngines
 from hybridpar.schedules.simulate.predict import exposed_on_host
 from hybridpar.state.parameters import LOW_PRECISION
 from hybridpar.train.forecasts.ghost_rank import GhostRank
@@ -123,7 +123,7 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     )
     step, exposed = exposed_on_host(job.options, shape, costs, parts)
     largest = totals.index(max(totals))
-    host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
+    host = HostEngines((there[largest], update[largest], back[largest]), groups[largest])
     slack = schedule.slack(shape)
     host.send(0.0)
     needed = 0
@@ -142,13 +142,13 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
 
 
 def _division(ranks: Sequence[GhostRank]) -> Division:
-    """Return the segments of a pipeline's ranks."""
+    """Return the segments of a pipeline's ranks, and the groups that they update."""
     parts = {
         stage: len(of_stage)
         for rank in ranks
         for stage, of_stage in rank.ghost.segments.of_stage.items()
     }
-    return Division(parts)
+    return Division(parts, {rank: len(of_rank.hosted) for rank, of_rank in enumerate(ranks)})
 
 
 def measure_speeds(config: Config) -> Speeds:

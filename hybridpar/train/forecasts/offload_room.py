@@ -24,6 +24,7 @@ from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import INPUTS, Kind
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.passes.offload import most_away
+from hybridpar.schedules.simulate.predict import largest
 from hybridpar.train.faults.errors import SetupError
 
 _CUDA = torch.device("cuda")
@@ -127,15 +128,8 @@ class OffloadRoom:
         """
         job = self._job
         bounds = [most_away(job.schedule, job.shape, rank) for rank in range(job.shape.num_ranks)]
-        least = 0
-        bound = max(bounds)
-        while least < bound:
-            number = (least + bound + 1) // 2
-            if self.holds(number):
-                least = number
-            else:
-                bound = number - 1
-        return tuple(min(least, each) for each in bounds)
+        most = largest(self.holds, max(bounds))
+        return tuple(min(most, each) for each in bounds)
 
     def require(self, away: Sequence[int] | int) -> None:
         """Raise SetupError on all ranks if a host lacks memory for this many micro-batches."""

@@ -10,7 +10,8 @@ from hybridpar.errors import ConfigError, config_error
 from hybridpar.job import JobPlan
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
-from hybridpar.schedules.passes.residency import FastTier, Room, Tide, add_residency, least_room
+from hybridpar.schedules.passes.fast_tier import FastTiers
+from hybridpar.schedules.passes.residency import Room, Tide, add_residency, least_room
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 
@@ -92,7 +93,9 @@ def search_segments(job: JobPlan, rank: int = 0) -> list[SegmentForecast]:
         except ConfigError:
             continue
         found.append(
-            SegmentForecast(parts, sum(forecasted.moved), plan.accesses.padding, forecasted.least)
+            SegmentForecast(
+                parts, sum(forecasted.moved), plan.accesses.memory.padding, forecasted.least
+            )
         )
     return sorted(found, key=lambda one: (one.moved, one.padding))
 
@@ -178,16 +181,14 @@ class _RankPlan:
         accesses = ghost.accesses(job.shape)
         accesses.require(room)
         num_batches = _BEGUN + _STEPS + _LEFT
-        actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
-        if (shared := ghost.ghost.shared_items(job.shape)) is not None:
-            actions = shared.moved(actions)
-        return _RankPlan(accesses, room, list(actions))
+        actions = ghost.actions(job.options, job.shape, num_batches)
+        return _RankPlan(accesses, room, list(add_residency(actions, accesses.pools())))
 
     @cached_property
     def least(self) -> int:
         """The smallest limit or budget with which the actions run."""
         if isinstance(self.room, Tide):
-            return least_room(self.actions, self.accesses.residency(self.room))
+            return least_room(self.actions, self.accesses.tiers(self.room))
         return self.accesses.least_budget()
 
     def forecast(self) -> TierForecast:
@@ -206,18 +207,13 @@ def moved(
 
     The run starts with all state in the slow tier.
     """
-    residency = accesses.residency(room)
-    fast = FastTier(residency)
-    read = 0
-    written = 0
-    counts = False
-    for action in add_residency(actions, residency):
-        if action.kind is Kind.UPDATE and action.part == 0:
-            counts = action.microbatch in batches
-        counted = counts and residency.moves(action)
-        if counted and action.kind is Kind.FETCH:
-            read += accesses.num_bytes[action.microbatch]
-        elif counted and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
-            written += accesses.num_bytes[action.microbatch]
+    pool = accesses.tiers(room)
+    fast = FastTiers([pool])
+    marks = []
+    for action in add_residency(actions, [pool]):
+        is_update = action.kind is Kind.UPDATE and action.part == 0
+        if is_update and action.microbatch in (batches.start, batches.stop):
+            marks.append((fast.fetched, fast.written))
         fast.follow(action)
-    return read, written
+    (read_before, written_before), (read, written) = marks
+    return read - read_before, written - written_before

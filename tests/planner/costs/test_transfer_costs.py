@@ -57,15 +57,20 @@ def peak(config: Config) -> int:
 # -- costs
 
 
+def bytes_of_gradients(cost: StepCost) -> int:
+    """Of the unsharded chunks of the first rank."""
+    assert cost.moves is not None
+    accesses = cost.moves.ghosts[0].accesses(cost.shape)
+    return sum(accesses.num_bytes[i] for i in accesses.reduced)
+
+
 def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
     """A step of ZeRO-3 over a link so slow that nothing hides it takes the time of its bytes: gpipe
     moves each block's weights twice, and sums its gradients once."""
     base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e4, layer=1e-6)
     cost = StepCost(base, on)
-    assert cost.moves is not None
-    items = cost.moves.ghosts[0].residency(cost.shape)
-    gradients = sum(items.gradients.num_bytes[i] for i in items.summed)  # type: ignore[union-attr]
+    gradients = bytes_of_gradients(cost)
     least = 3 * gradients / 1e4 / 2  # a gather or a scatter is half of a ring
     assert least * 0.6 < cost.step_time < 1.1 * least
     sweeping = replace(base, pipeline=replace(base.pipeline, schedule="1f1b"))
@@ -81,9 +86,7 @@ def test_moves_beside_computing_take_the_ranks_own_time() -> None:
         on, profile=replace(on.profile, hardware=replace(on.profile.hardware, devices_per_host=2))
     )
     free = StepCost(base, on)
-    assert free.moves is not None
-    items = free.moves.ghosts[0].residency(free.shape)
-    gradients = sum(items.gradients.num_bytes[i] for i in items.summed) / 2**30  # type: ignore[union-attr]
+    gradients = bytes_of_gradients(free) / 2**30
     for speeds, times in (({"gathered_work": 100.0}, 2), ({"summed_work": 100.0}, 1)):
         taken = replace(on, profile=replace(on.profile, state=replace(on.profile.state, **speeds)))
         longer = StepCost(base, taken).step_time - free.step_time
@@ -137,18 +140,18 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     assert tight.step_time > 1.1 * roomy.step_time
     assert tight.moves is not None
     (ghost,), schedule_options = tight.moves.ghosts, ScheduleOptions.of(base)
-    items = {0: ghost.residency(tight.shape)}
-    first = len(items[0].weights.num_bytes)  # type: ignore[union-attr]
-    assert not any(items[0].tiers.num_bytes[:first])  # type: ignore[union-attr]
+    pools = {0: ghost.pools(tight.shape)}
+    first = ghost.accesses(tight.shape).first
+    assert not any(map(pools[0][-1].has, range(first)))
     plan = {0: tuple(ghost.moved(schedule_options, tight.shape, 2))}
-    check(plan, tight.shape, "gpipe", residency=items)  # type: ignore[arg-type]
+    check(plan, tight.shape, "gpipe", pools=pools)
     without = [
         action
         for action in plan[0]
         if action.kind is not Kind.FETCH or action.microbatch not in range(first, first + 4)
     ]
     with pytest.raises(PlanError, match=r"item \d+ is not in the fast tier"):
-        check({0: tuple(without)}, tight.shape, "gpipe", residency=items)  # type: ignore[arg-type]
+        check({0: tuple(without)}, tight.shape, "gpipe", pools=pools)
 
 
 @pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])

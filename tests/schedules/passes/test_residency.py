@@ -17,8 +17,9 @@ from schedules.items import (
 
 from hybridpar.errors import ConfigError
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
+from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.lowering import lower, make_plan
-from hybridpar.schedules.passes.residency import Access, Budget, FastTier, Residency, add_residency
+from hybridpar.schedules.passes.residency import Access, Budget, Pool, add_residency
 from hybridpar.schedules.proof.check import PlanError, check
 from hybridpar.schedules.schedule_table import PipelineShape
 
@@ -97,13 +98,13 @@ def test_evicted_items_are_added_to_and_made_again():
         [Access(0, RENEW)],
         [Access(0, READ)],
     ]
-    moves, residency = with_residency(accesses, [1] * 3, 2)
+    moves, pool = with_residency(accesses, [1] * 3, 2)
     assert text(moves) == "FETCH0 F0 F1 RELEASE0 F2 RELEASE1 F3 RELEASE2 F4 F5 FETCH0 F6"
     for fault, missing in (
         ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
         ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
     ):
-        tier = FastTier(Residency(residency.accesses, [1] * 3, Budget(3)))
+        tier = FastTiers([Pool(pool.accesses, [1] * 3, Budget(3))])
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
@@ -127,24 +128,24 @@ def test_small_items_stay_where_a_large_one_makes_room_enough():
 
 def test_items_resident_at_the_start_and_always():
     actions, touches = string_of(reads([3, 0, 1, 2]))
-    residency = Residency(touches, [1] * 4, Budget(3), pinned={3}, resident={0: False, 2: True})
-    moves = list(add_residency(actions, residency))
+    pool = Pool(touches, [1] * 4, Budget(3), pinned={3}, resident={0: False, 2: True})
+    moves = list(add_residency(actions, [pool]))
     assert text(moves) == "F0 F1 RELEASE0 FETCH1 F2 F3"
-    assert not any(map(FastTier(residency).follow, moves))
+    assert not any(map(FastTiers([pool]).follow, moves))
 
 
 def test_too_small_a_budget_is_refused_at_once_with_the_least_that_works():
     actions, touches = string_of([[Access(0, READ)], [Access(1, READ), Access(2, WRITE)]])
     with pytest.raises(ConfigError, match=r"memory\.budget = 49: .*; try 60") as error:
-        add_residency(actions, Residency(touches, [10, 20, 30, 10], Budget(49), pinned={3}))
+        add_residency(actions, [Pool(touches, [10, 20, 30, 10], Budget(49), pinned={3})])
     least = int(error.value.problems[0].suggestion)
     for budget in (least, least - 1):
-        residency = Residency(touches, [10, 20, 30, 10], Budget(budget), pinned={3})
+        pool = Pool(touches, [10, 20, 30, 10], Budget(budget), pinned={3})
         if budget < least:
             with pytest.raises(ConfigError):
-                add_residency(actions, residency)
+                add_residency(actions, [pool])
         else:
-            assert not any(map(FastTier(residency).follow, add_residency(actions, residency)))
+            assert not any(map(FastTiers([pool]).follow, add_residency(actions, [pool])))
 
 
 # -- the fewest
@@ -164,17 +165,17 @@ def test_no_choice_fetches_less(items, capacity, ahead):
 )
 def test_spare_room_leaves_the_fewest_fetches(items, capacity, spare, ahead):
     actions, touches = string_of(reads(items))
-    residency = Residency(touches, [1] * 8, Budget(capacity + spare), spare=spare)
-    moves = list(add_residency(actions, residency, ahead=ahead))
+    pool = Pool(touches, [1] * 8, Budget(capacity + spare), spare=spare)
+    moves = list(add_residency(actions, [pool], ahead=ahead))
     assert fetches(moves) == fewest_fetches(reads(items), 8, capacity)
-    assert not any(map(FastTier(residency).follow, moves))
+    assert not any(map(FastTiers([pool]).follow, moves))
 
 
 def test_an_action_that_needs_the_spare_room_has_it():
     actions, touches = string_of(
         [[Access(0, READ)], [Access(1, READ), Access(2, READ)], [Access(0, READ)]]
     )
-    moves = list(add_residency(actions, Residency(touches, [1] * 3, Budget(2), spare=1)))
+    moves = list(add_residency(actions, [Pool(touches, [1] * 3, Budget(2), spare=1)]))
     assert fetches(moves) == 4
     assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
 
@@ -208,14 +209,14 @@ def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahea
                 yield Action(Kind.F, 0, item)
             yield Action(Kind.UPDATE, 0, batch, batch + 1)
 
-    residency = Residency(
+    pool = Pool(
         lambda action: [Access(action.microbatch, READ)] if action.kind is Kind.F else (),
         [1] * 5,
         Budget(capacity),
     )
     length = 12 * 6
-    known = list(add_residency(islice(endless(), length), residency, ahead=ahead, batches=1000))
-    seen = list(islice(add_residency(endless(), residency, ahead=ahead, batches=3), 2 * length))
+    known = list(add_residency(islice(endless(), length), [pool], ahead=ahead, batches=1000))
+    seen = list(islice(add_residency(endless(), [pool], ahead=ahead, batches=3), 2 * length))
     same = len(known) // 2  # at the end of what is known nothing is touched again
     assert seen[:same] == known[:same]
 
@@ -233,16 +234,16 @@ def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, 
     least = max(
         (sum(num_bytes[touch.item] for touch in touches) for touches in accesses), default=0
     )
-    actions, residency = with_residency(accesses, num_bytes, least + more, ahead=ahead)
+    actions, pool = with_residency(accesses, num_bytes, least + more, ahead=ahead)
     assert [action for action in actions if action.kind not in PER_ITEM] == string_of(accesses)[0]
-    tier = FastTier(residency)
+    tier = FastTiers([pool])
     dropped = set()
     for step, action in enumerate(actions):
         assert not tier.follow(action)
         if action.kind is Kind.FETCH:
             before_use = 0
             for other in actions[step + 1 :]:
-                touched = residency.accesses(other) if other.kind not in PER_ITEM else ()
+                touched = pool.accesses(other) if other.kind not in PER_ITEM else ()
                 if any(touch.item == action.microbatch for touch in touched):
                     break
                 before_use += bool(touched)
@@ -252,19 +253,19 @@ def test_moves_are_right_and_stand_where_they_should(accesses, num_bytes, more, 
         elif action.kind is Kind.DROP:
             dropped.add(action.microbatch)
         elif action.kind not in PER_ITEM:
-            for item, mode in residency.accesses(action):
+            for item, mode in pool.accesses(action):
                 assert item not in dropped or mode is WRITE
                 dropped.discard(item)
 
 
 @given(st.lists(TOUCHES, max_size=30), st.integers(2, 4))
 def test_eviction_follows_the_last_use(accesses, capacity):
-    actions, residency = with_residency(accesses, [1] * 5, capacity, ahead=len(accesses))
+    actions, pool = with_residency(accesses, [1] * 5, capacity, ahead=len(accesses))
     last = None
     for action in actions:
         if action.kind in (Kind.RELEASE, Kind.DROP):
             assert last is not None
-            assert action.microbatch in {touch.item for touch in residency.accesses(last)}
+            assert action.microbatch in {touch.item for touch in pool.accesses(last)}
         elif action.kind is not Kind.FETCH:
             last = action
 
@@ -279,12 +280,12 @@ def test_an_endless_plan_is_taken_as_it_comes():
             taken.append(action)
             yield action
 
-    residency = Residency(touches, num_bytes, Budget(40), void=void)
-    moves = add_residency(watched(), residency, batches=2)
+    pool = Pool(touches, num_bytes, Budget(40), void=void)
+    moves = add_residency(watched(), [pool], batches=2)
     assert sum(action.kind is Kind.UPDATE and action.part == 0 for action in taken) == 2
     some = list(islice(moves, 500))
     assert len(taken) < 700
-    assert not any(map(FastTier(residency).follow, some))
+    assert not any(map(FastTiers([pool]).follow, some))
 
 
 # -- training plans
@@ -292,24 +293,24 @@ def test_an_endless_plan_is_taken_as_it_comes():
 
 @given(plans())
 def test_plans_that_move_items_are_right(made):
-    name, sizes, plan, residency = made
-    check(plan, sizes, name, residency=residency)
+    name, sizes, plan, pools = made
+    check(plan, sizes, name, pools=pools)
 
 
 @given(plans(), st.data())
 def test_a_missing_fetch_is_found(made, data):
-    name, sizes, plan, residency = made
+    name, sizes, plan, pools = made
     step = data.draw(
         st.sampled_from([i for i, action in enumerate(plan[0]) if action.kind is Kind.FETCH])
     )
     faulty = plan | {0: (*plan[0][:step], *plan[0][step + 1 :])}
     with pytest.raises(PlanError, match="is not in the fast tier"):
-        check(faulty, sizes, name, residency=residency)
+        check(faulty, sizes, name, pools=pools)
 
 
 @given(plans(st.just(0)), st.data())
 def test_a_release_before_the_last_use_is_found(made, data):
-    name, sizes, plan, residency = made
+    name, sizes, plan, pools = made
     actions = list(plan[0])
     leaving = [i for i, action in enumerate(actions) if action.kind in (Kind.RELEASE, Kind.DROP)]
     if not leaving:
@@ -319,31 +320,29 @@ def test_a_release_before_the_last_use_is_found(made, data):
         i
         for i in range(step)
         if actions[i].kind not in PER_ITEM
-        and any(touch.item == move.microbatch for touch in residency[0].accesses(actions[i]))
+        and any(touch.item == move.microbatch for touch in pools[0][0].accesses(actions[i]))
     )
     actions.insert(use, move)
     with pytest.raises(PlanError):
-        check(plan | {0: tuple(actions)}, sizes, name, residency=residency)
+        check(plan | {0: tuple(actions)}, sizes, name, pools=pools)
 
 
 @given(plans(st.integers(0, 10)))
 def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
-    name, sizes, plan, residency = made
-    tier = FastTier(residency[0])
+    name, sizes, plan, pools = made
+    tier = FastTiers(pools[0])
     most = 0
     for action in plan[0]:
         tier.follow(action)
-        most = max(most, tier.num_bytes)
+        most = max(most, tier.tiers[0].num_bytes)
 
     def with_budget(budget):
-        items = residency[0]
-        return residency | {
-            0: Residency(items.accesses, items.num_bytes, Budget(budget), void=items.void)
-        }
+        (items,) = pools[0]
+        return pools | {0: [Pool(items.accesses, items.num_bytes, Budget(budget), void=items.void)]}
 
-    check(plan, sizes, name, residency=with_budget(most))
+    check(plan, sizes, name, pools=with_budget(most))
     with pytest.raises(PlanError, match=f"{most} bytes are in the fast tier, of {most - 1}"):
-        check(plan, sizes, name, residency=with_budget(most - 1))
+        check(plan, sizes, name, pools=with_budget(most - 1))
 
 
 @pytest.mark.parametrize(
@@ -364,7 +363,7 @@ def test_items_that_may_not_move(faulty, fault):
     def touches(action):
         return [Access(0, READ)] if action.kind is Kind.F else [Access(2, WRITE)]
 
-    tier = FastTier(Residency(touches, [1] * 4, Budget(3), pinned={3}, void={2}))
+    tier = FastTiers([Pool(touches, [1] * 4, Budget(3), pinned={3}, void={2})])
     *right, wrong = parse_actions(faulty)
     assert not any(map(tier.follow, right))
     assert tier.follow(wrong).startswith(fault)
@@ -377,18 +376,18 @@ def test_moves_are_of_ranks_of_which_something_is_known():
         check(plan, sizes, "1f1b")
     plan = {0: (Action(Kind.FETCH, 1, 0), *plan[0][1:])}
     with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, which does not hold its stage"):
-        check(plan, sizes, "1f1b", residency={0: Residency(lambda _: (), [1], Budget(1))})
+        check(plan, sizes, "1f1b", pools={0: [Pool(lambda _: (), [1], Budget(1))]})
 
 
 @given(plans())
 def test_without_moves_the_plan_is_as_it_was(made):
-    name, sizes, plan, residency = made
+    name, sizes, plan, pools = made
     bare = {
         rank: tuple(action for action in actions if action.kind not in PER_ITEM)
         for rank, actions in plan.items()
     }
-    assert check(bare, sizes, name).peaks == check(plan, sizes, name, residency=residency).peaks
-    touches = residency[0].accesses
-    num_bytes = residency[0].num_bytes
-    roomy = Residency(touches, num_bytes, Budget(sum(num_bytes)), pinned=range(len(num_bytes)))
-    assert tuple(add_residency(bare[0], roomy)) == bare[0]
+    assert check(bare, sizes, name).peaks == check(plan, sizes, name, pools=pools).peaks
+    touches = pools[0][0].accesses
+    num_bytes = pools[0][0].num_bytes
+    roomy = Pool(touches, num_bytes, Budget(sum(num_bytes)), pinned=range(len(num_bytes)))
+    assert tuple(add_residency(bare[0], [roomy])) == bare[0]

@@ -9,7 +9,8 @@ from schedules.items import READ, UPDATE, WRITE, plans
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.draw.perfetto import trace_entries, waits
 from hybridpar.schedules.draw.svg import draw_svg
-from hybridpar.schedules.passes.residency import Access, Budget, FastTier, Residency, add_residency
+from hybridpar.schedules.passes.fast_tier import FastTiers
+from hybridpar.schedules.passes.residency import Access, Budget, Pool, add_residency
 from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import StuckError, simulate
@@ -20,12 +21,12 @@ SWEEP = "FETCH0@0 F0@0v0 RELEASE0@0 FETCH1@0 F0@0.1v0 B0@0.1v0 RELEASE1@0 FETCH0
 def run(text, mode=READ, room=1, **costs):
     """One rank whose parts have an item of a MiB each; a forward takes 0.5, a backward 1 for each
     part."""
-    residency = Residency(
+    pool = Pool(
         lambda action: [] if action.kind in PER_ITEM else [Access(action.part, mode)],
         [MIB] * 3,
         Budget(room * MIB),
     )
-    return simulate({0: parse_actions(text)}, Costs(**costs), {0: residency})
+    return simulate({0: parse_actions(text)}, Costs(**costs), {0: [pool]})
 
 
 def stalled(timeline, rank):
@@ -101,14 +102,14 @@ def test_spare_room_hides_moves():
     actions = [Action(Kind.F, 0, 0, 0, part) for _ in range(8) for part in range(6)]
 
     def time(room, spare):
-        residency = Residency(
+        pool = Pool(
             lambda action: [Access(action.part, UPDATE)],
             [MIB] * 6,
             Budget(room * MIB),
             spare=spare * MIB,
         )
-        plan = {0: tuple(add_residency(actions, residency))}
-        return simulate(plan, Costs(6.0, fetch=1.0, release=1.0), {0: residency}).makespan
+        plan = {0: tuple(add_residency(actions, [pool]))}
+        return simulate(plan, Costs(6.0, fetch=1.0, release=1.0), {0: [pool]}).makespan
 
     assert time(3, 0) > 48 + 8 * 2  # parts of a forward take 1 each
     assert time(3, 2) <= 48 + 2
@@ -123,26 +124,24 @@ def test_a_missing_fetch_is_waited_for_forever():
 def test_costs_of_moves(made, fetch, release):
     """Free moves take no time, others only add; engines do one thing at a time; waits are those of
     actions."""
-    _, _, plan, residency = made
-    free = simulate(plan, Costs(update=1.0), residency)
+    _, _, plan, pools = made
+    free = simulate(plan, Costs(update=1.0), pools)
     assert free.makespan == simulate(plan, Costs(update=1.0)).makespan
     assert not any(free.stalls.values())
-    timeline = simulate(
-        plan, Costs(update=1.0, fetch=fetch * MIB, release=release * MIB), residency
-    )
+    timeline = simulate(plan, Costs(update=1.0, fetch=fetch * MIB, release=release * MIB), pools)
     assert timeline.makespan >= free.makespan
     for rank in plan:
-        tier = FastTier(residency[rank])
+        tier = FastTiers(pools[rank])
         written = 0
         for action in plan[rank]:
             written += (
                 action.kind is Kind.RELEASE
                 and tier.is_changed(action.microbatch)
-                and residency[rank].num_bytes[action.microbatch]
+                and pools[rank][0].num_bytes[action.microbatch]
             )
             tier.follow(action)
         fetched = sum(
-            residency[rank].num_bytes[a.microbatch] for a in plan[rank] if a.kind is Kind.FETCH
+            pools[rank][0].num_bytes[a.microbatch] for a in plan[rank] if a.kind is Kind.FETCH
         )
         for kind, taken in ((Kind.FETCH, fetch * fetched), (Kind.RELEASE, release * written)):
             moves = [

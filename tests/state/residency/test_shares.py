@@ -12,7 +12,7 @@ from hybridpar.state import Partition, Route, StatePolicy
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.policy import cut_into_parts
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, cut
-from hybridpar.state.residency.shares import Shares, WholeChunks, room
+from hybridpar.state.residency.shares import ShardedMemory, Shares, room
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout(["stays", "a", "b"], [(1000,), (300, 300), (400, 500)], torch.float32)
@@ -24,7 +24,7 @@ def test_chunks_come_and_go() -> None:
         torch.float32, 1, 1, from_mapping({}).optim, ParallelConfig(dp=2, zero=3), "auto"
     )
     with measure(CPU) as meter:
-        memory = WholeChunks(CPU, policy)
+        memory = ShardedMemory(CPU, policy.moved_kinds)
         whole = Buffer(LAYOUT, torch.float32, memory, cut(LAYOUT, USES.__getitem__), "weights/0")
         views = whole.views()
         assert meter.read().current == whole.tensors[0].nbytes, "of what stays"
