@@ -355,7 +355,7 @@ def simulated(config: Config, compute: float, rates: Mapping[str, float], update
     job = JobPlan(config)
     rank = GhostRank.of(job, 0)
     pair = compute / MICROBATCHES
-    parameters = sum(slot.numel for slot in rank.ghost.state.slots)
+    parameters = sum(slot.numel for slot in rank.state.slots)
     update = parameters / updated
     costs = Costs(
         pair / 4,

@@ -161,7 +161,7 @@ def trace_stage(
             traced.forward(batch)
             whole_backward, _ = traced.backward(first=False, split=False)
         tracker.make_ghosts_of_integers(False)
-        whole_weights, whole_gradients = traced.state.whole_bytes()
+        whole_weights, whole_gradients = traced.state.unsharded_bytes()
         return Footprint(
             **traced.static(),
             kept=kept,

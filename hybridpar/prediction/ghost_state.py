@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -17,39 +18,51 @@ from hybridpar.runtime.stage import Stage
 from hybridpar.schedules.passes.residency import Budget, Pool
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.pipeline_shape import PipelineShape
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.state import RankState
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import ShardedMemory
 
+_Ghost = TypeVar("_Ghost", bound="GhostState")
+
 
 @dataclass(frozen=True)
 class GhostState:
-    """A rank's state, its segments and its memory."""
+    """The state of a rank of a job's grid."""
 
-    segments: Segments
+    job: JobPlan
     state: RankState
     memory: ShardedMemory
 
-    @staticmethod
-    def of(job: JobPlan, rank: int, policy: StatePolicy, tracker: Tracker) -> GhostState:
-        """Return the state of rank `rank` of the job's grid. `tracker` must be active."""
+    @classmethod
+    def build(cls: type[_Ghost], job: JobPlan, rank: int, tracker: Tracker) -> _Ghost:
+        """Build the state of rank `rank` of the grid. `tracker` must be active."""
         config = job.config
         grid = silent_grid(config, rank)
-        held = job.held(grid.pp.rank)
-        parts = job.segments(grid.pp.rank)
+        place = grid.pp.rank
+        policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
         memory = ghost_memory(config, tracker.device, policy)
         stage = Stage(
             build_blocks(
                 config.model,
                 grid.tp,
-                [number for blocks in held.values() for number in blocks],
+                [number for blocks in job.held(place).values() for number in blocks],
                 options=BlockOptions.of(config, grid),
                 dtype=policy.dtype,
             )
         )
-        state = RankState(stage, grid, policy, memory, parts=parts.ranges)
-        return GhostState(parts, state, memory)
+        state = RankState(stage, grid, policy, memory, parts=job.segments(place).ranges)
+        return cls(job, state, memory)
+
+    @property
+    def rank(self) -> int:
+        """The rank of the pipeline."""
+        return self.state.grid.pp.rank
+
+    @property
+    def segments(self) -> Segments:
+        """The segments of the rank's stages."""
+        return self.job.segments(self.rank)
 
     @property
     def division(self) -> Division:
@@ -89,7 +102,7 @@ class StateFootprint:
 
 
 def trace_state(
-    job: JobPlan, rank: int, policy: StatePolicy, shape: PipelineShape, device: torch.device
+    job: JobPlan, rank: int, shape: PipelineShape, device: torch.device
 ) -> StateFootprint:
     """Build the state of rank `rank`, run an update, and return its footprint, without allocating
     or computing anything.
@@ -97,7 +110,6 @@ def trace_state(
     Args:
         job: The job.
         rank: The first replica of a pipeline rank. The replica with the most state counts.
-        policy: Where the state is kept.
         shape: The shape of the pipeline.
         device: The device, whose type this machine need not have.
     """
@@ -105,10 +117,10 @@ def trace_state(
     dp_cp = job.config.parallel.dp_cp
     tp = job.config.parallel.tp
     with Tracker(device) as tracker:
-        ghost = GhostState.of(job, rank, policy, tracker)
+        ghost = GhostState.build(job, rank, tracker)
         most = ghost.state.partition.most_whole(range(rank, rank + dp_cp * tp, tp))
         if most != rank:
-            ghost = GhostState.of(job, most, policy, tracker)
+            ghost = GhostState.build(job, most, tracker)
         state = ghost.state
         state.allocate()
         state.begin(0)
@@ -144,7 +156,7 @@ def trace_state(
             updates=tuple(updates),
             division=ghost.division,
             pools=accesses.pools(Budget(budget) if has_tiers else None),
-            whole=ghost.memory.whole_bytes,
+            whole=accesses.unsharded_bytes,
             hosted=hosted,
             hosting=hosting,
         )

@@ -201,7 +201,7 @@ class _Pipeline:
                 )
             )
             if (key := (alike, buffers)) not in self._states:
-                self._states[key] = trace_state(job, first, states, self.shape, self._device)
+                self._states[key] = trace_state(job, first, self.shape, self._device)
             return self._states[key]
         return together(fp for of_stage in footprints.values() for fp in of_stage)
 

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from hybridpar.comm import Waitable
 from hybridpar.cpu import numa_node, zeros
-from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer
 from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 from hybridpar.state.weights import WeightStore
@@ -172,20 +171,8 @@ def host_work(device: torch.device) -> HostWork:
     return StreamWork(device) if device.type == "cuda" else HostWork()
 
 
-@dataclass(frozen=True)
-class HostStep:
-    """A step of the optimizer on the host.
-
-    Attributes:
-        version: The version of the weights that it makes.
-        factor: Multiplies the gradients; None: the version equals the one before.
-        predict: As in WeightStore.advance.
-    """
-
-    version: int
-    lr: float
-    factor: float | None
-    predict: bool = True
+Make = Callable[[int, Sequence[Tensor]], None]
+"""Makes a group of a version of the weights, from its gradients."""
 
 
 class Group:
@@ -292,7 +279,7 @@ class HostUpdates:
         return [self._gradients[index][i] for i in self._groups[group]]
 
     def begin(
-        self, index: int, step: HostStep, groups: Iterable[int] | None = None
+        self, index: int, version: int, make: Make, groups: Iterable[int] | None = None
     ) -> list[Waitable]:
         """Start to make groups (None: all) of a version of the weights, from the gradients in a
         buffer; return what is done once they have arrived.
@@ -304,8 +291,8 @@ class HostUpdates:
             if group not in self._sent:
                 self._send(group, index, mark)
             sent = self._sent[group]
-            made = self._host.submit(self._step, group, index, step, after=sent)
-            if pairs := self._weights.arriving(step.version, group):
+            made = self._host.submit(self._step, group, index, make, after=sent)
+            if pairs := self._weights.arriving(version, group):
                 self.num_bytes["from host"] += sum(source.nbytes for _, source in pairs)
                 made = self._from_host.submit(self._copy, "from host", mark, pairs, after=made)
             self._made[group] = Group(made)
@@ -316,26 +303,11 @@ class HostUpdates:
         with self._work.reach(mark, way):
             self._work.copy(pairs)
 
-    def _step(self, group: int, index: int, step: HostStep) -> None:
+    def _step(self, group: int, index: int, make: Make) -> None:
         gradients = self._owned(group, index)
         if self._grads:
             gradients = [self._grads[name] for name in self._names[group]]
-
-        def update(weights: Weights) -> None:
-            nonlocal gradients
-            assert step.factor is not None
-            gradients = self._weights.as_masters(gradients)
-            self._optimizer.step(group, weights, gradients, lr=step.lr, gradient_scale=step.factor)
-
-        self._work.step(
-            lambda: self._weights.make_on_host(
-                step.version,
-                None if step.factor is None else update,
-                predict=step.predict,
-                group=group,
-            ),
-            self.sizes[group],
-        )
+        self._work.step(lambda: make(group, gradients), self.sizes[group])
 
     def wait(self, group: int) -> None:
         """Return once a group has arrived. Raises: the error of the thread that failed."""

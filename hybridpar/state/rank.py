@@ -29,7 +29,7 @@ from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, di
 from hybridpar.state import kinds
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
-from hybridpar.state.host import HostStep, HostUpdates, HostWork, UpdatedMemory
+from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.parameters import StageParameters, move_buffers
 from hybridpar.state.policy import StatePolicy
@@ -190,7 +190,7 @@ class RankState:
             for gradients, views in zip(where, self._owned, strict=True)
         ]
         self._await_copy: Callable[[], object] = lambda: None
-        self.memory.seal(self.allocate)
+        self.memory.seal(self.allocate, sum(self.unsharded_bytes()))
 
     def _bind_layers(self, parameters: StageParameters) -> None:
         """Have parallel layers hand gradients to the accumulator, and use quantized weights."""
@@ -355,9 +355,25 @@ class RankState:
         if not group:
             self.await_copy()
             self._settle(made=factor is not None)
-        step = HostStep(batch + 1, lr, factor, predict)
+        version = batch + 1
+
+        def make(number: int, gradients: Sequence[Tensor]) -> None:
+            step = None if factor is None else self._step_of(number, gradients, lr, factor)
+            self.weights.make_on_host(version, step, predict=predict, group=number)
+
         index = self.gradients.buffer_index(batch)
-        return self.host.begin(index, step, None if group is None else [group])
+        return self.host.begin(index, version, make, None if group is None else [group])
+
+    def _step_of(
+        self, group: int, gradients: Sequence[Tensor], lr: float, factor: float
+    ) -> Callable[[Weights], None]:
+        """Return a function that steps a group of the optimizer."""
+
+        def step(weights: Weights) -> None:
+            masters = self.weights.as_masters(gradients)
+            self.optimizer.step(group, weights, masters, lr=lr, gradient_scale=factor)
+
+        return step
 
     def update(
         self,
@@ -401,8 +417,8 @@ class RankState:
                 with weights.updating():
                     pass
             elif number < len(self._groups):
-                gradients = self.weights.as_masters(owned[i] for i in self._groups[number])
-                self.optimizer.step(number, weights, gradients, lr=lr, gradient_scale=factor)
+                gradients = [owned[i] for i in self._groups[number]]
+                self._step_of(number, gradients, lr, factor)(weights)
             if outer is not None:
                 outer.step(version, weights, wait)
 
@@ -479,27 +495,24 @@ class RankState:
             )
         return sizes
 
-    def whole_bytes(self) -> tuple[int, int]:
-        """Return an upper bound of the bytes of unsharded chunks: weights of two consecutive
-        segments, and gradients of one segment and of the one being reduced.
+    def unsharded_bytes(self, gradients: int = 2) -> tuple[int, int]:
+        """Return upper bounds of the bytes of unsharded chunks: of the weights of two consecutive
+        segments, so that the next one is gathered while a segment computes, and of so many
+        segments' gradients: default those of one segment and of the one being reduced.
         """
 
-        def of(buffers: Sequence[Buffer]) -> int:
-            return room(
-                [
-                    (chunk.use, tensor.nbytes)
-                    for buffer in buffers
-                    for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
-                ],
-                2,
-            )
+        def of(buffers: Sequence[Buffer], consecutive: int) -> int:
+            chunks = [
+                (chunk.use, (chunk.stop - chunk.start) * buffer.dtype.itemsize)
+                for buffer in buffers
+                for chunk in buffer.chunks
+            ]
+            return room(chunks, consecutive)
 
         weights = self.weights
-        gradients = self.gradients
-        return (
-            of([weights.buffers[0], *weights.frozen.buffers]) if weights.shares else 0,
-            of(gradients.buffers[:1]) if self.shares and self._moves_gradients else 0,
-        )
+        buffers = [weights.buffers[0], *weights.frozen.buffers] if weights.shares else []
+        moves_gradients = self.shares and self._moves_gradients
+        return of(buffers, 2), of(self.gradients.buffers[: 1 if moves_gradients else 0], gradients)
 
     def load(
         self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0

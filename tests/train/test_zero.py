@@ -132,7 +132,7 @@ def traffic_of_a_batch(config: Config) -> tuple[dict[str, int], dict[str, int], 
         dict(traffic.calls),
         dict(traffic.num_bytes),
         4 * layout.numel,
-        engine.state.whole_bytes()[0],
+        engine.state.unsharded_bytes()[0],
     )
 
 

@@ -109,7 +109,10 @@ class Moves:
             shares = [ghost.hosted for ghost in self.ghosts]
             working = DTYPES[self.config.train.dtype].itemsize
             numbers = [sum(groups) for groups in shares]
-            copied = [n * ghost.copies for n, ghost in zip(numbers, self.ghosts, strict=True)]
+            copied = [
+                n * ghost.state.weights.copies
+                for n, ghost in zip(numbers, self.ghosts, strict=True)
+            ]
             costs = replace(
                 costs,
                 to_host=[_GRADIENT_BYTES * n / speeds.copied for n in copied],

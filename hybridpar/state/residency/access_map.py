@@ -53,6 +53,7 @@ class AccessMap:
         chunks: The unsharded chunks.
         first: Number of the first item that is no unsharded chunk.
         num_bytes: Bytes of each item, by number.
+        unsharded_bytes: Upper bound of the bytes of chunks that are unsharded at once.
         shards: Numbers of the shards, by the numbers of their unsharded chunks.
         reduced: Numbers of the unsharded chunks that are gradients.
     """
@@ -93,12 +94,13 @@ class AccessMap:
         for i, item in enumerate(self._all):
             if i not in self.pinned:
                 self._of_kind[item.kind].append(i)
+        self.unsharded_bytes = sum(state.unsharded_bytes())
         self._compute, self._update = cache(self._compute_accesses), cache(self._update_accesses)
 
     @property
     def most_bytes(self) -> int:
         """Bytes of memory with which nothing has to move."""
-        return sum(self.num_bytes[self.first :]) + self.memory.whole_bytes
+        return sum(self.num_bytes[self.first :]) + self.unsharded_bytes
 
     def least_budget(self) -> int:
         """Return the smallest number of bytes that the state needs in memory."""
@@ -121,7 +123,7 @@ class AccessMap:
             sum(self.num_bytes[item] for item, _ in accesses if item >= self.first)
             for accesses in one
         )
-        return self.memory.whole_bytes + sum(self.num_bytes[i] for i in self.pinned) + most
+        return self.unsharded_bytes + sum(self.num_bytes[i] for i in self.pinned) + most
 
     def require(self, room: Room) -> None:
         """Check the size of the fast tier. What a limit must be, a plan alone says (least_room).
@@ -138,19 +140,17 @@ class AccessMap:
     ) -> list[Pool]:
         """Return all items that move, in the order in which their moves are added to a plan.
 
-        Gradients have space for one segment besides the ones being reduced. Weights have space for
-        two consecutive segments, so the next one is gathered while a segment computes.
+        Gradients have space for one segment besides the ones being reduced, weights for two.
 
         Args:
             room: As for `tiers`; None: items do not move between tiers.
             resident: As for `tiers`.
         """
-        gradients = Budget(self.memory.room_of_gradients(1))
-        weights = Budget(self.memory.room_of_weights())
+        weights, gradients = self.state.unsharded_bytes(gradients=1)
         others = frozenset(range(self.first)) - self.reduced
         found = [
-            Pool(self, self.num_bytes, budget, own=own, away=away, shards=self.shards)
-            for budget, own, away in (
+            Pool(self, self.num_bytes, Budget(most), own=own, away=away, shards=self.shards)
+            for most, own, away in (
                 (gradients, self.reduced, Away.REDUCED),
                 (weights, others, Away.GATHERED),
             )
@@ -170,7 +170,7 @@ class AccessMap:
         """
         num_bytes = self.num_bytes
         if isinstance(room, Budget):
-            room = Budget(room.most - self.memory.whole_bytes)
+            room = Budget(room.most - self.unsharded_bytes)
         return Pool(
             self,
             num_bytes,

@@ -93,9 +93,9 @@ class Memory:
         """
         return None
 
-    def seal(self, allocate: Callable[[], object]) -> None:
+    def seal(self, allocate: Callable[[], object], unsharded: int) -> None:
         """End the allocation. Call it once all state is allocated except the optimizer's, which
-        `allocate` allocates.
+        `allocate` allocates. unsharded: most bytes of chunks that are unsharded at once.
         """
 
     def close(self) -> None:

@@ -104,12 +104,12 @@ class DeviceTieredMemory(TieredMemory):
         found.give_back()
         return found
 
-    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+    def _make_tiers(self, pinned: frozenset[int], budget: int, sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
         tiers = Tiers(
             self._regions,
             pinned,
-            self.room_bytes,
+            budget,
             HostStore(sizes, self.device),
             Spare(),  # the device's allocator keeps freed memory
             mark,

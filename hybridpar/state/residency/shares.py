@@ -121,29 +121,6 @@ class ShardedMemory(Memory):
         """Return whether chunks of a kind and a use are gathered and released."""
         return not use.stays and kind.startswith(self._sharded)
 
-    def room_of_weights(self) -> int:
-        """Return an upper bound of the bytes of weights that are unsharded at once, trained and
-        frozen: two consecutive segments.
-        """
-        return self._room(("weights/0", FROZEN), 2)
-
-    def room_of_gradients(self, consecutive: int) -> int:
-        """Return an upper bound of the bytes of the gradients of so many consecutive segments."""
-        return self._room(("gradients/0",), consecutive)
-
-    def _room(self, kinds: Sequence[str], consecutive: int) -> int:
-        return room(
-            ((chunk.use, chunk.num_bytes) for chunk in self.chunks if chunk.kind in kinds),
-            consecutive,
-        )
-
-    @property
-    def whole_bytes(self) -> int:
-        """Upper bound of the bytes that are unsharded at once: weights of two segments, gradients
-        of one and of the one being reduced.
-        """
-        return self.room_of_weights() + self.room_of_gradients(2)
-
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
         return self._allocating(chunk)
 

@@ -77,7 +77,7 @@ class ItemMemory(ShardedMemory):
                 found |= layout.views(flat)
         return [found[slot.name] for slot in slots]
 
-    def seal(self, allocate: Callable[[], object]) -> None:
+    def seal(self, allocate: Callable[[], object], unsharded: int) -> None:
         allocate()
 
     def _add(self, kind: str, use: BufferUsage, numel: int, dtype: torch.dtype) -> Tensor:
@@ -112,11 +112,6 @@ class TieredMemory(ItemMemory):
         self._numbers: dict[int, int] = {}  # of items, by their storage
         self._copy: tuple[int, Tensor] | None = None
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of the budget for items."""
-        return self.budget - self.whole_bytes
-
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         region = self._region(numel * dtype.itemsize)
         self._numbers[region.tensor.untyped_storage()._cdata] = len(self._regions)
@@ -127,25 +122,22 @@ class TieredMemory(ItemMemory):
     def _region(self, num_bytes: int) -> AnyRegion:
         return Region(num_bytes)
 
-    def seal(self, allocate: Callable[[], object]) -> None:
+    def seal(self, allocate: Callable[[], object], unsharded: int) -> None:
         """Create the slow tier.
 
         Raises:
             HybridparError: There is no space for it.
         """
-        super().seal(allocate)
+        super().seal(allocate, unsharded)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
-        self.tiers = self._make_tiers(
-            pinned, [0 if item.use.stays else item.num_bytes for item in self.items]
-        )
+        sizes = [0 if item.use.stays else item.num_bytes for item in self.items]
+        self.tiers = self._make_tiers(pinned, self.budget - unsharded, sizes)
 
-    def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
+    def _make_tiers(self, pinned: frozenset[int], budget: int, sizes: Sequence[int]) -> Tiers:
         """Create the tiers, with these sizes in the slow one. pinned: items that are always
         resident.
         """
-        return Tiers(
-            self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages()
-        )
+        return Tiers(self._regions, pinned, budget, DiskStore(self.folder, sizes), SparePages())
 
     def close(self) -> None:
         self.tiers.close()

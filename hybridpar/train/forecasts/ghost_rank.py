@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from hybridpar.grid import place_of, sizes_of
 from hybridpar.job import JobPlan
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_state import GhostState
@@ -15,24 +13,16 @@ from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.passes.residency import Pool, Room, add_residency
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
-from hybridpar.state.residency.access_map import AccessMap
 
 
-@dataclass(frozen=True)
-class GhostRank:
-    """A rank of a job's grid, with the plan that its engine would have. rank: of the pipeline."""
-
-    job: JobPlan
-    rank: int
-    ghost: GhostState
+class GhostRank(GhostState):
+    """A rank of a job's grid, with the plan that its engine would have."""
 
     @staticmethod
     def of(job: JobPlan, rank: int) -> GhostRank:
         """Create a rank of the job by its number."""
         with Tracker(default_device(job.config)) as tracker:
-            place = place_of(rank, sizes_of(job.config.parallel))["pp"]
-            policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
-            return GhostRank(job, place, GhostState.of(job, rank, policy, tracker))
+            return GhostRank.build(job, rank, tracker)
 
     @staticmethod
     def pipeline(job: JobPlan) -> list[GhostRank]:
@@ -44,17 +34,8 @@ class GhostRank:
     @property
     def hosted(self) -> list[float]:
         """Number of parameters that its host updates, by group; empty without host optimizer."""
-        host = self.ghost.state.host
+        host = self.state.host
         return [] if host is None else list(map(float, host.sizes))
-
-    @property
-    def copies(self) -> bool:
-        """Whether gradients are copied to its host, and weights from it."""
-        return self.ghost.state.weights.copies
-
-    def accesses(self, shape: PipelineShape) -> AccessMap:
-        """Return the map from its actions to state items."""
-        return self.ghost.accesses(shape)
 
     def pools(self, shape: PipelineShape) -> list[Pool]:
         """Return the items that it moves. At the start, all are in the slow tier, or sharded.
@@ -82,7 +63,7 @@ class GhostRank:
             self.rank,
             0,
             num_batches,
-            parts=self.ghost.division,
+            parts=self.division,
         )
 
     def moved(

@@ -107,7 +107,8 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
     weight_bytes = 2 if DTYPES[config.train.dtype] in LOW_PRECISION else 4
     totals = [sum(of_rank) for of_rank in groups]
     copied = [
-        total * rank.copies / speeds.num_bytes for total, rank in zip(totals, ranks, strict=True)
+        total * rank.state.weights.copies / speeds.num_bytes
+        for total, rank in zip(totals, ranks, strict=True)
     ]
     update = [total / speeds.parameters for total in totals]
     there = [4 * each for each in copied]
@@ -144,9 +145,7 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
 def _division(ranks: Sequence[GhostRank]) -> Division:
     """Return the segments of a pipeline's ranks, and the groups that they update."""
     parts = {
-        stage: len(of_stage)
-        for rank in ranks
-        for stage, of_stage in rank.ghost.segments.of_stage.items()
+        stage: len(of_stage) for rank in ranks for stage, of_stage in rank.segments.of_stage.items()
     }
     return Division(parts, {rank: len(of_rank.hosted) for rank, of_rank in enumerate(ranks)})
 

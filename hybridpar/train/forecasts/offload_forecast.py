@@ -19,6 +19,7 @@ from hybridpar.runtime.slow_tier import FileTier
 from hybridpar.schedules.simulate.costs import Costs, expand
 from hybridpar.schedules.simulate.predict import free_to_leave, predict_timeline
 from hybridpar.state.residency.tiered import folder_to_measure
+from hybridpar.train.forecasts.offload_room import everything, with_away
 from hybridpar.train.forecasts.preview import stage_costs
 from hybridpar.train.reporting.peak import peak_flops
 
@@ -86,10 +87,7 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
         return None
     shape = job.shape
     speeds = speeds or measure_speeds(config)
-    moved = [
-        stage.moved
-        for stage in predict(_with(config, shape.num_microbatches * shape.virtual_stages))
-    ]
+    moved = [stage.moved for stage in predict(JobPlan(with_away(config, everything(job))))]
     counted = stage_costs(job)
     tokens = config.train.micro_batch_size * config.model.tokens_per_sample
     forward, backward = (
@@ -109,7 +107,7 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
         away = free_to_leave(costs, shape, schedule_options)
     else:
         away = tuple(map(job.num_away, range(shape.num_ranks)))
-    after, plain = (predict(_with(config, number)) for number in (away, 0))
+    after, plain = (predict(JobPlan(with_away(config, number))) for number in (away, 0))
     step, alone = (
         predict_timeline(replace(schedule_options, offload=number), shape, costs).step_time(
             shape.num_microbatches
@@ -124,10 +122,6 @@ def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> Offlo
         1e3 * (step - alone),
         given != "auto",
     )
-
-
-def _with(config: Config, away: int | tuple[int, ...]) -> JobPlan:
-    return JobPlan(replace(config, memory=replace(config.memory, offload_activations=away)))
 
 
 def measure_speeds(config: Config) -> OffloadSpeeds:
