@@ -37,6 +37,7 @@ from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.state import RankState
 from hybridpar.state.policy import cut_into_parts
 from hybridpar.state.residency.chunks import Memory
+from hybridpar.state.residency.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +218,8 @@ class TracedStage:
             recompute,
             model,
         )
-        parts = cut_into_parts(config, blocks) if policy.moves else ()
-        self.state = RankState(self.stage, grid, policy, Memory(device), parts=parts)
+        segments = Segments({0: cut_into_parts(config, blocks)}, is_divided=policy.moves)
+        self.state = RankState(self.stage, grid, policy, Memory(device), segments=segments)
         self.state.allocate()
         self.shared = frozenset(
             name

@@ -20,7 +20,6 @@ from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState
 from hybridpar.state.residency.access_map import AccessMap
-from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import ShardedMemory
 
 _Ghost = TypeVar("_Ghost", bound="GhostState")
@@ -51,7 +50,7 @@ class GhostState:
                 dtype=policy.dtype,
             )
         )
-        state = RankState(stage, grid, policy, memory, parts=job.segments(place).ranges)
+        state = RankState(stage, grid, policy, memory, segments=job.segments(place))
         return cls(job, state, memory)
 
     @property
@@ -59,19 +58,9 @@ class GhostState:
         """The rank of the pipeline."""
         return self.state.grid.pp.rank
 
-    @property
-    def segments(self) -> Segments:
-        """The segments of the rank's stages."""
-        return self.job.segments(self.rank)
-
-    @property
-    def division(self) -> Division:
-        """The division of the rank's plan into segments."""
-        return self.segments.division(self.state)
-
     def accesses(self, shape: PipelineShape) -> AccessMap:
         """Return which items of the state each action accesses."""
-        return AccessMap(self.memory, self.state, self.segments, shape, norms=self.division.norms)
+        return AccessMap(self.memory, self.state, shape)
 
 
 @dataclass(frozen=True)
@@ -154,7 +143,7 @@ def trace_state(
             **state.num_bytes(),
             norm=norm,
             updates=tuple(updates),
-            division=ghost.division,
+            division=state.division,
             pools=accesses.pools(Budget(budget) if has_tiers else None),
             whole=accesses.unsharded_bytes,
             hosted=hosted,

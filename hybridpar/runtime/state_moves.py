@@ -122,8 +122,8 @@ class StateMoves:
             chunk = self._chunks[number]
             chunk.take()
             weights = self._state.weights
-            holder = weights.frozen if chunk.kind == FROZEN else weights.shares[chunk.index]
-            self._arriving[number] = holder.gather(chunk.use)
+            shares = weights.frozen.shares if chunk.kind == FROZEN else weights.shares
+            self._arriving[number] = shares[chunk.index].gather(chunk.use)
         elif number not in self.accesses.reduced:
             self._await(number)
             self._chunks[number].give_back()

@@ -16,7 +16,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hybridpar.comm import Works
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.reduction.partition import Partition
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
@@ -96,7 +95,3 @@ class FrozenWeights:
             return {name: self.memory.read(leaf) for name, leaf in self.leaves.items()}
         owned = map(self.memory.read, self.shares[0].owned())
         return self.partition.whole(owned, self.memory.device)
-
-    def gather(self, use: BufferUsage) -> Works:
-        """Start to gather an unsharded chunk, as Shares.gather; its memory is allocated."""
-        return self.shares[0].gather(use)

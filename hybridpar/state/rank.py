@@ -26,6 +26,7 @@ from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import ParallelModule
 from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
+from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.state import kinds
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
@@ -38,6 +39,7 @@ from hybridpar.state.reduction.partition import Partition, frozen_routes, make_r
 from hybridpar.state.reduction.reducer import GradientReducer
 from hybridpar.state.reduction.squares import Squares
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
+from hybridpar.state.residency.segments import UNDIVIDED, Segments
 from hybridpar.state.residency.shares import Shares, room
 from hybridpar.state.residency.uses import uses_of
 from hybridpar.state.weights import HostedParameters, WeightStore
@@ -50,7 +52,7 @@ class RankState:
 
     Args:
         policy: How much state to keep.
-        parts: Blocks that compute at a time; empty: all. An update then has `num_groups` parts.
+        segments: Blocks that compute at a time. An update has `num_groups` parts.
         host_work: Runs the host's work, with a host optimizer.
 
     Attributes:
@@ -66,10 +68,12 @@ class RankState:
         policy: StatePolicy,
         memory: Memory,
         *,
-        parts: Sequence[range] = (),
+        segments: Segments = UNDIVIDED,
         host_work: HostWork | None = None,
     ):
         self.grid = grid
+        self.segments = segments
+        parts = segments.ranges
         self._backend = policy.backend
         self.memory = memory
         move_buffers(stage, memory.device)
@@ -208,6 +212,23 @@ class RankState:
             name: ParameterSlot(name, place, self.grid.place)
             for name, place in self.placements.items()
         }
+
+    @cached_property
+    def division(self) -> Division:
+        """How to cut this rank's plan."""
+        segments = self.segments
+        if not segments.is_divided:
+            return WHOLE
+        norms = self.num_groups > 1 and not all(map(self.is_alone, range(1, self.num_parts)))
+        return Division(
+            {stage: len(parts) for stage, parts in segments.of_stage.items()},
+            lambda rank: self.num_groups,
+            norms=norms,
+            hosts=segments.late and self.host is not None,
+            spreads=self.weights.copies,
+            part_major=segments.part_major,
+            late=segments.late,
+        )
 
     def initialize(self, seed: int) -> None:
         """Set the weights to their initial values, which are the same on every grid."""

@@ -124,10 +124,10 @@ class Engine:
         states = job.state_policy(
             self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
-        self.segments = job.segments(grid.pp.rank)
+        segments = job.segments(grid.pp.rank)
         # Blocks are built on the meta device; `RankState` allocates their parameters in `memory`.
-        blocks = build_held_blocks(config, grid, self.segments, states)
-        stages = build_stages(job, blocks, self.segments)
+        blocks = build_held_blocks(config, grid, segments, states)
+        stages = build_stages(job, blocks, segments)
         self.stage = Stage(blocks)
         memory = residency.memory or state_memory(config, device, states)
         self.state = RankState(
@@ -135,13 +135,12 @@ class Engine:
             grid,
             states,
             memory,
-            parts=self.segments.ranges,
+            segments=segments,
             host_work=residency.host_work,
         )
         warn_of_unquantized_layers(config, grid, self.stage)
-        self._division = self.segments.division(self.state)
         self.moves = StateMoves(
-            AccessMap(memory, self.state, self.segments, self.shape, norms=self._division.norms),
+            AccessMap(memory, self.state, self.shape),
             rooms_of(job, grid.pp.rank, device=device) if memory.tiers else None,
             self._build_offloader(residency),
         )
@@ -152,11 +151,9 @@ class Engine:
             StageTransport.of(job, grid, states.dtype, device),
             self.shape,
             self.moves,
-            graphs=build_graphs(job, stages, self.segments, self.state, device),
+            graphs=build_graphs(job, stages, self.state, device),
         )
-        self.batch_actions = BatchActions(
-            self.policy, self.state, self.executor, self.segments, self._division
-        )
+        self.batch_actions = BatchActions(self.policy, self.state, self.executor)
         self.data_start = DataStart()
 
     def _build_offloader(self, residency: Residency) -> ActivationOffloader:
@@ -254,7 +251,7 @@ class Engine:
                 self.grid.pp.rank,
                 batches.start,
                 len(batches),
-                parts=self._division,
+                parts=self.state.division,
             )
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
@@ -316,7 +313,7 @@ class Engine:
                 self.grid.pp.rank,
                 num_batches * self.shape.num_microbatches,
                 version=newest,
-                parts=self._division,
+                parts=self.state.division,
             ),
             evaluates=True,
         )
@@ -364,14 +361,14 @@ def build_stages(
 def build_graphs(
     job: JobPlan,
     stages: Mapping[int, Sequence[Stage]],
-    segments: Segments,
     state: RankState,
     device: torch.device,
 ) -> MicroBatchGraphs | None:
     """Create the CUDA graphs of this rank's micro-batches, or None if kernels launch one by one."""
     train = job.config.train
     # Graphs allocate from a private pool, in which train.record_memory cannot follow blocks.
-    if not train.cuda_graphs or device.type != "cuda" or train.record_memory or segments.is_divided:
+    is_divided = state.segments.is_divided
+    if not train.cuda_graphs or device.type != "cuda" or train.record_memory or is_divided:
         return None
     return graphs.recorder(
         job,

@@ -16,7 +16,6 @@ from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
 from hybridpar.state.compression.feedback import FEEDBACK
 from hybridpar.state.residency.chunks import StateItem
-from hybridpar.state.residency.segments import Segments
 from hybridpar.state.residency.shares import FROZEN, ShardedMemory, WholeChunk
 
 _Accesses = tuple[Access, ...]
@@ -45,9 +44,7 @@ class AccessMap:
     Args:
         memory: The memory that holds the items.
         state: The rank's state.
-        segments: The segments of the rank's stages.
         shape: The shape of the pipeline.
-        norms: Squared norms of some segments are computed by NORM, not at their backward.
 
     Attributes:
         chunks: The unsharded chunks.
@@ -58,15 +55,7 @@ class AccessMap:
         reduced: Numbers of the unsharded chunks that are gradients.
     """
 
-    def __init__(
-        self,
-        memory: ShardedMemory,
-        state: RankState,
-        segments: Segments,
-        shape: PipelineShape,
-        *,
-        norms: bool,
-    ):
+    def __init__(self, memory: ShardedMemory, state: RankState, shape: PipelineShape):
         self.memory = memory
         self.state = state
         self.chunks = memory.chunks
@@ -81,9 +70,8 @@ class AccessMap:
             if (item.kind, item.use) == (chunk.kind, chunk.use)
         }
         self.reduced = _gradients(dict(enumerate(self.chunks)))
-        self._parts = segments
+        self._parts = state.segments
         self.num_microbatches = shape.num_microbatches
-        self._norms = norms
         self.pinned = frozenset(i for i, item in items.items() if item.use.stays)
         self.moving = {i: item for i, item in items.items() if i not in self.pinned}
         """Items that may be offloaded."""
@@ -255,7 +243,7 @@ class AccessMap:
             Access(i, Mode.UPDATE)
             for i in self.of(f"gradients/{buffer}")
             if not self.state.is_alone(own := self._all[i].use.parts[0])
-            and (own == part or not self._norms)
+            and (own == part or not self.state.division.norms)
         )
 
     def _update_accesses(

@@ -12,9 +12,7 @@ from functools import cached_property
 
 from hybridpar.config import Config
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.state.policy import cut_into_parts
-from hybridpar.state.rank import RankState
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,6 @@ class Segments:
         """Return the number of the segment that an action computes with."""
         return self._first[action.stage] + action.part
 
-    def division(self, state: RankState) -> Division:
-        """Return how to cut the plan of the rank with this state."""
-        if not self.is_divided:
-            return WHOLE
-        norms = state.num_groups > 1 and not all(map(state.is_alone, range(1, state.num_parts)))
-        return Division(
-            {stage: len(parts) for stage, parts in self.of_stage.items()},
-            lambda rank: state.num_groups,
-            norms=norms,
-            hosts=self.late and state.host is not None,
-            spreads=state.weights.copies,
-            part_major=self.part_major,
-            late=self.late,
-        )
+
+UNDIVIDED = Segments({})
+"""Stages that are not cut."""

@@ -33,7 +33,7 @@ from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.predict import free_to_leave, time_with_away
 from hybridpar.train.autotuning.auto_schedule import of_first_rank
 from hybridpar.train.autotuning.trial import Moves, Trial
-from hybridpar.train.forecasts.offload_room import OffloadRoom, everything, with_away
+from hybridpar.train.forecasts.offload_room import OffloadRoom, with_away
 from hybridpar.train.reporting.costs_file import in_ms
 
 TryOut = Callable[[Config, int], Trial]
@@ -50,11 +50,32 @@ def find_numbers_for(
 
     Collectives: on all ranks of the grid.
     """
-    if in_host_memory(device):
-        away, why = _beside_a_gpu(job, grid, device, try_out)
+    shape = job.shape
+    on_gpu = in_host_memory(device)
+    bounds = tuple(most_away(job.schedule, shape, rank) for rank in range(shape.num_ranks))
+    most = OffloadRoom(job, grid).most() if on_gpu and any(bounds) else bounds
+    away = most
+    if not any(bounds):
+        why = "no rank has more than two in flight, and two stay"
+    elif not any(most):
+        why = "the hosts of this run have no memory for more"
     else:
-        away = _in_a_file(job, grid, try_out)
-        why = "as many as may leave at no cost in time here"
+        trial = try_out(with_away(job.config, most), 0)
+        costs = _with_moves(trial.costs, _slowest(trial.moves, grid), in_file=not on_gpu)
+        none_away = with_away(job.config, 0)
+        fits = on_gpu and _fits(JobPlan(none_away), grid, device)
+        # CUDA graphs are captured at second use, one for each of two weight buffers and each
+        # position of a micro-batch; these batches capture all of them
+        resident = try_out(none_away, 2 * shape.num_ranks + 2) if fits else None
+        resident_costs = None if resident is None else resident.costs
+        found = of_first_rank(
+            partial(_choose, costs, resident_costs, shape, trial.schedule_options, most),
+            grid.world,
+        )
+        away = found.away
+        replays = any(gather_objects(resident is not None and resident.replays, grid.world))
+        reasons = _reasons(found, bounds, most, fits=fits or not on_gpu, replays=replays)
+        why = "; ".join(reasons)
     return away, f"memory.offload_activations: {list(away)}, by rank of a pipeline: {why}"
 
 
@@ -66,30 +87,6 @@ def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
     numbers = job.config.memory.num_away
     if numbers != 0 and in_host_memory(device):
         OffloadRoom(job, grid).require(numbers)
-
-
-def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
-    """Return the numbers for activations in a file.
-
-    If ranks and their copy threads exceed the cores, copying takes time of the ranks; the costs of
-    OFFLOAD and RELOAD include it then.
-    """
-    trial = try_out(with_away(job.config, everything(job)), 0)
-    costs = trial.costs
-    moves = _slowest(trial.moves, grid)
-    if costs.cores is not None and costs.cores < 2 * grid.pp.size:
-        costs = replace(
-            costs,
-            calls={
-                **costs.calls,
-                Kind.OFFLOAD: [one.work_offload for one in moves],
-                Kind.RELOAD: [one.work_reload for one in moves],
-            },
-        )
-    return of_first_rank(
-        partial(free_to_leave, _with_moves(costs, moves), job.shape, trial.schedule_options),
-        grid.world,
-    )
 
 
 def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
@@ -105,13 +102,22 @@ def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
     return found
 
 
-def _with_moves(costs: Costs, moves: Sequence[Moves]) -> Costs:
+def _with_moves(costs: Costs, moves: Sequence[Moves], *, in_file: bool) -> Costs:
+    """Return the costs of a trial with its copies.
+
+    If ranks and the threads that copy to a file exceed the cores, copying takes time of the ranks;
+    the costs of OFFLOAD and RELOAD include it then.
+    """
+    calls = dict(costs.calls)
+    if in_file and costs.cores is not None and costs.cores < 2 * len(moves):
+        calls[Kind.OFFLOAD] = [one.work_offload for one in moves]
+        calls[Kind.RELOAD] = [one.work_reload for one in moves]
     return replace(
-        costs, offload=[one.offload for one in moves], reload=[one.reload for one in moves]
+        costs,
+        calls=calls,
+        offload=[one.offload for one in moves],
+        reload=[one.reload for one in moves],
     )
-
-
-# -- on a GPU
 
 
 @dataclass(frozen=True)
@@ -131,34 +137,6 @@ class _Found:
     step_time: float
     none_time: float
     most_time: float
-
-
-def _beside_a_gpu(
-    job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
-) -> tuple[Away, str]:
-    shape = job.shape
-    bounds = tuple(most_away(job.schedule, shape, rank) for rank in range(shape.num_ranks))
-    if not any(bounds):
-        return bounds, "no rank has more than two in flight, and two stay"
-    most = OffloadRoom(job, grid).most()
-    if not any(most):
-        return most, "the hosts of this run have no memory for more"
-    trial = try_out(with_away(job.config, most), 0)
-    costs = _with_moves(trial.costs, _slowest(trial.moves, grid))
-    resident: Trial | None = None
-    none_away = with_away(job.config, 0)
-    if _fits(JobPlan(none_away), grid, device):
-        # CUDA graphs are captured at second use, one for each of two weight buffers and each
-        # position of a micro-batch; these batches capture all of them
-        resident = try_out(none_away, 2 * shape.num_ranks + 2)
-    resident_costs = None if resident is None else resident.costs
-    found = of_first_rank(
-        partial(_choose, costs, resident_costs, shape, trial.schedule_options, most), grid.world
-    )
-    replays = any(gather_objects(resident is not None and resident.replays, grid.world))
-    return found.away, "; ".join(
-        _reasons(found, bounds, most, fits=resident is not None, replays=replays)
-    )
 
 
 def _fits(job: JobPlan, grid: ProcessGrid, device: torch.device) -> bool:

@@ -15,9 +15,7 @@ from functools import partial
 
 from hybridpar.runtime.executor import Executor
 from hybridpar.schedules.action import Action, Kind
-from hybridpar.schedules.passes.segments import Division
 from hybridpar.state import RankState
-from hybridpar.state.residency.segments import Segments
 from hybridpar.train.batches.batch_policy import BatchPolicy
 from hybridpar.train.batches.batch_results import BatchResults
 from hybridpar.train.batches.batch_updates import UpdateAfterNorm, UpdateBeforeNorm, WeightUpdates
@@ -28,25 +26,15 @@ class BatchActions:
     """Run the batch actions of a plan, and prepare the gradients of its backwards.
 
     The executor decides when each action runs, and calls these methods.
-
-    Args:
-        division: Segments of the plan: whether norms and updates come one per segment.
     """
 
-    def __init__(
-        self,
-        policy: BatchPolicy,
-        state: RankState,
-        executor: Executor,
-        segments: Segments,
-        division: Division,
-    ):
+    def __init__(self, policy: BatchPolicy, state: RankState, executor: Executor):
         self._policy = policy
         self._state = state
         self._executor = executor
-        self._parts = segments
+        self._parts = state.segments
         self._m = policy.shape.num_microbatches
-        self._first_norm_part = state.num_groups - 1 if division.norms else 0
+        self._first_norm_part = state.num_groups - 1 if state.division.norms else 0
         self.results = BatchResults(policy, state, executor)
         self.updates = WeightUpdates(policy, state, executor)
         if policy.config.norms_first:

@@ -63,7 +63,7 @@ class GhostRank(GhostState):
             self.rank,
             0,
             num_batches,
-            parts=self.division,
+            parts=self.state.division,
         )
 
     def moved(

@@ -145,7 +145,9 @@ def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | 
 def _division(ranks: Sequence[GhostRank]) -> Division:
     """Return the segments of a pipeline's ranks, and the groups that they update."""
     parts = {
-        stage: len(of_stage) for rank in ranks for stage, of_stage in rank.segments.of_stage.items()
+        stage: len(of_stage)
+        for rank in ranks
+        for stage, of_stage in rank.state.segments.of_stage.items()
     }
     return Division(parts, {rank: len(of_rank.hosted) for rank, of_rank in enumerate(ranks)})
 
