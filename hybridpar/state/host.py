@@ -21,10 +21,9 @@ the limited memory is the host's own, so nothing is copied: the middle row updat
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,63 +32,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Waitable
-from hybridpar.cpu import numa_node, zeros
 from hybridpar.optim import GroupedOptimizer
-from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
+from hybridpar.state.residency.chunks import Buffer
 from hybridpar.state.weights import WeightStore
-
-
-class HostMemory(Memory):
-    """Host memory that a device copies to and from.
-
-    For a GPU it is pinned, on the NUMA node of the GPU, in tensors of exact size; torch's own
-    pinned memory is rounded up to powers of two.
-
-    Raises:
-        RuntimeError: CUDA cannot pin more memory.
-    """
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self._pins = device.type == "cuda"
-        self._pinned = list[Tensor]()
-        self._node = numa_node(device)
-        weakref.finalize(self, _unpin, self._pinned)
-
-    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        tensor = zeros(chunk.stop - chunk.start, dtype, self.device, node=self._node)
-        if self._pins and type(tensor) is Tensor and tensor.nbytes:  # not a ghost
-            torch.cuda.check_error(
-                int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            )
-            self._pinned.append(tensor)
-        return tensor
-
-
-class UpdatedMemory(Memory):
-    """Host memory for the state that the host updates, device memory for other state."""
-
-    def __init__(self, memory: Memory):
-        super().__init__()
-        self._host = HostMemory(memory.device)
-        self._stays = memory
-
-    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        return (self._host if chunk.use.hosted else self._stays).zeros(kind, chunk, dtype)
-
-    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        return self._stays.viewing(chunk)
-
-    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        return self._stays.writing(*views)
-
-    def read(self, view: Tensor) -> Tensor:
-        return self._stays.read(view)
-
-
-def _unpin(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 @dataclass(slots=True)
@@ -239,16 +184,11 @@ class HostUpdates:
         made = self._weights.made
         if master is None or self.staging is None:
             return 0, 0
-        hosted = (
-            t for chunk, t in zip(master.chunks, master.tensors, strict=True) if chunk.use.hosted
-        )
-        state = (
-            t
-            for group in self._optimizer.groups[: len(self._names)]
-            for t in group.state_tensors().values()
-        )
-        rooms = self.staging.nbytes + (0 if made is None else made.nbytes)
-        return sum(t.nbytes for t in hosted), sum(t.nbytes for t in state) + rooms
+        chunks = zip(master.chunks, master.tensors, strict=True)
+        num_bytes = self.staging.nbytes + (0 if made is None else made.nbytes)
+        for group in self._optimizer.groups[: len(self._names)]:
+            num_bytes += sum(tensor.nbytes for tensor in group.state_tensors().values())
+        return sum(tensor.nbytes for chunk, tensor in chunks if chunk.use.hosted), num_bytes
 
     def work_here(self, here: bool) -> None:
         """Run work at once in the calling thread (`here`; it can be recorded), or in threads."""

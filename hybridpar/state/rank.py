@@ -30,7 +30,7 @@ from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.state import kinds
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
-from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
+from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.kind import Under
 from hybridpar.state.parameters import StageParameters, move_buffers
 from hybridpar.state.policy import StatePolicy
@@ -42,7 +42,7 @@ from hybridpar.state.residency.chunks import Buffer, BufferUsage, Memory, cut
 from hybridpar.state.residency.segments import UNDIVIDED, Segments
 from hybridpar.state.residency.shares import Shares, room
 from hybridpar.state.residency.uses import uses_of
-from hybridpar.state.weights import HostedParameters, WeightStore
+from hybridpar.state.weights import WeightStore
 
 
 class RankState:
@@ -119,9 +119,7 @@ class RankState:
             frozen,
             policy,
             memory,
-            HostedParameters(hosted, memory if memory.is_of_host else UpdatedMemory(memory))
-            if policy.on_host
-            else None,
+            hosted,
         )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         rules = AccumulationRules(policy.defers, tied)

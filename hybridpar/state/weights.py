@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,24 +42,6 @@ from hybridpar.state.residency.shares import Shares
 Update = Callable[[Weights], None]
 
 
-@dataclass(frozen=True)
-class HostedParameters:
-    """The parameters that the host updates (host.py).
-
-    Attributes:
-        names: Their names.
-        memory: Holds their master copy and their new weights.
-    """
-
-    names: Collection[str]
-    memory: Memory
-
-    @property
-    def are_copied(self) -> bool:
-        """Whether the host has copies of its own, and does not update the versions in place."""
-        return not self.memory.is_of_host
-
-
 class WeightStore:
     """Owns every version of a stage's trained parameters, and its frozen parameters (`frozen`).
 
@@ -73,7 +55,7 @@ class WeightStore:
             others. Its uses cut the buffers into chunks.
         frozen: Which shards of the frozen parameters this rank keeps.
         policy: Number of versions, and whether they are predicted, sharded or quantized.
-        hosted: The parameters that the host updates; None: the device updates all.
+        hosted: Names of the parameters that the host updates.
 
     Attributes:
         shares: This rank's shard of each buffer, if replicas shard the weights.
@@ -86,7 +68,7 @@ class WeightStore:
         frozen: Partition,
         policy: StatePolicy,
         memory: Memory,
-        hosted: HostedParameters | None = None,
+        hosted: Collection[str] = (),
     ):
         self.placements = parameters.placements
         self.layout = parameters.layout
@@ -96,9 +78,9 @@ class WeightStore:
         self.partition = partition
         self.memory = memory
         self._uses = uses = partition.uses
-        self.copies = hosted is not None and hosted.are_copied
+        self._on_host = policy.on_host
+        self.copies = policy.on_host and not memory.is_of_host
         """Whether gradients are copied to a host, and weights from it."""
-        self._host = None if hosted is None else hosted.memory
         self.keeps_master = self.predicts or self.dtype != self.master_dtype
         """Whether the master copy differs from every version of the weights."""
         chunks = cut(self.layout, uses)
@@ -121,14 +103,9 @@ class WeightStore:
             self.master_dtype, offset_dtype=self.dtype
         )
         self.master = None
-        host_names: Collection[str] = () if hosted is None else hosted.names
         if self.keeps_master or self.copies:
-            own_chunks = cut(
-                own_layout, lambda name: replace(uses(name), hosted=name in host_names)
-            )
-            self.master = Buffer(
-                own_layout, self.master_dtype, self._host or memory, own_chunks, "master"
-            )
+            own_chunks = cut(own_layout, lambda name: replace(uses(name), hosted=name in hosted))
+            self.master = Buffer(own_layout, self.master_dtype, memory, own_chunks, "master")
         self.made: Buffer | None = None
         if self.keeps_master and self.copies:
             self.made = self.on_host("weights", self.dtype)
@@ -136,7 +113,7 @@ class WeightStore:
         # numbers of owned parameters, by group and whether the host updates them
         self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         for i, name in enumerate(own_layout.names):
-            self._indices[self.group_of(name), name in host_names].append(i)
+            self._indices[self.group_of(name), name in hosted].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
             list(partition.owned_views(buffer)) for buffer in self.buffers
         ]
@@ -148,7 +125,7 @@ class WeightStore:
                 dict(zip(own_layout.names, views, strict=True)) for views in self._working
             ]
         self._lists = [list(views.values()) for views in self._views]
-        self._made = {} if self.made is None else self.made.views(host_names)
+        self._made = {} if self.made is None else self.made.views(hosted)
         self.places = [place for place in parameters.places if self.placements[place[2]].trainable]
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -173,11 +150,10 @@ class WeightStore:
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
         """Allocate host memory for this rank's hosted shards; dtype None: as the master copy."""
-        assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [EMPTY]
         return Buffer(
-            self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}"
+            self._own_layout, dtype or self.master_dtype, self.memory, chunks, f"host/{kind}"
         )
 
     @torch.no_grad()
@@ -313,9 +289,9 @@ class WeightStore:
         self.await_version(self.newest - 1)
         if update is not None or self.predicts or self.num_versions > 1:
             self._mark_stale(after)
-        if self._host is None or self._indices[group, False]:
+        if not self._on_host or self._indices[group, False]:
             self._make(self.newest, update, predict=predict, group=group, hosted=False)
-        if update is None and not self.keeps_master and self._host is None:
+        if update is None and not self.keeps_master and not self._on_host:
             return  # all shards are copied
         arriving = self.arriving_parts(self.newest)
         self._arriving[self.newest] = Works(

@@ -32,8 +32,8 @@ from hybridpar.models.cost import training_flops_per_token
 from hybridpar.prediction import predict
 from hybridpar.runtime.recording import HostClock, Recording
 from hybridpar.schedules.action import Kind
-from hybridpar.state.host import HostMemory, HostUpdates, HostWork
-from hybridpar.state.residency.chunks import Chunk, Memory
+from hybridpar.state.host import HostUpdates, HostWork
+from hybridpar.state.residency.chunks import Chunk, HostMemory, Memory
 from hybridpar.train.engine import Engine, Residency
 from hybridpar.train.forecasts.host_forecast import Speeds, forecast_host
 from hybridpar.validate import resolve

@@ -134,7 +134,7 @@ class FastTiers:
         tiers: The fast tier of each pool.
         reductions: The reductions of gradients that are under way.
         created: Gradients that the newest action creates.
-        fetched, written: Bytes moved so far from and to stores.
+        fetched, written: Bytes that FETCH has moved so far, and changed bytes that RELEASE has.
     """
 
     def __init__(self, pools: Sequence[Pool]):

@@ -89,19 +89,25 @@ class HostEngines:
         self._start()
 
     def _start(self) -> None:
-        """Start what may begin."""
-        for row, queue in enumerate(self._queues):
-            while queue and not self._running[row] and self._may_begin(row, queue[0][0]):
-                group, earliest = queue.popleft()
-                # gradients need the buffer of the previous batch, which the host must have read
-                needed = self._done[row - 1 if row else 1][group]
-                start = max(earliest, self._free[row], needed)
-                takes = self._times[row][group]
-                if self._cores is None:
-                    self._finish(row, group, start + takes)
-                else:
-                    self._running[row] = True
-                    self._cores.add(start, takes, partial(self._finish, row, group))
+        """Start what may begin. Without cores it is over at once, and then others may begin."""
+        has_started = True
+        while has_started:
+            has_started = False
+            for row, queue in enumerate(self._queues):
+                while queue and not self._running[row] and self._may_begin(row, queue[0][0]):
+                    self._run(row, *queue.popleft())
+                    has_started = True
+
+    def _run(self, row: int, group: int, earliest: float) -> None:
+        # gradients need the buffer of the previous batch, which the host must have read
+        needed = self._done[row - 1 if row else 1][group]
+        start = max(earliest, self._free[row], needed)
+        takes = self._times[row][group]
+        if self._cores is None:
+            self._complete(row, group, start + takes)
+        else:
+            self._running[row] = True
+            self._cores.add(start, takes, partial(self._finish, row, group))
 
     def _may_begin(self, row: int, group: int) -> bool:
         """Return whether what a group waits for is done."""
@@ -110,11 +116,14 @@ class HostEngines:
 
     def _finish(self, row: int, group: int, now: float) -> None:
         self._running[row] = False
+        self._complete(row, group, now)
+        self._start()
+
+    def _complete(self, row: int, group: int, now: float) -> None:
         self._free[row] = self._done[row][group] = now
         self._num_done[row][group] += 1
         if row == len(self._queues) - 1:
             self._notify(now)
-        self._start()
 
 
 class Hosts:

@@ -9,17 +9,19 @@ A stage that is not divided into segments has buffers of one chunk.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 
 import torch
 from torch import Tensor
 
-from hybridpar.cpu import zeros
+from hybridpar.cpu import numa_node, zeros
 from hybridpar.optim.base import StateMemory
 from hybridpar.state.layout import FlatLayout
 
@@ -70,7 +72,7 @@ EMPTY = Chunk(0, 0, BufferUsage(stays=True))
 
 
 class Memory:
-    """Memory of a device, allocated once and kept.
+    """Memory of a device, allocated once and kept. Chunks that a host updates are in host memory.
 
     Attributes:
         is_limited: It cannot hold all state at once.
@@ -85,7 +87,17 @@ class Memory:
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         """Return the flat tensor of a chunk, filled with zeros. kind: kind of state."""
+        if self._is_on_host(chunk):
+            return self._host.zeros(kind, chunk, dtype)
         return zeros(chunk.stop - chunk.start, dtype, self.device)
+
+    def _is_on_host(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is updated on the host, in memory of its own."""
+        return chunk.use.hosted and not self.is_of_host
+
+    @cached_property
+    def _host(self) -> HostMemory:
+        return HostMemory(self.device)
 
     def for_optimizer(self, uses: Callable[[str], BufferUsage]) -> StateMemory | None:
         """Return the memory for the optimizer's state; None: the device's. uses: returns a
@@ -119,6 +131,40 @@ class Memory:
 
     def forget(self) -> None:
         """Drop the copy that was read, because its content is about to change."""
+
+
+class HostMemory(Memory):
+    """Host memory that a device copies to and from.
+
+    For a GPU it is pinned, on the NUMA node of the GPU, in tensors of exact size; torch's own
+    pinned memory is rounded up to powers of two.
+
+    Raises:
+        RuntimeError: CUDA cannot pin more memory.
+    """
+
+    is_of_host = True
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._pins = device.type == "cuda"
+        self._pinned = list[Tensor]()
+        self._node = numa_node(device)
+        weakref.finalize(self, _unpin, self._pinned)
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        tensor = zeros(chunk.stop - chunk.start, dtype, self.device, node=self._node)
+        if self._pins and type(tensor) is Tensor and tensor.nbytes:  # not a ghost
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+            )
+            self._pinned.append(tensor)
+        return tensor
+
+
+def _unpin(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def block_of(name: str) -> int:

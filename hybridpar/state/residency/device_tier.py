@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Config
-from hybridpar.state.host import HostMemory, host_work
+from hybridpar.state.host import host_work
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.residency.chunks import Chunk
+from hybridpar.state.residency.chunks import Chunk, HostMemory
 from hybridpar.state.residency.pages import Spare
 from hybridpar.state.residency.region import TensorRegion, on, taken
 from hybridpar.state.residency.shares import ShardedMemory
@@ -106,14 +106,9 @@ class DeviceTieredMemory(TieredMemory):
 
     def _make_tiers(self, pinned: frozenset[int], budget: int, sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
-        tiers = Tiers(
-            self._regions,
-            pinned,
-            budget,
-            HostStore(sizes, self.device),
-            Spare(),  # the device's allocator keeps freed memory
-            mark,
-        )
+        spare = Spare()  # the device's allocator keeps freed memory
+        store = HostStore(sizes, self.device)
+        tiers = Tiers(self._regions, pinned, budget, store, spare, mark)
         for number in pinned:
             tiers.items[number].region.clear()
         return tiers

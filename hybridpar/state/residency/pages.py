@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridpar.state.residency.store import padded
 
@@ -22,25 +21,6 @@ HUGE_PAGE = 2 << 20
 _MAYMOVE = 1
 _FIXED = 2
 _DONTUNMAP = 4
-
-
-class AnyRegion(Protocol):
-    """Memory that is allocated and freed.
-
-    Attributes:
-        tensor: All of it, as bytes, in whole pages.
-        view: The same memory, in the form that its store needs.
-    """
-
-    @property
-    def tensor(self) -> Tensor: ...
-    @property
-    def view(self) -> Any: ...
-    def another(self) -> AnyRegion:
-        """Return a region of the same size, filled with zeros."""
-
-    def clear(self) -> None:
-        """Fill it with zeros."""
 
 
 class Region:

@@ -14,10 +14,10 @@ from hybridpar.cpu import zeros
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import BufferUsage, Chunk, StateItem
-from hybridpar.state.residency.pages import AnyRegion, Region, SparePages
+from hybridpar.state.residency.pages import Region, SparePages
 from hybridpar.state.residency.shares import SHARES, ShardedMemory, WholeChunk
 from hybridpar.state.residency.store import DiskStore, padded
-from hybridpar.state.residency.tiers import Tiers
+from hybridpar.state.residency.tiers import AnyRegion, Tiers
 
 FOLDER = "state"
 """Subfolder of a run for the file, if the configuration names none."""
@@ -56,7 +56,7 @@ class ItemMemory(ShardedMemory):
         self.is_of_host = self.device.type == "cpu"
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        if self._moves(kind, chunk.use):
+        if self._moves(kind, chunk.use) or self._is_on_host(chunk):
             return super().zeros(kind, chunk, dtype)
         return self._add(kind.removeprefix(SHARES), chunk.use, chunk.stop - chunk.start, dtype)
 

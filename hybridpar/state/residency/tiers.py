@@ -21,8 +21,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hybridpar.comm import Waitable
-from hybridpar.state.residency.pages import AnyRegion, Spare, SparePages
+from hybridpar.state.residency.pages import Region, Spare, SparePages
+from hybridpar.state.residency.region import TensorRegion
 
+AnyRegion = Region | TensorRegion
 _LOOKS_S = 2e-4
 """Seconds between looks at what holds an item: collectives do not report their end."""
 
