@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any, Protocol
 
 from hybridpar.config import Config
 
@@ -42,23 +41,22 @@ class Anomaly:
     policy: str
 
 
-class AnomalyDetector(Protocol):
-    """Decides for each step, in order, whether it is an anomaly."""
+class AnomalyDetector:
+    """Decides for each step, in order, whether it is an anomaly: none is, and nothing is kept."""
 
     def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
         """Return the anomaly of a step, or None. cured: a lower loss scale will cure it."""
-        ...
+        return None
 
     def state(self) -> dict[str, list[float]]:
         """Return the values that a checkpoint keeps."""
-        ...
+        return {}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
         """Restore `state()`."""
-        ...
 
 
-class RunningAnomalyDetector:
+class RunningAnomalyDetector(AnomalyDetector):
     """Detects the anomalies that `config.anomalies` describes, compared with recent steps."""
 
     def __init__(self, config: Config):
@@ -71,7 +69,6 @@ class RunningAnomalyDetector:
         self._anomalies: list[int] = []
 
     def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
-        """Return the anomaly of a step, or None. See `AnomalyDetector`."""
         if cured:
             return None
         settings = self.settings
@@ -107,7 +104,6 @@ class RunningAnomalyDetector:
         return Anomaly(found.kind, what, "stop")
 
     def state(self) -> dict[str, list[float]]:
-        """Return the recent values that a checkpoint keeps; empty if spikes are not detected."""
         recent = {"losses": list(self._losses), "norms": list(self._norms)}
         return {name: values for name, values in recent.items() if values}
 
@@ -121,7 +117,7 @@ class RunningAnomalyDetector:
             kept.extend(state.get(name, ()) if wanted else ())
 
 
-class RecordedAnomalies:
+class RecordedAnomalies(AnomalyDetector):
     """Replays the anomalies of an earlier run, so that the same updates are skipped."""
 
     def __init__(self, skipped_steps: Sequence[int]):
@@ -130,13 +126,6 @@ class RecordedAnomalies:
     def detect(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
         """Return an anomaly for a step that the earlier run skipped."""
         return Anomaly("", "skipped then", "skip") if step in self._skipped else None
-
-    def state(self) -> dict[str, list[float]]:
-        """Return nothing: there is no state."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state."""
 
 
 def _spike(name: str, value: float, recent: Sequence[float], limit: float, window: int) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hybridpar.config import Config, Whole, from_plain, to_mapping
 from hybridpar.reading import parse_json, read_limited, to_json
@@ -31,21 +31,6 @@ NAMES = "trackers.json"
 """File with a run's ids at its trackers, with which a resumed run continues there."""
 _STEP = "step"
 """Metric of Weights & Biases that holds a row's step."""
-
-
-class Tracker(Protocol):
-    """A run at a tracker.
-
-    Attributes:
-        id: Its id there.
-        next_position: First position that it accepts; 0 if it accepts any.
-    """
-
-    id: str
-    next_position: int
-
-    def write(self, step: int, position: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,7 @@ class Trackers:
         self, config: Config, say: Callable[[str], None], resumed_step: int = 0, last_step: int = -1
     ):
         self._say = say
-        self._open: dict[str, Tracker] = {}
+        self._open: dict[str, _Wandb | _Mlflow] = {}
         known = _known(config.run.folder / NAMES)
         self.ids = dict(known.ids)
         self._offset = known.offset
@@ -172,6 +157,7 @@ class _Mlflow:
     """A run of MLflow, which sends numbers from its own thread and keeps all values of a step."""
 
     next_position = 0
+    """It accepts any position."""
 
     def __init__(self, config: Config, known: str):
         mlflow = importlib.import_module("mlflow")
@@ -208,4 +194,4 @@ class _Mlflow:
         self._client.set_terminated(self.id)
 
 
-_TRACKERS: dict[str, Callable[[Config, str], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow}
+_TRACKERS: dict[str, type[_Wandb | _Mlflow]] = {"wandb": _Wandb, "mlflow": _Mlflow}
