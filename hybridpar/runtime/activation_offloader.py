@@ -31,9 +31,7 @@ class Storages:
     """Finds the block of memory that a tensor is on: its storage."""
 
     def key(self, tensor: Tensor) -> object:
-        """Return a key that is equal for tensors that share memory; None: this memory cannot
-        move.
-        """
+        """Return a key, equal for tensors that share memory; None: it cannot move."""
         storage = tensor.untyped_storage()
         return storage._cdata if storage.resizable() else None
 
@@ -77,9 +75,7 @@ class Notes:
 
     @contextmanager
     def noting(self, leaf: Tensor | None) -> Iterator[None]:
-        """Note the tensors that autograd saves while in this context. leaf: the code's input, if
-        any, which its caller keeps.
-        """
+        """Note the tensors that autograd saves here. leaf: the input, which its caller keeps."""
         with saved_tensors_hooks(self._pack, _same):
             yield
         if leaf is not None and (block := self._found.get(self._blocks.key(leaf))) is not None:
@@ -106,9 +102,7 @@ class Notes:
         return sum(map(self._blocks.num_bytes, self.alone()))
 
     def forget(self) -> None:
-        """Leave the memory to autograd, which holds these notes until the complete backward has
-        run.
-        """
+        """Leave the memory to autograd, which holds these notes until the backward has run."""
         self._found.clear()
 
 
@@ -169,9 +163,7 @@ class ActivationOffloader:
         ).notes.noting(leaf)
 
     def offload(self, action: Action) -> Callable[[], bool]:
-        """Start to write a micro-batch's activations; return a function that tells whether that is
-        complete.
-        """
+        """Start to write activations; return a function that tells whether that is complete."""
         kept = self._of(action)
         tensors = kept.notes.alone()
         kept.content = list(map(self._blocks.content, tensors))
@@ -188,9 +180,7 @@ class ActivationOffloader:
             self._resize(content, 0)
 
     def reload(self, action: Action) -> Callable[[], bool]:
-        """Allocate memory, and start to read; return a function that tells whether that is
-        complete.
-        """
+        """Allocate memory, start to read; return a function that tells whether it is complete."""
         kept = self._of(action)
         for content, size in zip(kept.content, kept.sizes, strict=True):
             self._resize(content, size)
@@ -208,9 +198,7 @@ class ActivationOffloader:
         return kept is None or kept.moving is None or kept.moving.done()
 
     def release(self, action: Action) -> None:
-        """Wait until all activations that a backward needs are resident, and leave them to
-        autograd.
-        """
+        """Wait until a backward's activations are resident, and leave them to autograd."""
         if (kept := self._kept.pop((action.stage, action.microbatch), None)) is not None:
             kept.wait()
             kept.notes.forget()

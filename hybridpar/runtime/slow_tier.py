@@ -35,9 +35,7 @@ class SlowTier:
     """
 
     def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
-        """Start to write flat tensors of bytes; return the place to read them from, and the
-        move.
-        """
+        """Start to write flat tensors of bytes; return where to read them, and the move."""
         return None, self.read(None, content)
 
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
@@ -50,9 +48,7 @@ class SlowTier:
         """Restart the means below, without the moves that are complete."""
 
     def seconds_per_move(self) -> tuple[float, float]:
-        """Return the mean seconds of a write and of a read, without waiting for their turn; 0 if
-        there was none.
-        """
+        """Return the mean seconds of a write and of a read without waits for their turn, or 0."""
         return 0.0, 0.0
 
     def work_per_move(self) -> tuple[float, float]:
@@ -64,9 +60,7 @@ class SlowTier:
 
 
 class _PiecedTier(SlowTier):
-    """A slow tier in pieces of `piece` bytes, with a thread for each direction. It grows as
-    needed.
-    """
+    """A slow tier in pieces of so many bytes, with a thread each way. It grows as needed."""
 
     def __init__(self, piece: int):
         self._piece = piece
@@ -186,9 +180,7 @@ class FileTier(_PiecedTier):
 
 
 def in_host_memory(device: torch.device) -> bool:
-    """Return whether activations of this device are offloaded to its host's memory, rather than to
-    a file.
-    """
+    """Return whether a device's activations go to its host's memory, rather than to a file."""
     return device.type == "cuda"
 
 

@@ -236,9 +236,7 @@ class StateMoves:
         self._tiers.hold(item - self._first, until)
 
     def _move_item(self, action: Action) -> None:
-        """Start to move an item. If its batch was cut off it was never created, so nothing is
-        released.
-        """
+        """Start to move an item. One of a batch that was cut off may never have been created."""
         self._memory.forget()
         number = action.microbatch - self._first
         if action.kind is Kind.FETCH:

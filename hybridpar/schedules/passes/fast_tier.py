@@ -63,18 +63,14 @@ class Reductions(Generic[_T]):
         )
 
     def num_into_leaving(self) -> int:
-        """Return the number of reductions that must be complete before all leaving shards are
-        free.
-        """
+        """Return how many reductions must be complete before all leaving shards are free."""
         return max(
             (i for i, item in enumerate(self, 1) if self._shards.get(item) in self.leaving),
             default=0,
         )
 
     def delays(self, action: Action) -> bool:
-        """Return whether an action evicts a shard that is still added to; the eviction is then
-        delayed.
-        """
+        """Return whether an action evicts a shard that is still added to; it is then delayed."""
         shard = action.microbatch
         delayed = action.kind in (Kind.RELEASE, Kind.DROP) and any(
             self._shards.get(item) == shard for item in self
@@ -88,9 +84,7 @@ class Reductions(Generic[_T]):
         self._under_way.append((item, over))
 
     def complete(self) -> tuple[int, _T, Action | None]:
-        """Remove the oldest reduction, which is complete, and return it with the eviction that it
-        has delayed, if any.
-        """
+        """Remove the oldest reduction, now complete; return it and the eviction it has delayed."""
         self._num_older = max(self._num_older - 1, 0)
         item, over = self._under_way.popleft()
         return item, over, self.leaving.pop(self._shards.get(item, -1), None)
@@ -162,9 +156,7 @@ class FastTiers:
         return next((tier for tier in self.tiers if tier.pool.away is Away.STORE), None)
 
     def accesses(self, action: Action) -> Iterator[tuple[FastTier, Access]]:
-        """Yield the accesses of an action, each with the tier of its item. A move accesses items of
-        other tiers alone.
-        """
+        """Yield an action's accesses, with their tiers. A move accesses only other tiers."""
         for tier in self.tiers:
             if not tier.pool.moves(action):
                 for access in tier.pool.accessed(action):
@@ -179,9 +171,7 @@ class FastTiers:
         return self._changed.get(item, False)
 
     def lacking(self, action: Action, away: Away) -> list[int]:
-        """Return the items of a kind of pool that the action creates in the tier, because they are
-        not there before.
-        """
+        """Return the items of a kind of pool that the action creates in their tier."""
         return [
             item
             for tier, (item, mode) in self.accesses(action)
@@ -290,9 +280,7 @@ class FastTiers:
 
 
 class FastActivations:
-    """Follows the activations of a rank's micro-batches, which may be offloaded between forward and
-    backward.
-    """
+    """Follows activations, which may be offloaded between a micro-batch's forward and backward."""
 
     def __init__(self) -> None:
         self._num_moves: dict[tuple[int, int], int] = {}  # by stage and micro-batch

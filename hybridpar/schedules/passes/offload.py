@@ -32,9 +32,7 @@ and be read back."""
 
 
 def most_away(schedule: Schedule, shape: PipelineShape, rank: int) -> int:
-    """Return how many micro-batches of a rank can be offloaded at once, counted on each of its
-    stages.
-    """
+    """Return how many micro-batches of a rank, counted by stage, can be offloaded at once."""
     return max(schedule.max_live_activations(shape, rank) - _LEAST, 0)
 
 

@@ -240,9 +240,7 @@ class _Step:
 
 
 class _Pass:
-    """Three ranges of the plan: read but not decided, decided but still open for moves after it,
-    and yielded.
-    """
+    """Three ranges of the plan: read, decided but still open for moves after it, and yielded."""
 
     def __init__(self, actions: Iterable[Action], pool: Pool, ahead: int, batches: int):
         self._source = iter(actions)

@@ -38,7 +38,6 @@ class MemoryMoves:
     """The engines of all ranks, connected with the ranks.
 
     Args:
-        ranks: The ranks.
         costs: Times of moves. Collectives have `costs.shared`, if it is set.
         pools: By rank, the items that it moves; moves of the other ranks take no time.
     """
@@ -89,21 +88,12 @@ class MemoryMoves:
                 rank.stalls[step] = start - rank.clock
 
     def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
-        """Return the rank's own time for a move of a kind, by stage and item. homes: ranks of the
-        stages.
-        """
+        """Return the rank's own time for a move, by stage and item. homes: ranks of the stages."""
         return [self._engines[rank].work(kind) for rank in homes]
 
 
 class RankEngines:
-    """The engines of a rank, and the times from which its items and activations are in memory.
-
-    Args:
-        pools: The rank's items.
-        costs: As in MemoryMoves.
-        rank: Number of the rank.
-        num_ranks: Ranks of the pipeline.
-    """
+    """The engines of a rank, and the times from which its items and activations are in memory."""
 
     def __init__(self, pools: Sequence[Pool], costs: Costs, rank: int, num_ranks: int):
         self.pools = pools
@@ -131,9 +121,7 @@ class RankEngines:
         return found
 
     def ready(self, action: Action) -> float:
-        """Return the time at which all that an action accesses is resident, and all reductions that
-        it waits for are complete.
-        """
+        """Return when an action's memory is resident and the reductions it waits for are over."""
         found = 0.0
         if action.kind is Kind.EVICT or _needs_activations(action.kind):
             found = self._moved.get((action.stage, action.microbatch), 0.0)
@@ -207,9 +195,7 @@ class RankEngines:
         return expand(costs.fetch if is_fetch else costs.release, self._num_ranks)[self._rank]
 
     def _has_room(self, tier: FastTier, items: Sequence[int], room: int) -> float:
-        """Return the time from which there is room for items that are not resident, when none of
-        them is still leaving.
-        """
+        """Return when there is room for items that are not resident, and none is leaving."""
         found = max((self._gone.get(item, 0.0) for item in items), default=0.0)
         if tier.pool.away is not Away.STORE:
             return found

@@ -41,11 +41,6 @@ class AccessMap:
         gradients of a segment   added to by B I W; after REDUCE all are in the shards
         RELEASE of gradients     adds to the shard; the first B or I writes it
 
-    Args:
-        memory: The memory that holds the items.
-        state: The rank's state.
-        shape: The shape of the pipeline.
-
     Attributes:
         chunks: The unsharded chunks.
         first: Number of the first item that is no unsharded chunk.
@@ -229,9 +224,7 @@ class AccessMap:
         return tuple(accesses)
 
     def _of_shard(self, kind: Kind, number: int) -> _Accesses:
-        """Return the shard that a FETCH of weights reads, or that a RELEASE of gradients adds
-        to.
-        """
+        """Return the shard that a FETCH of weights reads, or a RELEASE of gradients adds to."""
         is_reduced = number in self.reduced
         if number not in self.shards or is_reduced is not (kind is Kind.RELEASE):
             return ()

@@ -100,9 +100,7 @@ class Memory:
         return HostMemory(self.device)
 
     def for_optimizer(self, uses: Callable[[str], BufferUsage]) -> StateMemory | None:
-        """Return the memory for the optimizer's state; None: the device's. uses: returns a
-        parameter's use by its name.
-        """
+        """Return the memory for optimizer state; None: the device's. uses: by parameter name."""
         return None
 
     def seal(self, allocate: Callable[[], object], unsharded: int) -> None:
@@ -118,15 +116,11 @@ class Memory:
         return nullcontext()
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which the chunks of these views are resident and may be written. Use
-        it only while no plan runs.
-        """
+        """Return a context to write these views' chunks in. Use it only while no plan runs."""
         return nullcontext()
 
     def read(self, view: Tensor) -> Tensor:
-        """Return the view, or a view of a copy with equal content. Read it at once, and do not
-        write to it.
-        """
+        """Return the view, or a copy of equal content. Read it at once; do not write to it."""
         return view
 
     def forget(self) -> None:
@@ -168,9 +162,7 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
 
 
 def block_of(name: str) -> int:
-    """Return the number of a parameter's block: 3 for blocks.3.mlp.up.weight; -1 for a parameter
-    outside all blocks.
-    """
+    """Return the number of a parameter's block: 3 for blocks.3.mlp.up.weight; -1 outside blocks."""
     number = name.split(".")[1] if name.startswith("blocks.") else ""
     return int(number) if number.isdecimal() else -1
 

@@ -73,9 +73,7 @@ class HostStore:
 
 
 class _Passed:
-    """A marker that is done once the launch thread's stream has reached the point at which it was
-    created.
-    """
+    """A marker that is done once the launch thread's stream has reached its creation."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event()
@@ -114,9 +112,7 @@ class DeviceTieredMemory(TieredMemory):
         return tiers
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which views of a chunk can be made. Before `seal` its content is lost
-        afterwards.
-        """
+        """Return a context to make views of a chunk. Before `seal` it then loses its content."""
         if (number := self.number_of(chunk)) is None:
             return super().viewing(chunk)
         region = self._regions[number]

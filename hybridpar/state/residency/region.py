@@ -53,9 +53,7 @@ class TensorRegion:
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def another(self) -> TensorRegion:
-        """Return a region of the same size, filled with zeros, allocated on the current stream for
-        the launch thread to read.
-        """
+        """Return a region of the same size, zeros, on the current stream: the launch thread's."""
         found = TensorRegion(torch.empty_like(self.tensor))
         found.clear()
         return found
@@ -70,9 +68,7 @@ class TensorRegion:
 
 @contextmanager
 def taken(regions: Iterable[TensorRegion]) -> Iterator[None]:
-    """Give these regions memory while in this context. The content of regions that had none before
-    is lost afterwards.
-    """
+    """Give regions memory in this context. If they had none, their content is then lost."""
     absent = [region for region in regions if not region.is_here]
     for region in absent:
         region.take()

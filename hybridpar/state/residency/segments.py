@@ -36,9 +36,7 @@ class Segments:
 
     @staticmethod
     def of(config: Config, split: Mapping[int, range]) -> Segments:
-        """Create the segments that a configuration asks for. split: the blocks of each stage of the
-        rank.
-        """
+        """Create the configured segments. split: the blocks of each stage of the rank."""
         found = {
             stage: cut_into_parts(config, blocks) or (blocks,) for stage, blocks in split.items()
         }

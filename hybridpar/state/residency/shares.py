@@ -128,9 +128,7 @@ class ShardedMemory(Memory):
         return self._allocating(*views)
 
     def _allocating(self, *views: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which the chunks of these views are allocated. Their content is lost
-        afterwards: the shards keep it.
-        """
+        """Return a context that allocates these views' chunks, and then loses their content."""
         if not self.chunks:
             return nullcontext()
         return taken(chunk for chunk in self.chunks if any(map(chunk.holds, views)))
@@ -269,17 +267,13 @@ class Shares:
 
     @torch.no_grad()
     def gather(self, use: BufferUsage) -> Works:
-        """Start to gather an unsharded chunk, whose memory is allocated. Collectives: an all-gather
-        for each of its buckets.
-        """
+        """Start to gather an allocated chunk. Collectives: an all-gather for each bucket."""
         for share, part in self._pairs(self.names(use)):
             part.copy_(share)
         return self.partition.gather(self._unwatched, lambda other: other == use)
 
     def reduce_scatter(self, use: BufferUsage) -> Works:
-        """Start to reduce an unsharded chunk over replicas, for `take`. Collectives: a
-        reduce-scatter for each bucket.
-        """
+        """Start to reduce a chunk, for `take`. Collectives: a reduce-scatter for each bucket."""
         return self.partition.reduce_scatter(self._unwatched, lambda other: other == use)
 
     def names(self, use: BufferUsage) -> list[str]:

@@ -68,9 +68,7 @@ class DiskStore:
         return True
 
     def read(self, item: int, into: memoryview) -> None:
-        """Read an item into `into`: whole pages, starting at a page boundary. Raises:
-        HybridparError.
-        """
+        """Read an item into whole pages, from a page boundary on. Raises: HybridparError."""
         self._move(os.preadv, "read", item, into)
 
     def write(self, item: int, content: memoryview) -> None:

@@ -65,9 +65,7 @@ class ItemMemory(ShardedMemory):
         return self
 
     def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
-        """Return zeros of the slots' shapes, an item for each use. what: name of the optimizer
-        state.
-        """
+        """Return zeros of the slots' shapes, an item for each use. what: name of the state."""
         found: dict[str, Tensor] = {}
         for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
             names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
@@ -134,9 +132,7 @@ class TieredMemory(ItemMemory):
         self.tiers = self._make_tiers(pinned, self.budget - unsharded, sizes)
 
     def _make_tiers(self, pinned: frozenset[int], budget: int, sizes: Sequence[int]) -> Tiers:
-        """Create the tiers, with these sizes in the slow one. pinned: items that are always
-        resident.
-        """
+        """Create the tiers; sizes: in the slow one; pinned: items that are always resident."""
         return Tiers(self._regions, pinned, budget, DiskStore(self.folder, sizes), SparePages())
 
     def close(self) -> None:

@@ -92,8 +92,6 @@ class Tiers:
     Args:
         regions: Memory of each item.
         pinned: Numbers of the items that are always resident.
-        budget: Bytes of memory.
-        store: The slow tier.
         spare: Keeps freed memory for other items.
         mark: Returns a marker that is done once the caller's work so far is complete; None: work is
             complete when its call returns.
@@ -198,9 +196,7 @@ class Tiers:
         return self.items[number].where in (Where.ABSENT, Where.LEAVING)
 
     def await_item(self, number: int, *, changing: bool = False) -> None:
-        """Return once an item that was fetched is resident. `changing`: its content is about to
-        change.
-        """
+        """Return once a fetched item is resident. changing: its content is about to change."""
         item = self.items[number]
         if item.where is not Where.HERE:
             assert item.where is Where.ARRIVING, (

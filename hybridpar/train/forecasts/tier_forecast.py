@@ -101,9 +101,7 @@ def search_segments(job: JobPlan, rank: int = 0) -> list[SegmentForecast]:
 
 
 def segments_line(job: JobPlan, tiers: Sequence[TierForecast]) -> str:
-    """Return a line about the best number of segments, for the rank whose tiers move most; empty
-    if nothing moves.
-    """
+    """Return a line on the best number of segments for the rank that moves most, or ""."""
     moved = [sum(tier.moved) for tier in tiers]
     if not any(moved):
         return ""
