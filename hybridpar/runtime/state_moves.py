@@ -143,6 +143,8 @@ class StateMoves:
         """Wait for the state that the action accesses and for reduce-scatters that are due. Then
         create what it writes first, and mark what it changes.
         """
+        if not self.accesses.num_bytes:  # all state stays
+            return
         chunks, items = self._split(action)
         for item, mode in chunks:
             if mode is Mode.READ:

@@ -136,6 +136,9 @@ class FastTiers:
             FastTier(pool, pool.room.follow(), pool.room.most, pool.start_bytes) for pool in pools
         ]
         self._tier_of = {item: tier for tier in self.tiers for item in tier.pool.items}
+        self._accesses = pools[0].accesses if pools else _no_accesses
+        # the action whose accesses were found last
+        self._newest: tuple[Action | None, Sequence[tuple[FastTier, Access]]] = (None, ())
         # by item in its fast tier: whether it is changed
         self._changed: dict[int, bool] = {}
         self._void: set[int] = set()
@@ -155,12 +158,18 @@ class FastTiers:
         """The tier of the items that are in a slow tier otherwise, if there is one."""
         return next((tier for tier in self.tiers if tier.pool.away is Away.STORE), None)
 
-    def accesses(self, action: Action) -> Iterator[tuple[FastTier, Access]]:
-        """Yield an action's accesses, with their tiers. A move accesses only other tiers."""
-        for tier in self.tiers:
-            if not tier.pool.moves(action):
-                for access in tier.pool.accessed(action):
-                    yield tier, access
+    def accesses(self, action: Action) -> Sequence[tuple[FastTier, Access]]:
+        """Return an action's accesses, with their tiers. A move accesses only other tiers."""
+        if action is not self._newest[0]:
+            self._newest = action, self._find_accesses(action)
+        return self._newest[1]
+
+    def _find_accesses(self, action: Action) -> list[tuple[FastTier, Access]]:
+        moving = self.moving(action)
+        if action.kind in PER_ITEM and (moving is None or moving.pool.away is Away.STORE):
+            return []
+        tiers = [(self._tier_of.get(access.item), access) for access in self._accesses(action)]
+        return [(tier, access) for tier, access in tiers if tier is not None and tier is not moving]
 
     def moving(self, action: Action) -> FastTier | None:
         """Return the tier whose item an action moves, if it moves one."""
@@ -277,6 +286,10 @@ class FastTiers:
 
     def _num_bytes(self, item: int) -> int:
         return self._tier_of[item].pool.num_bytes[item]
+
+
+def _no_accesses(action: Action) -> Sequence[Access]:
+    return ()
 
 
 class FastActivations:

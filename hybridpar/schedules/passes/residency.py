@@ -131,8 +131,8 @@ class Pool:
     """Items of a rank's state that share a fast tier.
 
     Attributes:
-        accesses: Returns the accesses of an action, also to items of other pools; no item occurs
-            twice. A move may access an item of another pool.
+        accesses: Returns the accesses of an action to items of all pools; no item occurs twice. A
+            move may access an item of another pool. All pools of a rank have the same function.
         num_bytes: Bytes of each item, in all pools.
         room: The size of the fast tier.
         pinned: Items that are always in it.
