@@ -254,7 +254,10 @@ class AccessMap:
         modes = {f"gradients/{buffer}": Mode.READ, "master": Mode.UPDATE}
         if self.state.weights.master is None:
             modes[f"weights/{old}"] = Mode.READ
-        modes[f"weights/{new}"] = Mode.UPDATE if modes.get(f"weights/{new}") else Mode.WRITE
+        # a host that updates a part of the group has written that part before
+        keeps_part = kind is Kind.UPDATE and self.state.host is not None
+        keeps = keeps_part or f"weights/{new}" in modes
+        modes[f"weights/{new}"] = Mode.UPDATE if keeps else Mode.WRITE
         updated = (
             Access(i, modes.get(item.kind, Mode.UPDATE))
             for i, item in self.moving.items()
