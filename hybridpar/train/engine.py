@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import StageTransport
 from hybridpar.runtime.state_moves import StateMoves
-from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action
+from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.schedules.passes.lowering import forward_actions, lower
 from hybridpar.schedules.schedule_table import Schedule, drained
 from hybridpar.state import RankState, StatePolicy
@@ -261,12 +261,19 @@ class Engine:
         """
         m = self.shape.num_microbatches
         results = self.batch_actions.results
+        is_cut = False
         for action in actions:
             batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // m
-            if action.kind in PER_ITEM or batch < results.end:
+            if (
+                is_cut and action.kind is Kind.DROP
+            ):  # the update that would make it again may be cut
+                yield replace(action, kind=Kind.RELEASE)
+            elif action.kind in PER_ITEM or batch < results.end:
                 yield action
             elif self.batches_done >= results.end:
                 return
+            else:
+                is_cut = True
 
     # -- checkpoints
 

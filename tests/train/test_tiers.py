@@ -267,6 +267,22 @@ def test_items_and_shares_of_replicas_are_saved_and_stopped(
     assert min(run_ranks(resumed, ranks, config, tmp_path)) > 0
 
 
+def test_a_stop_keeps_the_weights_that_the_next_batch_reads(tmp_path: Path) -> None:
+    """2bw trains a batch on the version before the newest one. A batch that is cut off has read it
+    last, and its update would have overwritten it."""
+    config = make(
+        {"num_layers": 2}, pipeline={"schedule": "2bw"}, train={"dtype": "bf16", "num_steps": 60}
+    )
+    plain, tight = (build(config, tmp_path, share) for share in (None, 0.0))
+    for engine in (plain, tight):
+        stop = engine.request_stop
+        engine.train(samples(engine), 50, lambda result, stop=stop: stop())  # type: ignore[misc]
+        engine.request_stop(False)
+        assert 1 < engine.batches_done < 20
+    train(tight, 2).check(train(plain, 2))
+    assert close(tight) > 0
+
+
 @pytest.mark.thorough
 @pytest.mark.ranks
 def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
