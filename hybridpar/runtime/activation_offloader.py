@@ -115,9 +115,8 @@ class _Kept:
     """Activations that a micro-batch keeps on a stage.
 
     Attributes:
-        notes: The saved memory.
         content: Blocks that move.
-        sizes: Bytes of each block that moves.
+        sizes: Bytes of each.
         place: Where the slow tier holds them.
         moving: The move under way.
     """
@@ -139,7 +138,6 @@ class ActivationOffloader:
 
     Args:
         tier: Holds what is offloaded; None: the plan offloads nothing.
-        blocks: Finds blocks of memory.
 
     Attributes:
         listeners: Called with each block freed or allocated.

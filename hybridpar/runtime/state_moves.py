@@ -33,9 +33,7 @@ class StateMoves:
     shard stays until the reduce-scatters into it are complete.
 
     Args:
-        accesses: The items that each action accesses.
         rooms: The size of the fast tier; None: items do not move between tiers.
-        activations: Offloads activations.
 
     Raises:
         ConfigError: Memory is too small for any plan.

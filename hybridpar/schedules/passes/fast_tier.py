@@ -99,7 +99,6 @@ class FastTier:
     """The fast tier of a pool.
 
     Attributes:
-        pool: The pool.
         room_of: Returns its size, for each action in order.
         room: Its size while the newest action runs; moves have the room of both neighbours.
         next_room: Its size while the next action runs, once that is known.

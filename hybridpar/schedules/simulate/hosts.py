@@ -31,8 +31,7 @@ class HostEngines:
     Args:
         times: Time to copy the gradients of all groups, of their update, and to copy the weights.
         shares: Relative size of each group.
-        cores: Cores that copies and updates use, on which ranks compute; None: they use no such
-            cores.
+        cores: Cores that copies and updates share with ranks; None: they share none.
         arrived: Called when a group of the weights has arrived.
     """
 

@@ -173,7 +173,6 @@ def cut(
     """Cut a layout into chunks, joining neighbouring parameters of equal use.
 
     Args:
-        layout: The layout.
         use: Returns a parameter's use by its name.
         absent: Parameters that get no memory.
     """

@@ -34,8 +34,6 @@ class WholeChunk(TensorRegion):
 
     Args:
         kind: Kind of state, with its number: 'weights/0', 'gradients/1'.
-        use: How the chunk is used.
-        tensor: Its tensor.
         listeners: Called with the chunk when it has been allocated or freed.
 
     Attributes:
@@ -81,7 +79,6 @@ class ShardedMemory(Memory):
     allocated. All other state is allocated once and kept.
 
     Args:
-        device: The device.
         sharded: Prefixes of the kinds of state that replicas shard (StatePolicy.moved_kinds).
         chunk: Class of the unsharded chunks.
 
@@ -159,7 +156,6 @@ class Shares:
     Args:
         partition: The shards that this rank updates.
         whole: The unsharded buffer.
-        memory: Allocates the shards.
         kind: Kind of state of the unsharded buffer.
         of_all: Also have shards of the chunks that stay.
         buffer: Memory of the shards; None: allocate it.

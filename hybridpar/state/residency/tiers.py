@@ -51,9 +51,7 @@ class Item:
     """One item: its memory, and where it is.
 
     Attributes:
-        region: Its memory.
         pinned: It is always resident.
-        where: Its location.
         changed: The store lacks its content.
         written: The store has some content of it.
         used: When it was last requested, by a counter.
@@ -90,7 +88,6 @@ class Tiers:
     An error of the store is raised by the next call.
 
     Args:
-        regions: Memory of each item.
         pinned: Numbers of the items that are always resident.
         spare: Keeps freed memory for other items.
         mark: Returns a marker that is done once the caller's work so far is complete; None: work is

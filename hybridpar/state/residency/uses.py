@@ -37,7 +37,6 @@ def uses_of(
 
     Args:
         parts: Blocks of each segment.
-        placements: Placement of each parameter.
         blocks: The blocks that have a parameter; a tied one may be in several.
         elementwise: Every element is updated independently; else all are updated together.
         alone: The pipeline has one rank. Else a tied weight stays, too, because its gradient waits

@@ -85,7 +85,6 @@ class _RankNeeds:
 
     Attributes:
         rank: Rank of the pipeline.
-        host: Name of the host.
         moved: Bytes of one micro-batch that are offloaded, on one stage.
         others: Host memory of the optimizer and of checkpoints.
         room: Memory that the host has left.
