@@ -13,6 +13,7 @@ from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.residency import Access, Budget, Pool, add_residency
 from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
+from hybridpar.schedules.simulate.hosts import HostEngines
 from hybridpar.schedules.simulate.simulator import StuckError, simulate
 
 SWEEP = "FETCH0@0 F0@0v0 RELEASE0@0 FETCH1@0 F0@0.1v0 B0@0.1v0 RELEASE1@0 FETCH0@0 B0@0v0"
@@ -113,6 +114,15 @@ def test_spare_room_hides_moves():
 
     assert time(3, 0) > 48 + 8 * 2  # parts of a forward take 1 each
     assert time(3, 2) <= 48 + 2
+
+
+def test_a_host_makes_one_of_many_groups_while_others_are_copied():
+    engines = HostEngines((1.0, 1.0, 1.0), [1.0] * 2000)
+    engines.send(0.0)
+    assert engines.begin(0.0) == pytest.approx(1 + 2 / 2000)
+    assert engines.ready(0) == pytest.approx(3 / 2000)
+    engines.send(5.0)
+    assert engines.ready(1999) == pytest.approx(1 + 2 / 2000), "of the batch that was begun"
 
 
 def test_a_missing_fetch_is_waited_for_forever():
