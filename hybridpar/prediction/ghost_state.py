@@ -10,11 +10,10 @@ from typing import TypeVar
 import torch
 
 from hybridpar.job import JobPlan
-from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import ghost_memory
-from hybridpar.runtime.stage import Stage
+from hybridpar.runtime.stage import Stage, build_held_blocks
 from hybridpar.schedules.passes.residency import Budget, Pool
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.pipeline_shape import PipelineShape
@@ -41,16 +40,9 @@ class GhostState:
         place = grid.pp.rank
         policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
         memory = ghost_memory(config, tracker.device, policy)
-        stage = Stage(
-            build_blocks(
-                config.model,
-                grid.tp,
-                [number for blocks in job.held(place).values() for number in blocks],
-                options=BlockOptions.of(config, grid),
-                dtype=policy.dtype,
-            )
-        )
-        state = RankState(stage, grid, policy, memory, segments=job.segments(place))
+        segments = job.segments(place)
+        stage = Stage(build_held_blocks(config, grid, segments, policy))
+        state = RankState(stage, grid, policy, memory, segments=segments)
         return cls(job, state, memory)
 
     @property

@@ -8,12 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridpar.autograd import recomputed
-from hybridpar.config import ModelSpec
+from hybridpar.config import Config, ModelSpec
+from hybridpar.grid import ProcessGrid
 from hybridpar.models.blocks import Losses, MicroBatch
-from hybridpar.models.build import Recomputation
+from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
 from hybridpar.nn.recomputable import Recomputable
 from hybridpar.random import RandomKey
 from hybridpar.runtime.packing import Packing
+from hybridpar.state import StatePolicy
+from hybridpar.state.residency.segments import Segments
 
 KEEP_ALL = Recomputation()
 Input = Tensor | Callable[[], Tensor] | None
@@ -84,3 +87,12 @@ class Stage(nn.Module):
         if isinstance(out, Recomputable):
             out = out.value
         return out if self._out is None else self._out.pack(out)
+
+
+def build_held_blocks(
+    config: Config, grid: ProcessGrid, segments: Segments, states: StatePolicy
+) -> dict[int, nn.Module]:
+    """Build the blocks of this rank's stages on the meta device, keyed by block number."""
+    numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
+    options = BlockOptions.of(config, grid)
+    return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)

@@ -17,7 +17,6 @@ from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.build import BlockOptions, build_blocks
 from hybridpar.models.custom_blocks import context_of
 from hybridpar.models.heads import ACCURACY
 from hybridpar.prediction.predict import rooms_of
@@ -26,13 +25,13 @@ from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.runtime.executor import Executor
 from hybridpar.runtime.graphs import MicroBatchGraphs
 from hybridpar.runtime.slow_tier import FileTier, HostTier, in_host_memory
-from hybridpar.runtime.stage import Stage
+from hybridpar.runtime.stage import Stage, build_held_blocks
 from hybridpar.runtime.stage_transport import StageTransport
 from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.schedules.passes.lowering import forward_actions, lower
 from hybridpar.schedules.schedule_table import Schedule, drained
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.state import RankState
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
 from hybridpar.state.residency.access_map import AccessMap
@@ -341,15 +340,6 @@ class Engine:
 
 
 # -- decisions of the constructor
-
-
-def build_held_blocks(
-    config: Config, grid: ProcessGrid, segments: Segments, states: StatePolicy
-) -> dict[int, nn.Module]:
-    """Build the blocks of this rank's stages on the meta device, keyed by block number."""
-    numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
-    options = BlockOptions.of(config, grid)
-    return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)
 
 
 def build_stages(
