@@ -103,6 +103,7 @@ class FastTier:
         room: Its size while the newest action runs; moves have the room of both neighbours.
         next_room: Its size while the next action runs, once that is known.
         num_bytes: Bytes in it.
+        fetched, written: Bytes that FETCH has moved so far, and changed bytes that RELEASE has.
     """
 
     pool: Pool
@@ -110,6 +111,8 @@ class FastTier:
     room: int
     num_bytes: int
     next_room: int | None = None
+    fetched: int = 0
+    written: int = 0
 
     def room_for(self, action: Action) -> int:
         """Return its size while the next action runs."""
@@ -127,7 +130,6 @@ class FastTiers:
         tiers: The fast tier of each pool.
         reductions: The reductions of gradients that are under way.
         created: Gradients that the newest action creates.
-        fetched, written: Bytes that FETCH has moved so far, and changed bytes that RELEASE has.
     """
 
     def __init__(self, pools: Sequence[Pool]):
@@ -148,7 +150,6 @@ class FastTiers:
             shards |= pool.shards
         self.reductions: Reductions[float] = Reductions(shards)
         self.created: list[int] = []
-        self.fetched = self.written = 0
 
     # -- what is in the tiers
 
@@ -274,10 +275,10 @@ class FastTiers:
                 return "the item has no content"
             self._changed[item] = False
             tier.num_bytes += self._num_bytes(item)
-            self.fetched += self._num_bytes(item)
+            tier.fetched += self._num_bytes(item)
             return ""
         if self._changed.pop(item) and action.kind is Kind.RELEASE:
-            self.written += self._num_bytes(item)
+            tier.written += self._num_bytes(item)
         tier.num_bytes -= self._num_bytes(item)
         if action.kind is Kind.DROP:
             self._void.add(item)

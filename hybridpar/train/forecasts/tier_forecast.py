@@ -205,13 +205,15 @@ def moved(
 
     The run starts with all state in the slow tier.
     """
-    pool = accesses.tiers(room)
-    fast = FastTiers([pool])
+    *pools, tiers = accesses.pools(room)
+    fast = FastTiers([*pools, tiers])
+    assert fast.store is not None
     marks = []
-    for action in add_residency(actions, [pool]):
+    for action in add_residency(actions, [tiers]):
         is_update = action.kind is Kind.UPDATE and action.part == 0
         if is_update and action.microbatch in (batches.start, batches.stop):
-            marks.append((fast.fetched, fast.written))
-        fast.follow(action)
+            marks.append((fast.store.fetched, fast.store.written))
+        fault = fast.follow(action)
+        assert not fault, fault
     (read_before, written_before), (read, written) = marks
     return read - read_before, written - written_before
