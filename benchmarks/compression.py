@@ -49,7 +49,8 @@ from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.prediction import predict
 from hybridpar.state import GradientReducer, Partition, Route, StatePolicy
-from hybridpar.state.compression import Compression
+from hybridpar.state.compression import BatchGradients, Compression
+from hybridpar.state.gradients import BlockParts
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import Memory
 from hybridpar.train.engine import Engine
@@ -79,6 +80,8 @@ SITES: dict[str, dict[str, Any]] = {
 }
 """Trainings that sum no gradients: settings of the outer step. mean: what sites go on with is their
 mean."""
+ONE_BY_ONE = "sbpca, a block each"
+"""sbpca with as many blocks as micro-batches."""
 WHOLE = 2
 BATCHES = 12
 MEANING = (
@@ -97,7 +100,8 @@ def settings_of(method: str) -> CompressionConfig:
 
 def policy_of(method: str, dp: int) -> StatePolicy:
     """Return the state policy of a replica that compresses its gradients so."""
-    config = replace(from_mapping({"parallel": {"dp": dp}}), compression=settings_of(method))
+    sections = {"parallel": {"dp": dp}, "pipeline": {"num_microbatches": BLOCKS}}
+    config = replace(from_mapping(sections), compression=settings_of(method))
     return JobPlan(config).state_policy(num_versions=1, num_gradient_buffers=1)
 
 
@@ -230,20 +234,22 @@ def arrived() -> dict[str, dict[str, float]]:
             for name, view in layout.views(flat).items():
                 view.copy_(gradients[name])
             if compression is not None:
-                compression.begin(
-                    batch,
-                    {
-                        name: [Product(torch.eye(len(x)) / BLOCKS, x)] * BLOCKS
-                        for name, x in gradients.items()
-                        if name in compression.factored
-                    },
-                )
+                factors: BlockParts = {
+                    (name, block): [Product(torch.eye(len(x)) / BLOCKS, x)]
+                    for name, x in gradients.items()
+                    if name in compression.factored
+                    for block in range(BLOCKS)
+                }
+                compression.expect(BatchGradients(batch, factors))
+                compression.open()
             reducer.arm(flat)
             reducer.flush()
             reducer.wait()
+            applied = layout.views(flat)
             if compression is not None:
-                compression.feedback.close(made=True)
-            _note(totals, gradients, layout.views(flat))
+                applied |= {name: compression.total(name) for name in compression.kept_as_factors}
+                compression.close(made=True)
+            _note(totals, gradients, applied)
         sent = None if compression is None else compression.sent
         found[method] = _share(totals, 1.0 if sent is None else sent.num_bytes / sent.whole_bytes)
     module = Given()
@@ -295,11 +301,11 @@ def memory(shape_name: str, m: int) -> dict[str, list[float]]:
     """Predicted peak of one of two replicas, MiB by ZeRO stage, by method."""
     config = engine_config(SHAPES[shape_name], dp=2, num_microbatches=m)
     found = {}
-    for method in METHODS:
-        found[method] = [
-            round(_peak(replace(config, compression=settings_of(method)), zero) / 2**20, 1)
-            for zero in range(4)
-        ]
+    settings = {method: settings_of(method) for method in METHODS}
+    settings[ONE_BY_ONE] = replace(settings["sbpca"], gradients_blocks=m)
+    for name, compression in settings.items():
+        peaks = [_peak(replace(config, compression=compression), zero) for zero in range(4)]
+        found[name] = [round(peak / 2**20, 1) for peak in peaks]
     return found
 
 

@@ -66,8 +66,14 @@ class Footprint:
         waiting: What a micro-batch keeps between I and W.
         early: 1 if I leaves gradients in chunks that replicas shard, else 0.
         late: 1 if W leaves gradients in such chunks, else 0.
-        factors: Inputs of a micro-batch's weight gradients, if these wait until its batch is
-            reduced.
+        factors: Inputs of a micro-batch's weight gradients, if these wait until its block of
+            micro-batches, or its batch, is reduced.
+        num_blocks: Blocks of a batch whose factors are exchanged one after the other; 0: all wait
+            until the batch is reduced.
+        ending: Peak of the backward that ends a block, with a split backward of its W. At most: if
+            the block has more than two micro-batches.
+        ended: The part of the block's factors that is left until the next backward.
+        stepping: Peak of freeing these, at the start of that backward.
         whole_weights: Most bytes of gathered chunks of weights (ZeRO-3).
         whole_gradients: Most bytes of unsharded chunks of gradients (ZeRO-2 and 3).
         moved: The part of `kept` and the input that is moved if activations are offloaded.
@@ -93,6 +99,10 @@ class Footprint:
     weight_gradients: int = 0
     whole_backward: int = 0
     factors: int = 0
+    num_blocks: int = 0
+    ending: int = 0
+    ended: int = 0
+    stepping: int = 0
     whole_weights: int = 0
     whole_gradients: int = 0
     moved: int = 0
@@ -161,6 +171,7 @@ def trace_stage(
         if config.pipeline.split_backward:
             traced.forward(batch)
             whole_backward, _ = traced.backward(first=False, split=False)
+        ending, ended, stepping = traced.block(batch)
         tracker.make_ghosts_of_integers(False)
         whole_weights, whole_gradients = traced.state.unsharded_bytes()
         return Footprint(
@@ -177,6 +188,10 @@ def trace_stage(
             weight_gradients=weight_gradients,
             whole_backward=whole_backward,
             factors=factors,
+            num_blocks=traced.num_blocks,
+            ending=ending,
+            ended=ended,
+            stepping=stepping,
             whole_weights=whole_weights,
             whole_gradients=whole_gradients,
             moved=traced.moved,
@@ -221,6 +236,7 @@ class TracedStage:
         segments = Segments({0: cut_into_parts(config, blocks)}, is_divided=policy.moves)
         self.state = RankState(self.stage, grid, policy, Memory(device), segments=segments)
         self.state.allocate()
+        self._last_microbatch = policy.num_microbatches - 1
         self.shared = frozenset(
             name
             for name in self.state.gradients.layout.names
@@ -322,13 +338,48 @@ class TracedStage:
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 
-    def backward(self, first: bool, *, split: bool = True) -> tuple[int, int]:
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of a batch that are exchanged one after the other, or 0."""
+        compression = self.state.compression
+        return 0 if compression is None or compression.stream is None else len(compression.blocks)
+
+    def block(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
+        """Run the end of a block of micro-batches, and return the peak of its last weight gradients,
+        the bytes of factors that it leaves, and the peak of freeing them.
+        """
+        if not self.num_blocks:
+            return 0, 0, 0
+        assert self.state.compression is not None
+        stop = self.state.compression.blocks[0][1]
+        self.state.begin(0)
+        # of another block, because a batch's first gradients overwrite, and later ones are added
+        self._microbatch(batch, self._last_microbatch)
+        empty = self._start()
+        peak = 0
+        for microbatch in range(max(stop - 2, 0), stop):
+            peak = self._microbatch(batch, microbatch)
+        left = self._start() - empty
+        self.state.bind(0, (0,), microbatch=self._last_microbatch)
+        return peak, left, self.tracker.read().peak - left - empty
+
+    def _microbatch(self, batch: dict[str, Tensor], number: int) -> int:
+        """Run forward and backward, and return the peak of the weight gradients."""
+        self.forward(batch)
+        peak, _ = self.backward(first=False, microbatch=number)
+        return self.apply(number)[0] if self.config.pipeline.split_backward else peak
+
+    def backward(
+        self, first: bool, *, split: bool = True, microbatch: int | None = None
+    ) -> tuple[int, int]:
         """Run an executor's backward, and return its peak and the bytes that wait for W afterwards.
 
         Args:
             first: Whether it is the first backward of a batch.
             split: Whether to run only I, if the backward is split.
+            microbatch: Number of the micro-batch; None: the last one.
         """
+        number = self._last_microbatch if microbatch is None else microbatch
         gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
@@ -337,11 +388,14 @@ class TracedStage:
         before = self._start()
         if gradient is None:
             gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
-        self.state.bind(0, (0,))
-        if split and self.config.pipeline.split_backward:
+        self.state.bind(0, (0,), microbatch=number)
+        split = split and self.config.pipeline.split_backward
+        if split:
             self.state.collect(None)
         if self._edge is not None:
             backward_from(self._edge, gradient)
+        if not split:
+            self.state.end_backward()
         del self._edge, self._input, self._places, gradient
         left = self.tracker.read()
         return left.peak - before, left.current - self._empty
@@ -350,12 +404,14 @@ class TracedStage:
         """Return the parameters of `shared` that have no gradient yet."""
         return self.shared & self.state.gradients.missing(0)
 
-    def apply(self) -> tuple[int, int]:
+    def apply(self, microbatch: int | None = None) -> tuple[int, int]:
         """Run an executor's W, and return its peak and the bytes that the micro-batch still
         keeps."""
         before = self._start()
         if self.config.pipeline.split_backward:
-            self.state.apply(None)
+            number = self._last_microbatch if microbatch is None else microbatch
+            self.state.apply(None, microbatch=number)
+            self.state.end_backward()
         left = self.tracker.read()
         return (
             left.peak - before,

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridpar.prediction.footprint import Footprint
 from hybridpar.prediction.ghost_state import StateFootprint
+from hybridpar.prediction.held_factors import HeldFactors
 from hybridpar.runtime.graphs import num_places
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, Kind
@@ -124,7 +125,8 @@ class MemoryWalk:
         self._sent = 0  # bytes of sends that have not been waited for
         # bytes for another segment or stage of this rank, which has not taken them yet
         self._handed = 0
-        self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
+        self._factors = HeldFactors(self._m)
+        self._freed = 0  # bytes of factors that the action frees first
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=send_window)
         self.num_bytes = 0  # bytes at the peak
@@ -165,15 +167,16 @@ class MemoryWalk:
             self._sent += self._sends[-1]
         elif row.peer_offset:
             self._posted += fp.received if row.flow > 0 else fp.returned
+        self._freed = self._factors.before_backward() if kind in (Kind.B, Kind.I) else 0
         taken = self._take(action, fp) if row.receive else 0
         held = self._compare(action, fp, taken)
         if action.part == 0:
             self._in_flight += row.holds
             self._in_flight_on[action.stage] += row.holds
         if kind in (Kind.B, Kind.W):
-            self._factors[action.microbatch // self._m] += fp.factors
+            self._factors.after_backward(action, fp)
         elif kind in (Kind.NORM, Kind.UPDATE):
-            self._factors.pop(action.microbatch, None)
+            self._factors.drop(action)
         if row.is_offload:
             self._kept += self._moved(action) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif kind is Kind.W:
@@ -241,7 +244,7 @@ class MemoryWalk:
 
     def _compare(self, action: Action, fp: Footprint, taken: int) -> int:
         """Return the memory held while an action runs; record it if it is the largest so far."""
-        activations = self._kept + self._inputs + sum(self._factors.values())
+        activations = self._kept + self._inputs + self._factors.num_bytes
         if action.kind is Kind.RELOAD:
             activations += self._moved(action)
         communication = (
@@ -287,15 +290,26 @@ class MemoryWalk:
     def _transient(self, action: Action, fp: Footprint) -> int:
         """Return the additional bytes of an action while it runs."""
         kind = action.kind
+        if self._freed:
+            return max(self._freed + fp.stepping, self._backward(action, fp))
+        if kind is Kind.W and self._factors.exchanges(action, fp):
+            return fp.ending
         if kind is Kind.F or kind is Kind.W:
             forward = fp.forward + fp.kept * self._evaluates
             return forward if kind is Kind.F else fp.weight_gradients
         if kind is Kind.B or kind is Kind.I:
-            backward = fp.backward if action.microbatch % self._m else fp.first_backward
-            return (fp.whole_backward if kind is Kind.B else 0) or backward
+            return self._backward(action, fp)
         if kind is Kind.UPDATE:
             return self.state.updates[action.part]
         return self.state.norm if kind is Kind.NORM else 0
+
+    def _backward(self, action: Action, fp: Footprint) -> int:
+        """Return the additional bytes of a B or I."""
+        if action.kind is Kind.B and fp.whole_backward:
+            return fp.whole_backward
+        if action.kind is Kind.B and self._factors.exchanges(action, fp):
+            return fp.ending
+        return fp.backward if action.microbatch % self._m else fp.first_backward
 
     def _moved(self, action: Action) -> int:
         """Return the offloaded bytes of a micro-batch."""

@@ -17,6 +17,9 @@ from hybridpar.nn.matmul import add_
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import Buffer, Chunk, Memory
 
+BlockParts = dict[tuple[str, int], list[GradientPart]]
+"""Parts of gradients, by parameter and block of micro-batches."""
+
 
 @dataclass(frozen=True)
 class AccumulationRules:
@@ -25,8 +28,8 @@ class AccumulationRules:
     Attributes:
         defers: Parts of weight gradients may be added after the backward.
         tied: Parameters that are used in several places.
-        factored: Parameters whose parts are never added up: `GradientAccumulator.parts` has them,
-            in the order of the backwards, and the caller who takes them writes the view.
+        factored: Parameters whose parts are never added up: `GradientAccumulator.parts` has them
+            by block of micro-batches, in the order of the backwards, and the caller who takes them writes the view.
         absent: Parameters without a view and without memory.
         method: The value of compression.gradients, for the error that is raised if a `factored`
             parameter gets a dense gradient.
@@ -93,7 +96,9 @@ class GradientAccumulator:
         self._apply_with: (
             Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None] | None
         ) = None
-        self._parts: tuple[dict[str, list[GradientPart]], ...] = tuple({} for _ in self.buffers)
+        self.block = 0
+        """Block of micro-batches that the parts of `factored` parameters are kept with."""
+        self._parts: tuple[BlockParts, ...] = tuple({} for _ in self.buffers)
         self._views = tuple(
             buffer.views(set(layout.names) - rules.absent) for buffer in self.buffers
         )
@@ -203,14 +208,14 @@ class GradientAccumulator:
         index = self._bound_index if index is None else index
         void = self._void[index]
         if name in self.rules.factored:
-            self._parts[index].setdefault(name, []).append(_detached(part))
+            self._parts[index].setdefault((name, self.block), []).append(_detached(part))
         else:
             part.add_to(self._views[index][name], name in void)
         void.discard(name)
 
-    def parts(self, index: int) -> dict[str, list[GradientPart]]:
-        """Return the parts that are not added up, by parameter, of the batch in buffer `index`. The
-        caller removes them.
+    def parts(self, index: int) -> BlockParts:
+        """Return the parts that are not added up, of the batch in buffer `index`. The caller removes
+        them.
         """
         return self._parts[index]
 

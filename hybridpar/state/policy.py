@@ -33,6 +33,8 @@ class StatePolicy:
         fp8: Products of hidden matrices have float8 factors.
         rounds_gradients: Gradients are accumulated and reduced in `dtype`, not in the master copy's.
         is_limited: State moves between the device and a slower tier.
+        num_microbatches: Micro-batches of a replica's batch.
+        num_stages: Stages of a rank.
     """
 
     dtype: torch.dtype
@@ -50,6 +52,8 @@ class StatePolicy:
     fp8: bool = False
     rounds_gradients: bool = False
     is_limited: bool = False
+    num_microbatches: int = 1
+    num_stages: int = 1
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
@@ -70,16 +74,39 @@ class StatePolicy:
             config.train.fp8,
             config.train.gradient_dtype == "bf16",
             config.memory.is_limited,
+            config.pipeline.num_microbatches,
+            config.pipeline.num_virtual_stages,
         )
 
     @property
-    def splits_gradients(self) -> bool:
-        """Whether replicas shard the reduced gradients: ZeRO-2, and ZeRO-1 if gradients are factors
-        and all state stays on the device, because no rank then needs them unsharded.
+    def keeps_factors(self) -> bool:
+        """Whether reduced gradients stay factors, which norm and update multiply out one after the
+        other. A host optimizer or limited memory takes gradients from a buffer, and so do batches
+        before compression.gradients_start.
         """
-        is_factored = self.compression.takes_factors and not self.on_host and not self.is_limited
-        least = 1 if is_factored else 2
-        return self.parallel.zero >= least and self.parallel.dp_cp > 1
+        return (
+            self.compression.takes_factors
+            and not self.on_host
+            and not self.is_limited
+            and self.compression.gradients_start == 0
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of micro-batches of a batch, if gradients are factors."""
+        return min(self.compression.gradients_blocks, self.num_microbatches)
+
+    @property
+    def streams(self) -> bool:
+        """Whether factors are exchanged block by block while the batch goes on. Stages of one rank
+        would end their blocks at different times.
+        """
+        return self.compression.takes_factors and self.num_blocks > 1 and self.num_stages == 1
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether replicas shard the reduced gradients (ZeRO-2 and 3)."""
+        return self.parallel.zero >= 2 and self.parallel.dp_cp > 1 and not self.keeps_factors
 
     @property
     def moves_gradients(self) -> bool:
@@ -100,7 +127,7 @@ class StatePolicy:
     @property
     def splits_weights(self) -> bool:
         """Whether replicas shard the weights, too (ZeRO-3)."""
-        return self.parallel.zero > 2 and self.splits_gradients
+        return self.parallel.zero > 2 and self.parallel.dp_cp > 1
 
     @property
     def predicts(self) -> bool:

@@ -3,8 +3,8 @@ measure it.
 
 Order of calls for one batch:
 
-    first micro-batches     begin, bind, (backward), bind, (backward), ..
-    last micro-batch        close, bind, (backward), reduce
+    first micro-batches     begin, bind, (backward), end_backward, bind, (backward), ..
+    last micro-batch        close, bind, (backward), end_backward, reduce
     update on the device    square_norm, update
     update on the host      square_norm, send, begin_update, update
 """
@@ -28,7 +28,8 @@ from hybridpar.ops.update import Weights
 from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, divisible
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.state import kinds
-from hybridpar.state.compression import Compression
+from hybridpar.state.compression import BatchGradients, Compression
+from hybridpar.state.factored import FactoredGradient, multiplied_out, runs_of
 from hybridpar.state.gradients import AccumulationRules, GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork
 from hybridpar.state.kind import Under
@@ -81,7 +82,8 @@ class RankState:
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
         # Shards that stay resident can be updated in one group at no cost, so they are not divided.
-        elementwise = (self.memory.is_limited or not policy.moves) and all(
+        is_resident = policy.moves or policy.keeps_factors
+        elementwise = (self.memory.is_limited or not is_resident) and all(
             divisible(policy.optim, self.whole_slots[name]) for name in trained
         )
         tied = frozenset(name for name, placement in trained.items() if placement.tied)
@@ -162,12 +164,17 @@ class RankState:
         # a second group for the weights that the device updates
         if policy.on_host and not elementwise:
             self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
+        factored = frozenset() if self.compression is None else self.compression.kept_as_factors
+        self._factored_groups = runs_of(self.slots, factored)
+        if factored:
+            assert len(self._groups) == 1, "gradients that are kept as factors, in segments"
+            self._groups[0] = [i for i in self._groups[0] if self.slots[i].name not in factored]
         self.optimizer = GroupedOptimizer(
             [
                 build_optimizer(
                     policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend
                 )
-                for group in self._groups
+                for group in (*self._groups, *self._factored_groups)
             ],
             self.memory.for_optimizer(self.uses),
         )
@@ -177,22 +184,45 @@ class RankState:
                 policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory
             )
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
-        self._owned = [shares.owned() for shares in self.shares] or [
-            list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers
+        dense: list[list[Tensor]] = [shares.owned() for shares in self.shares] or [
+            list(self.partition.owned_views(buffer, without=factored))
+            for buffer in self.gradients.buffers
         ]
+        self._owned = [self._with_factored(views, factored) for views in dense]
         where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
         self.host: HostUpdates | None = None
         if policy.on_host:
             groups = self._groups[: self.num_groups]
             for optimizer in self.optimizer.groups[: self.num_groups * self.weights.copies]:
                 optimizer.keep_in(None)
-            self.host = HostUpdates(self.weights, self.optimizer, groups, self._owned, host_work)
+            self.host = HostUpdates(self.weights, self.optimizer, groups, dense, host_work)
         self._squares = [
-            Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
+            Squares(
+                gradients,
+                self.partition,
+                self.slots,
+                views,
+                grid.tp,
+                policy.backend,
+                factored=rules.factored,
+            )
             for gradients, views in zip(where, self._owned, strict=True)
         ]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate, sum(self.unsharded_bytes()))
+
+    def _with_factored(
+        self, dense: Sequence[Tensor], factored: frozenset[str]
+    ) -> list[Tensor | FactoredGradient]:
+        """Return this rank's shards of the reduced gradients by slot; dense: without the factored."""
+        if self.compression is None:
+            return list(dense)
+        views = iter(dense)
+        total = self.compression.total
+        return [
+            FactoredGradient(total, slot.name, slot.part) if slot.name in factored else next(views)
+            for slot in self.slots
+        ]
 
     def _bind_layers(self, parameters: StageParameters) -> None:
         """Have parallel layers hand gradients to the accumulator, and use quantized weights."""
@@ -253,43 +283,82 @@ class RankState:
 
     # -- a batch
 
-    def begin(self, batch: int) -> None:
-        """Begin a batch, before its first backward: the content of its gradient buffer is void."""
-        self.gradients.begin(self.gradients.buffer_index(batch))
-
-    def close(self, batch: int, scale: float = 1.0) -> None:
-        """Call before the last backward of a batch, whose loss scale is `scale`."""
+    def begin(self, batch: int, scale: float = 1.0) -> None:
+        """Begin a batch, before its first backward: the content of its gradient buffer is void.
+        scale: the loss scale.
+        """
         index = self.gradients.buffer_index(batch)
+        self.gradients.begin(index)
         if self.compression is not None:
-            self.compression.begin(
+            gradients = BatchGradients(
                 batch,
                 self.gradients.parts(index),
                 scale,
                 self.gradients.views(index),
                 self.shares[index] if self.shares else None,
             )
-        self.reducer.arm(self.gradients.buffers[index])
+            self.compression.expect(gradients)
+
+    def close(self, batch: int) -> None:
+        """Call before the last backward of a batch: gradients may be reduced once final."""
+        if self.compression is not None:
+            self.compression.open()
+        self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(
-        self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0
+        self,
+        batch: int,
+        versions: Sequence[int],
+        *,
+        last: bool = False,
+        part: int = 0,
+        microbatch: int = 0,
     ) -> None:
         """Make the next backward, of a segment at these versions, add to a batch's gradients.
-        `last`: it is the last backward of the segment in this batch.
+
+        Args:
+            batch: Number of the batch.
+            versions: The versions.
+            last: It is the last backward of the segment in this batch.
+            part: The segment.
+            microbatch: Number of the micro-batch within the batch.
         """
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
         # The gradient of a tied weight of two versions is final only after both.
-        self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
+        self._arm(microbatch, part, last=last and len(versions) == 1)
 
     def collect(self, key: Hashable) -> None:
         """Call before a backward to inputs only: `apply(key)` computes the weight gradients."""
         self.gradients.collect(key)
+        if self.compression is not None and self.compression.stream is not None:
+            self.compression.stream.disarm()
 
-    def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
-        """Add the weight gradients deferred since `collect(key)`; `last`: they are then final."""
-        self.gradients.arm(self._reporter(part) if last else None)
+    def apply(
+        self, key: Hashable, *, last: bool = False, part: int = 0, microbatch: int = 0
+    ) -> None:
+        """Add the weight gradients that were deferred since `collect(key)`. `last`: they are then
+        final. Others: as in `bind`.
+        """
+        self._arm(microbatch, part, last=last)
         self.gradients.apply(key)
+
+    def _arm(self, microbatch: int, part: int, *, last: bool) -> None:
+        """Prepare for the weight gradients of a micro-batch in a segment."""
+        report = self._reporter(part) if last else None
+        if self.compression is not None:
+            self.gradients.block, ends_block = self.compression.block_of(microbatch)
+            stream = self.compression.stream
+            if stream is not None and ends_block:
+                stream.arm(part)
+                report = stream.ready
+        self.gradients.arm(report)
+
+    def end_backward(self) -> None:
+        """Call after a backward and its weight gradients: a block of micro-batches may be complete."""
+        if self.compression is not None and self.compression.stream is not None:
+            self.compression.stream.end()
 
     def is_kept(self, use: BufferUsage) -> bool:
         """Return whether gradients of a use are never sharded, and reduced once a batch."""
@@ -419,12 +488,11 @@ class RankState:
         OuterStep.step.
         """
         self.await_copy()
-        if self.host is None:
-            self._settle(made=factor is not None)
         version = self.weights.newest + 1
         outer = self.outer if self.outer is not None and self.outer.concerns(version) else None
         if factor is None and outer is None:
             self.weights.advance(None, group=group)
+            self._settle_here(made=False)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
         number = group
@@ -436,17 +504,26 @@ class RankState:
                 with weights.updating():
                     pass
             elif number < len(self._groups):
-                gradients = [owned[i] for i in self._groups[number]]
-                self._step_of(number, gradients, lr, factor)(weights)
+                dense = self._groups[number]
+                for i, members in enumerate((dense, *self._factored_groups)):
+                    gradients = [multiplied_out(owned[slot]) for slot in members]
+                    own = weights.only(members) if self._factored_groups else weights
+                    self._step_of(number + i, gradients, lr, factor)(own)
             if outer is not None:
                 outer.step(version, weights, wait)
 
         self.weights.advance(step, predict=predict, group=group)
+        self._settle_here(made=factor is not None)
+
+    def _settle_here(self, *, made: bool) -> None:
+        """Call `_settle` after an update on the device, which has multiplied factors out."""
+        if self.host is None:
+            self._settle(made=made)
 
     def _settle(self, *, made: bool) -> None:
         """Tell the compression whether the oldest batch's step is made (then the rest is kept)."""
         if self.compression is not None:
-            self.compression.feedback.close(made=made)
+            self.compression.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
         """Return the reduced gradients of a batch, for all trained parameters; read only.
@@ -456,9 +533,11 @@ class RankState:
         index = self.gradients.buffer_index(batch)
         if not self.partition.is_sharded:
             return {
-                name: self.memory.read(view) for name, view in self.gradients.views(index).items()
+                slot.name: self.memory.read(multiplied_out(own))
+                for slot, own in zip(self.slots, self._owned[index], strict=True)
             }
-        return self.partition.whole(map(self.memory.read, self._owned[index]), self.memory.device)
+        own = (self.memory.read(multiplied_out(own)) for own in self._owned[index])
+        return self.partition.whole(own, self.memory.device)
 
     # -- copies of the state
 

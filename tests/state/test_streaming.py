@@ -3,7 +3,9 @@ the method holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,16 @@ from hybridpar.checkpoint.folders import begin, publish
 from hybridpar.checkpoint.format.manifest import TrainingState
 from hybridpar.checkpoint.format.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
-from hybridpar.config import CompressionConfig, Config
+from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement, split_ranges
 from hybridpar.state import Partition, Route, find_divergence
-from hybridpar.state.compression import Compression
-from hybridpar.state.layout import FlatLayout
+from hybridpar.state.compression import BatchGradients, Compression
+from hybridpar.state.compression.stream import BlockStream
+from hybridpar.state.gradients import BlockParts
+from hybridpar.state.layout import Bucket, FlatLayout
 from hybridpar.state.residency.chunks import Memory
 
 Factors = list[tuple[Tensor, Tensor]]
@@ -48,30 +52,41 @@ class Ran:
     losses: list[float] = field(default_factory=list)
     sent: Any = None
     traffic: int = 0
+    dense: int = 0
     diverged: str = ""
 
 
-def run(config: Config, steps: int, skips: bool = False) -> Ran:
+def run(
+    config: Config,
+    steps: int,
+    skips: bool = False,
+    watch: Callable[[Any], None] = lambda state: None,
+) -> Ran:
     engine, samples = start(config, policy=Skips(JobPlan(config)) if skips else None)
     state, compression, ran = engine.state, engine.state.compression, Ran()
     assert compression is not None
+    watch(state)
+    methods = compression._methods.values()
+    ran.dense = sum(entry.numel for method in methods for entry in method.dense)
     ran.axes = {name: state.partition.axis_of(name).ranks for name in compression.packed}
-    sums: Any = compression.start
+    begin, take, opened = state.begin, state.gradients.take, compression.feedback.open
 
-    def note(bucket: Any, flat: Tensor) -> Any:
-        batch = compression._batch
-        if len(ran.parts) == batch:
-            ran.parts.append({})
-            ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
-        there = state.gradients.parts(state.gradients.buffer_index(batch))
-        ran.parts[-1] |= {
-            name: [(part.dy.double(), part.x.double()) for part in there[name]]
-            for name in bucket.names
-            if name in compression.packed
-        }
-        return sums(bucket, flat)
+    def note_begin(*args: Any) -> None:
+        ran.parts.append({})
+        begin(*args)
 
-    compression.start = note  # type: ignore[method-assign]
+    def note_part(name: str, part: Any, *args: Any) -> None:
+        if name in compression.packed:
+            ran.parts[-1].setdefault(name, []).append((part.dy.double(), part.x.double()))
+        take(name, part, *args)
+
+    def note_learned(*args: Any) -> None:
+        ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
+        opened(*args)
+
+    state.begin = note_begin  # type: ignore[method-assign]
+    state.gradients.take = note_part  # type: ignore[method-assign]
+    compression.feedback.open = note_learned  # type: ignore[method-assign]
     before = engine.grid.dp.traffic.num_bytes["broadcast"]
     engine.train(
         samples,
@@ -175,9 +190,9 @@ def test_replicas_are_one_process_with_all_factors(case: str) -> None:
 
 
 def check_bytes(ran: list[Ran]) -> None:
-    """Ranks send two thin matrices for each block, and all else unchanged."""
+    """Ranks send two thin matrices for each block, and what goes with them unchanged."""
     shapes = [ran[0].sums[0][name].shape for name in ran[0].axes]
-    whole = sum(x.numel() for x in ran[0].sums[0].values()) - sum(m * n for m, n in shapes)
+    whole = ran[0].dense
     assert {one.sent.num_bytes for one in ran} == {
         4 * 8 * (whole + sum(3 * 3 * (m + n) for m, n in shapes))
     }
@@ -198,9 +213,9 @@ def check_bytes(ran: list[Ran]) -> None:
 def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
     start_at: int, model: dict[str, Any]
 ) -> None:
-    """ZeRO-1 to 3, also of the first batches, which are sent whole: two addends have one order.
+    """With any ZeRO, also of the first batches, which are sent whole: two addends have one order.
     BERT's have other places in messages with ZeRO-3, some of them not aligned."""
-    whole, *split = (
+    of_stages = [
         run_ranks(
             run_and_look,
             2,
@@ -212,12 +227,13 @@ def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
             ),
         )
         for zero in (0, 1, 2, 3)
-    )
-    for ranks in split:
-        for (ran, buffered), (one, _) in zip(ranks, whole, strict=True):
+    ]
+    for zero, ranks in enumerate(of_stages):
+        for (ran, buffered), (one, _) in zip(ranks, of_stages[0], strict=True):
             assert ran.losses == one.losses
             assert len(ran.axes) >= 8
-            assert sorted([*ran.axes, *buffered]) == sorted(one.sums[0])
+            absent = ran.axes.keys() if zero > 1 or not start_at else ()
+            assert sorted([*absent, *buffered]) == sorted(one.sums[0])
             for batch, sums in enumerate(one.sums):
                 assert all(torch.equal(ran.sums[batch][name], x) for name, x in sums.items()), batch
 
@@ -226,6 +242,108 @@ def run_and_look(config: Config) -> tuple[Ran, set[str]]:
     """Parameters whose gradients are in buffers, too."""
     engine, _ = start(config)
     return run(config, 4), {name for i in range(2) for name in engine.state.gradients.views(i)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("schedule", "parallel", "more"),
+    [
+        ("1f1b", {"dp": 2}, {}),
+        ("1f1b", {"dp": 2, "pp": 2, "zero": 3}, {}),
+        ("gpipe", {"dp": 2, "zero": 3}, {"model": DEEP["model"] | {"tie_embeddings": False}}),
+        ("1f1b", {"dp": 2, "pp": 2}, {"pipeline": {"split_backward": True}}),
+    ],
+    ids=["1f1b", "segments", "segment by segment", "split"],
+)
+def test_factors_of_one_block_are_held(
+    schedule: str, parallel: dict[str, int], more: dict[str, Any]
+) -> None:
+    """Exchanged block by block they have the bits that they have at the end of the batch. Blocks of
+    two micro-batches, of six."""
+    sections = {"model": DEEP["model"], **more}
+    sections["pipeline"] = {"num_microbatches": 6} | more.get("pipeline", {})
+    config = make(PCA, parallel, schedule, **sections)
+    streamed, waiting = (
+        run_ranks(run_and_count, config.parallel.num_ranks, config, on) for on in (True, False)
+    )
+    for (one, most), (other, most_waiting) in zip(streamed, waiting, strict=True):
+        assert (most, most_waiting) == (1, 3)
+        assert one.losses == other.losses
+        for sums, expected in zip(one.sums, other.sums, strict=True):
+            assert all(torch.equal(sums[name], x) for name, x in expected.items())
+
+
+def run_and_count(config: Config, streams: bool) -> tuple[Ran, int]:
+    """Most blocks of one parameter that are held between two backwards."""
+    most = 0
+
+    def watch(state: Any) -> None:
+        if not streams:
+            state.compression.stream = None
+        end = state.end_backward
+
+        def count() -> None:
+            nonlocal most
+            end()
+            held = Counter(name for name, _ in state.gradients.parts(0))
+            most = max(most, *held.values(), 0)
+
+        state.end_backward = count
+
+    return run(config, 3, watch=watch), most
+
+
+class Fake:
+    """The exchange of a block of one bucket, which notes its messages."""
+
+    def __init__(self, name: str, log: list[str]):
+        self._name = name
+        self._log = log
+        self.rounds = 2
+        log.append(f"{name} P")
+
+    def proceed(self) -> None:
+        if self.rounds == 2:
+            self.rounds = 1
+            self._log.append(f"{self._name} S")
+
+    def wait(self) -> None:
+        self.proceed()
+        self.rounds = 0
+        self._log.append(f"{self._name} done")
+
+
+def test_blocks_wait_for_the_update_and_then_for_each_other() -> None:
+    a, b = Bucket(0, 1, ("a",)), Bucket(1, 2, ("b",))
+    log: list[str] = []
+    may_start = True
+    stream = BlockStream(
+        {bucket: (0, frozenset(bucket.names)) for bucket in (a, b)},
+        lambda bucket: Fake(bucket.names[0], log) if may_start else None,
+    )
+
+    def block(*names: str) -> list[str]:
+        stream.proceed()
+        stream.arm(0)
+        for name in names:
+            stream.ready(name)
+        stream.end()
+        found = log.copy()
+        log.clear()
+        return found
+
+    stream.begin()
+    assert block("b", "a") == ["a P", "a S", "b P"], "in the order of the buckets"
+    assert block("a") == ["b S", "a done", "a P", "b done", "a S", "b P"], "b has no factors"
+    stream.finish(a)
+    stream.finish(b)
+    assert log == ["a done", "b S", "b done"]
+    log.clear()
+    stream.begin()
+    may_start = False
+    assert block("a", "b") == []
+    may_start = True
+    assert block("a", "b")[:2] == ["a P", "a S"]
 
 
 @pytest.mark.thorough(keep=1)
@@ -316,16 +434,27 @@ class Alone:
         self.batch = 0
         partition = Partition(layout, {name: Route(grid.dp)})
         partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]
-        self.compression = Compression(partition, placements, settings, Memory())
+        policy = JobPlan(from_mapping({"pipeline": {"num_microbatches": num_blocks}})).state_policy(
+            num_versions=1, num_gradient_buffers=1
+        )
+        policy = replace(policy, compression=settings)
+        self.compression = Compression(partition, placements, policy, Memory())
         self.bucket = partition.buckets[0]
-        self.view = layout.views(self.flat)[name]
+
+    def expect(self, parts: Factors) -> None:
+        blocks = split_ranges(len(parts), len(self.compression.blocks))
+        factors = [Product(dy, x) for dy, x in parts]
+        found: BlockParts = {("w", i): [*factors[a:b]] for i, (a, b) in enumerate(blocks)}
+        self.compression.expect(BatchGradients(self.batch, found))
+        self.compression.open()
 
     def sum(self, parts: Factors) -> Tensor:
-        self.compression.begin(self.batch, {"w": [Product(dy, x) for dy, x in parts]})
+        self.expect(parts)
         self.compression.start(self.bucket, self.flat).wait()
-        self.compression.feedback.close(made=bool(self.view.isfinite().all()))
+        total = self.compression.total("w")
+        self.compression.close(made=bool(total.isfinite().all()))
         self.batch += 1
-        return self.view
+        return total
 
 
 class Several:
@@ -376,10 +505,10 @@ def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
         torch.randn(12, 64, generator=draw, dtype=torch.float64),
         6,
     )
-    alone.compression.begin(0, {"w": [Product(dy, x) for dy, x in factors]})
+    alone.expect(factors)
     with Large() as large:
         alone.compression.start(alone.bucket, alone.flat).wait()
-    assert alone.view.any()
+    assert alone.compression.total("w").any()
     assert 0 < large.numel <= 6 * 64 < 64 * 48, large.name
 
 

@@ -44,10 +44,10 @@ class CompressionConfig:
     replica receives the gradients of all others, so with 4, 8 and 16 replicas they take as many
     bytes as uncompressed ones. dct: the elements above a threshold, with their positions (arXiv
     2010.08899). powersgd: two low-rank factors of each matrix (arXiv 1905.13727). sbpca: factors
-    of each linear layer's weight gradient, made from activations and their gradients at the end
-    of the batch, until which these wait in memory. With parallel.zero above 0 no full gradient is
-    kept. The approximation error is dropped (streaming
-    batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send full gradients."""
+    of each linear layer's weight gradient, made from activations and their gradients, which wait
+    in memory until their block of micro-batches has ended; no matrix of gradients is kept. The
+    approximation error is dropped (streaming batch PCA, doi 10.1145/3577214). Layers of torch,
+    such as nn.Linear, send full gradients."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements that are above the threshold when it is set. A batch sends
     at most twice that share; the rest waits for the next batch."""
@@ -62,7 +62,9 @@ class CompressionConfig:
     gradients_blocks: AtLeastOne = 4
     """sbpca: blocks of micro-batches that a batch is divided into; at most num_microbatches.
     Each block is one step of the method, sends as many bytes as a batch of powersgd, and takes
-    two messages one after the other."""
+    two messages one after the other. More blocks keep less in memory. Blocks are sent while the
+    batch goes on, if each rank has one stage; with 2bw and pipedream once the update of the batch
+    before is made."""
     gradients_start: Count = 0
     """First batch that is compressed; earlier batches send full gradients."""
     gradients_smallest: Count = 1024

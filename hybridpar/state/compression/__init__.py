@@ -2,6 +2,6 @@
 added to the next gradient (error feedback).
 """
 
-from hybridpar.state.compression.exchange import Compression, Exchange
+from hybridpar.state.compression.exchange import BatchGradients, Compression, Exchange
 
-__all__ = ["Compression", "Exchange"]
+__all__ = ["BatchGradients", "Compression", "Exchange"]

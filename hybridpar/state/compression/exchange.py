@@ -7,7 +7,11 @@
     UPDATE(t)   the unsent rest becomes E(t+1); after a skipped step E(t+1) = E(t)
 
 With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own shard
-of a decoded sum. If gradients are factors, no other memory holds them.
+of a decoded sum.
+
+If gradients are factors, each block of micro-batches is exchanged after its last backward, and its
+factors are freed (stream.py). The sums stay factors, too, and no buffer holds either
+(`StatePolicy.keeps_factors`).
 
 Every message goes to all ranks, which add them in rank order, so replicas stay equal to the bit.
 Later messages of tied weights leave at NORM, as the plans of their two stages differ before that.
@@ -15,21 +19,24 @@ Later messages of tied weights leave at NORM, as the plans of their two stages d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm import Work, Works
-from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
+from hybridpar.config import CompressionConfig
 from hybridpar.cpu import zeros
 from hybridpar.grid import Axis
-from hybridpar.nn.binding import GradientPart
-from hybridpar.nn.placement import Held, Placement, has_shared_rows
+from hybridpar.nn.placement import Held, Placement, has_shared_rows, split_ranges
 from hybridpar.state.compression.feedback import NONE, Feedback, FeedbackShapes
-from hybridpar.state.compression.method import Entry, Sent
+from hybridpar.state.compression.method import Entry, Method, Sent
 from hybridpar.state.compression.registry import gradient_method
+from hybridpar.state.compression.stream import BlockStream
+from hybridpar.state.gradients import BlockParts
 from hybridpar.state.layout import Bucket
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition
@@ -73,8 +80,30 @@ class Exchange:
         return self._work is None or self._work.is_done()
 
 
+@dataclass(frozen=True)
+class BatchGradients:
+    """One rank's gradients of a batch, which are to be reduced.
+
+    Attributes:
+        batch: Number of the batch.
+        parts: Factors of the gradients of the `factored` parameters; they are removed from the dict.
+        scale: The loss scale, by which the gradients are multiplied.
+        views: With `splits_gradients`, the gradients by parameter, without the `absent` ones.
+        sums: With `splits_gradients`, receives this rank's shard of the reduced gradients.
+    """
+
+    batch: int
+    parts: BlockParts
+    scale: float = 1.0
+    views: Mapping[str, Tensor] = field(default_factory=lambda: NONE)
+    sums: Shares | None = None
+
+
 class Compression:
     """Compressed all-reduce of the gradients of a partition.
+
+    For each batch call `expect` before its first backward, `open` before its last one, and `close`
+    at its update.
 
     A parameter is compressed if it has at least `gradients_smallest` elements and its gradient is
     reduced over several ranks. Gradients that are partial along tp are small or rare, so they are
@@ -83,24 +112,24 @@ class Compression:
     Args:
         partition: Which rank updates which shard.
         placements: Placement of each parameter, by name.
-        settings: The configuration's `compression` table.
-        memory: Allocates buffers.
-        kernels: Backends of the operators.
-        shared: A rank keeps only its own shard of the all-reduced gradients (ZeRO-2 and 3). Its own
+        policy: The method, and which gradients a rank keeps. With `splits_gradients` its own
             gradients become the unsent rest, or exist only as factors.
+        memory: Allocates buffers.
+
+    Attributes:
+        blocks: First and last + 1 micro-batch of each block of a batch, if gradients are factors.
     """
 
     def __init__(
         self,
         partition: Partition,
         placements: Mapping[str, Placement],
-        settings: CompressionConfig,
+        policy: StatePolicy,
         memory: Memory,
-        kernels: KernelsConfig = AUTO,
-        *,
-        shared: bool = False,
     ):
         layout = partition.layout
+        settings = policy.compression
+        shared = policy.splits_gradients
         self.takes_factors = settings.takes_factors
         method = gradient_method(settings.gradients)
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -123,7 +152,11 @@ class Compression:
             feedback, layout.dtype, memory, uses=partition.uses, in_place=shared
         )
         self._batch = 0
+        self._is_open = False
+        self._expected: BatchGradients | None = None
         self._start = settings.gradients_start
+        num_blocks = policy.num_blocks
+        self.blocks = split_ranges(policy.num_microbatches, num_blocks if self.takes_factors else 1)
         self._methods = {
             bucket: method(
                 [
@@ -131,19 +164,33 @@ class Compression:
                     for name in bucket.names
                 ],
                 axis,
-                settings,
+                replace(settings, gradients_blocks=num_blocks),
                 self.feedback,
-                kernels,
+                policy.kernels,
             )
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True)
             if not self.packed.isdisjoint(bucket.names)
+        }
+        self._method_of = {
+            name: each for bucket, each in self._methods.items() for name in bucket.names
         }
         self._scratch: Tensor | None = None
         if shared:
             largest = max((prod(shape) for shape in kept.values()), default=0)
             self._scratch = zeros(largest, layout.dtype, memory.device)
+        self.keeps_factors = policy.keeps_factors
         for each in self._methods.values():
-            each.decode_into(self._scratch)
+            each.decode_into(self._scratch, keeps_factors=self.keeps_factors)
+        self.stream: BlockStream | None = None
+        if policy.streams:
+            self.stream = BlockStream(
+                {
+                    bucket: (partition.use_of(bucket).parts[0], self.packed & set(bucket.names))
+                    for bucket, each in self._methods.items()
+                    if not _is_over_stages(each)
+                },
+                self._start_block,
+            )
 
     @staticmethod
     def of(
@@ -155,14 +202,7 @@ class Compression:
         """Create the compression of a policy; None if nothing is compressed."""
         if policy.compression.gradients == "none":
             return None
-        made = Compression(
-            partition,
-            placements,
-            policy.compression,
-            memory,
-            policy.kernels,
-            shared=policy.splits_gradients,
-        )
+        made = Compression(partition, placements, policy, memory)
         return made if made.packed else None
 
     @property
@@ -175,43 +215,90 @@ class Compression:
         """Parameters in `factored` whose reduced gradients are not kept unsharded either: no
         gradient buffer holds them.
         """
-        return self.factored if self._scratch is not None else frozenset()
+        without = self._scratch is not None or self.keeps_factors
+        return self.factored if without else frozenset()
 
-    def begin(
-        self,
-        batch: int,
-        parts: dict[str, list[GradientPart]],
-        scale: float = 1.0,
-        gradients: Mapping[str, Tensor] = NONE,
-        sums: Shares | None = None,
-    ) -> None:
-        """Start to reduce a batch's gradients, which are multiplied by `scale`.
+    @property
+    def kept_as_factors(self) -> frozenset[str]:
+        """Parameters whose reduced gradients are kept as factors; see `total`."""
+        return self.factored if self.keeps_factors else frozenset()
+
+    def total(self, name: str) -> Tensor:
+        """Return the reduced gradient of a parameter in `kept_as_factors`, of the batch that was
+        reduced last. Shapes: -> the parameter's local shape.
+        """
+        return self._method_of[name].total(name)
+
+    def block_of(self, microbatch: int) -> tuple[int, bool]:
+        """Return the block of a micro-batch, and whether the micro-batch ends a block before the
+        batch's last.
 
         Args:
-            batch: Number of the batch.
-            parts: Factors of the gradients of the `factored` parameters; they are removed from the
-                dict.
-            scale: The loss scale.
-            gradients: With `shared`, the gradients by parameter, without the `absent` ones.
-            sums: With `shared`, receives this rank's shard of the reduced gradients.
+            microbatch: Number within the batch.
         """
-        if batch >= self._start:
-            self.feedback.open(scale, gradients)
-        self._batch = batch
+        number = bisect_right(self.blocks, microbatch, key=lambda block: block[0]) - 1
+        return number, microbatch + 1 == self.blocks[number][1] < self.blocks[-1][1]
+
+    def expect(self, gradients: BatchGradients) -> None:
+        """Note which gradients come next. Blocks of them may be exchanged as soon as the update of
+        the batch before is made.
+        """
+        self._expected = gradients
+        if self.stream is not None:
+            self.stream.begin()
+
+    def open(self) -> None:
+        """Start to reduce the expected gradients."""
+        gradients = self._expected
+        if gradients is None:  # a block has been exchanged
+            return
+        assert not self._is_open, "the update of the batch before is not made"
+        self._expected = None
+        self._is_open = True
+        self._batch = gradients.batch
+        if gradients.batch >= self._start:
+            self.feedback.open(gradients.scale, gradients.views)
         for method in self._methods.values():
-            method.begin(parts, sums)
+            method.begin(gradients.parts, gradients.sums)
+
+    def close(self, *, made: bool) -> None:
+        """End the batch that was opened, if any. made: its update was made, not skipped."""
+        self._is_open = False
+        self.feedback.close(made=made)
+
+    def proceed(self) -> None:
+        """Take the next step of the blocks under way. Replicas must call it at the same places."""
+        if self.stream is not None:
+            self.stream.proceed()
 
     def covers(self, bucket: Bucket) -> bool:
         """Return whether any parameter of a bucket is compressed."""
         return bucket in self._methods
 
     def start(self, bucket: Bucket, buffer: Tensor | Buffer) -> Exchange:
-        """Start the all-reduce of a bucket for which `covers` is true."""
+        """Start the all-reduce of a bucket for which `covers` is true: of its last block, and of
+        earlier ones that have not been exchanged.
+        """
         method = self._methods[bucket]
-        steps = _without_grad(method.steps(buffer, bucket, self._batch))
+        if self.stream is not None:
+            self.stream.finish(bucket)
         # uncompressed buckets do not proceed before somebody waits for them
         rounds = method.rounds if self._batch >= self._start else 1
-        return Exchange(steps, rounds, over_stages=method.axis.name == "embedding_group")
+        steps = _without_grad(method.steps(buffer, bucket, self._batch))
+        exchange = Exchange(steps, rounds, over_stages=_is_over_stages(method))
+        if self.stream is not None:
+            self.stream.note(bucket, exchange)
+        return exchange
+
+    def _start_block(self, bucket: Bucket) -> Exchange | None:
+        """Start to exchange a bucket's next block; None: the update of the batch before is not made,
+        or the batch sends whole gradients.
+        """
+        batch = self._batch if self._expected is None else self._expected.batch
+        if batch < self._start or (self._expected is not None and self._is_open):
+            return None
+        self.open()
+        return Exchange(_without_grad(self._methods[bucket].block_steps()), rounds=2)
 
     @property
     def sent(self) -> Sent:
@@ -241,6 +328,11 @@ class Compression:
         return scratch + [
             wire.room for method in self._methods.values() for wire in (method.wire, method.other)
         ]
+
+
+def _is_over_stages(method: Method) -> bool:
+    """Return whether a method's messages go to ranks of several stages."""
+    return method.axis.name == "embedding_group"
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor
 from hybridpar.comm import Works, all_reduce_async
 from hybridpar.config import CompressionConfig, Config, KernelsConfig
 from hybridpar.grid import Axis
-from hybridpar.nn.binding import GradientPart
 from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
+from hybridpar.state.gradients import BlockParts
 from hybridpar.state.layout import Bucket
 from hybridpar.state.residency.chunks import Buffer
 from hybridpar.state.residency.shares import Shares
@@ -121,13 +121,15 @@ class Method(ABC):
         self.sent = Sent()
         self.uncoded_bytes = 0
         """Bytes in `sent` that were sent before `gradients_start`."""
-        self.parts: dict[str, list[GradientPart]] = {}
+        self.parts: BlockParts = {}
         self.sums: Shares | None = None
         """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the
         gradients."""
         self.scratch: Tensor | None = None
         """Room for the sum of one parameter, if gradients become feedback, or are factors; None:
         sums replace them."""
+        self.keeps_factors = False
+        """Sums stay factors; see `total`."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -170,14 +172,28 @@ class Method(ABC):
             message: This rank's message on `wire`, positioned after the uncompressed tensors.
         """
 
-    def begin(self, parts: dict[str, list[GradientPart]], sums: Shares | None) -> None:
+    def block_steps(self) -> Iterator[Works]:
+        """Exchange the factors of the batch's next block, which is not the last.
+
+        Yields the communication that it has started, and is resumed once that is complete.
+        """
+        raise NotImplementedError(f"{self.name} takes no factors")
+
+    def total(self, name: str) -> Tensor:
+        """Return a parameter's reduced gradient, if that is kept as factors."""
+        raise NotImplementedError(f"{self.name} takes no factors")
+
+    def begin(self, parts: BlockParts, sums: Shares | None) -> None:
         """Begin a batch: take factors from `parts`, and put reduced gradients into `sums`."""
         self.parts = parts
         self.sums = sums
 
-    def decode_into(self, scratch: Tensor | None) -> None:
-        """Decode reduced gradients into this tensor, one at a time; None: into the gradients."""
+    def decode_into(self, scratch: Tensor | None, *, keeps_factors: bool) -> None:
+        """Decode reduced gradients into this tensor, one at a time; None: into the gradients.
+        keeps_factors: Do not decode them.
+        """
         self.scratch = scratch
+        self.keeps_factors = keeps_factors
 
     def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
         """All-reduce a bucket of a flat buffer over the axis; yields works that must be
@@ -249,7 +265,7 @@ class Method(ABC):
     @property
     def _is_absent(self) -> bool:
         """Whether no buffer holds the gradients of `packed`."""
-        return self.takes_factors and self.scratch is not None
+        return self.keeps_factors or (self.takes_factors and self.scratch is not None)
 
     def _whole(
         self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]
@@ -270,7 +286,9 @@ class Method(ABC):
             self._put(entry, gradient)
 
     def _multiply_out(self, entry: Entry, gradient: Tensor) -> None:
-        for i, part in enumerate(self.parts.pop(entry.name, ())):
+        blocks = range(self.settings.gradients_blocks)
+        parts = [part for i in blocks for part in self.parts.pop((entry.name, i), ())]
+        for i, part in enumerate(parts):
             part.add_to(gradient, i == 0)
 
 

@@ -11,7 +11,7 @@ section 5.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -27,7 +27,7 @@ from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.optim import ParameterSlot, divisible
 from hybridpar.state.layout import ALIGN_BYTES, Bucket, FlatLayout, Owned
 from hybridpar.state.policy import StatePolicy
-from hybridpar.state.residency.chunks import WHOLE, Buffer, BufferUsage
+from hybridpar.state.residency.chunks import WHOLE, Buffer, BufferUsage, block_of
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -61,7 +61,8 @@ def make_routes(
     replicated parameters must come out equal on all tp ranks, whose sharded parameters differ in
     size. Rows that several tp ranks hold lie at different places there, so all ranks update them.
     Gradients that are still partial along a layer's axis are completed later, by
-    `reduce_shared_gradients`.
+    `reduce_shared_gradients`. Factors that are exchanged while they come have a bucket for each
+    transformer block, because they are freed bucket by bucket.
     """
 
     def route(name: str, placement: Placement) -> Route:
@@ -70,7 +71,7 @@ def make_routes(
         cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
         return Route(
             grid.embedding_group if tied and grid.pp.size > 1 else _replicas_of(placement, grid),
-            (placement.shard is None, common_rows),
+            (placement.shard is None, common_rows, block_of(name) if policy.streams else None),
             sharded=policy.parallel.zero > 0 and not common_rows,
             whole=0 if cuttable else prod(placement.shape),
         )
@@ -216,13 +217,19 @@ class Partition:
         )
 
     def owned_views(
-        self, flat: Tensor | Buffer, wanted: Callable[[BufferUsage], bool] = lambda use: True
+        self,
+        flat: Tensor | Buffer,
+        wanted: Callable[[BufferUsage], bool] = lambda use: True,
+        *,
+        without: Container[str] = (),
     ) -> Iterator[Tensor]:
-        """Return views of this rank's shards, in order: complete parameters, or vectors."""
+        """Return views of this rank's shards, in order: complete parameters, or vectors. without:
+        parameters that `flat` does not have.
+        """
         return (
             flat[o.start : o.stop].view(self._shapes[o.name] if o.part is None else (-1,))
             for o in self.owned
-            if wanted(self.uses(o.name))
+            if o.name not in without and wanted(self.uses(o.name))
         )
 
     def whole(

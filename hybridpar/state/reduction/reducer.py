@@ -125,6 +125,8 @@ class GradientReducer:
 
         Reductions over several stages, whose plans are at different places, are left to `wait`.
         """
+        if self._compression is not None:
+            self._compression.proceed()
         for works in self._started:
             _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
 

@@ -62,25 +62,30 @@ class BatchActions:
         part = self._parts.number(action)
         if part == self._parts.last:  # backward starts with the last segment
             if index == 0:
-                self._state.begin(batch)
+                self._state.begin(batch, self._policy.loss_scale(batch))
             if is_last:
-                self._state.close(batch, self._policy.loss_scale(batch))
-        self._state.bind(batch, self._policy.versions_in(action), last=is_last, part=part)
+                self._state.close(batch)
+        self._state.bind(
+            batch, self._policy.versions_in(action), last=is_last, part=part, microbatch=index
+        )
         if action.kind is Kind.I:
             self._state.collect((part, action.microbatch))
         return self._policy.loss_gradient(action)
 
     def add_weight_gradients(self, action: Action) -> None:
         """Add the weight gradients that a micro-batch's I (input gradient) deferred to its W."""
-        is_last = (action.microbatch + 1) % self._m == 0
+        index = action.microbatch % self._m
         part = self._parts.number(action)
-        self._state.apply((part, action.microbatch), last=is_last, part=part)
+        self._state.apply(
+            (part, action.microbatch), last=index == self._m - 1, part=part, microbatch=index
+        )
 
     def after_backward(self, action: Action) -> None:
         """Start reducing the gradients that the last backward of a segment has completed."""
         batch, index = divmod(action.microbatch, self._m)
+        part = self._parts.number(action)
+        self._state.end_backward()
         if self._parts.is_divided and index == self._m - 1:
-            part = self._parts.number(action)
             self._state.finish(batch, part)
             if not self._state.is_alone(part):
                 self._executor.moves.hold_gradients(batch, part)

@@ -32,10 +32,12 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.nn.matmul import Product
-from hybridpar.nn.placement import Placement, split_ranges
+from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.low_rank import LowRank, basis, factor_share
 from hybridpar.state.compression.method import Entry
 from hybridpar.state.compression.wire import Reader
+from hybridpar.state.gradients import BlockParts
+from hybridpar.state.residency.shares import Shares
 
 _X = "basis_in"
 _D = "basis_out"
@@ -76,17 +78,18 @@ class Tracked(NamedTuple):
 
 
 class StreamingPCA(LowRank):
-    """Sends a message with P and one with S for each block. The first message also carries the
-    uncompressed tensors.
+    """Sends a message with P and one with S for each block. The first message of the last block also
+    carries the uncompressed tensors.
     """
 
     name = "sbpca"
     scaled = frozenset({_S})
+    _next_block = 0
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
-        """Two messages for each block."""
-        return 2 * self.settings.gradients_blocks
+        """Two messages for each block that is not exchanged yet."""
+        return 2 * (self.settings.gradients_blocks - self._next_block)
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -112,50 +115,90 @@ class StreamingPCA(LowRank):
     def element_bytes(cls, config: Config, item: int) -> float:
         return config.compression.gradients_blocks * factor_share(config) * item
 
-    @property
-    def _keys(self) -> list[list[str]]:
-        return [[f"{entry.name}.{what}" for what in (_X, _D, _S)] for entry in self.packed]
+    def begin(self, parts: BlockParts, sums: Shares | None) -> None:
+        super().begin(parts, sums)
+        self._next_block = 0
+
+    def block_steps(self) -> Iterator[Works]:
+        """See Method. Collectives: two broadcasts for each rank."""
+        yield from self._block(self.other.own)
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: two broadcasts for each rank and block."""
-        tracked = [Tracked(*(self.feedback.learned[key] for key in keys)) for keys in self._keys]
-        # number of blocks that an estimate counts as when the batch begins
-        before = [(~of.is_new).to(self.dtype) for of in tracked]
-        parts = [self._take(entry.name) for entry in self.packed]
-        number = max(1, min(self.settings.gradients_blocks, max(map(len, parts))))
-        blocks = [[own[a:b] for a, b in split_ranges(len(own), number)] for own in parts]
+        while self._next_block + 1 < self.settings.gradients_blocks:
+            yield from self._block(self.other.own)
+        yield from self._block(message, is_last=True)
+        if self.keeps_factors:
+            return
+        for total, entry in zip(self.totals(gradients), self.packed, strict=True):
+            self._multiply(entry.name, out=total)
+
+    def total(self, name: str) -> Tensor:
+        return self._multiply(name)
+
+    def _multiply(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Return the sum that is taken for the batch's gradients."""
+        x, d, s = self._next(name)
+        scales = self.settings.gradients_blocks * s
+        # in the memory layout of a QR factor, so that the product has the same bits each time
+        return torch.mm(_by_columns(d) * scales, _by_columns(x).t(), out=out)
+
+    def _block(self, first: Reader, *, is_last: bool = False) -> Iterator[Works]:
+        """Exchange the next block, and update the estimates by it. first: the message for P.
+
+        The factors are freed before the message with S is waited for.
+        """
+        block = self._next_block
+        self._next_block = block + 1
+        tracked = [self._estimate(entry.name, block) for entry in self.packed]
+        weights = [self._weights(entry.name, block) for entry in self.packed]
+        parts = [self._take(entry.name, block) for entry in self.packed]
         rows, columns = ([entry.shape[dim] for entry in self.packed] for dim in range(2))
-        for i in range(number):
-            weights = [((i + more) / (i + more + 1), 1 / (i + more + 1)) for more in before]
-            tracked = [self._begun(of) if of.is_new else of for of in tracked]
-            first = message if i == 0 else self.other.own
-            for entry, of, own in zip(self.packed, tracked, blocks, strict=True):
-                self._project(first, entry, 1, own[i], of.d)
-            yield from self._gather(first, is_first=i == 0)
-            totals = self._sums(self.messages() if i == 0 else self.other.readers(), columns)
-            tracked = [
-                of.with_x(p, *pair) for of, p, pair in zip(tracked, totals, weights, strict=True)
-            ]
-            second = self.other.own
-            for entry, of, own in zip(self.packed, tracked, blocks, strict=True):
-                self._project(second, entry, 0, own[i], of.x)
-            yield from self._gather(second)
-            totals = self._sums(self.other.readers(), rows)
-            tracked = [
-                of.with_d(s, *pair) for of, s, pair in zip(tracked, totals, weights, strict=True)
-            ]
-        for total, keys, of in zip(self.totals(gradients), self._keys, tracked, strict=True):
-            torch.mm(of.d * (number * of.s), of.x.t(), out=total)
-            for key, tensor in zip(keys, of, strict=True):
-                self.feedback.next_learned[key].copy_(tensor)
+        for entry, of, own in zip(self.packed, tracked, parts, strict=True):
+            self._project(first, entry, 1, own, of.d)
+        yield from self._gather(first, is_first=is_last)
+        totals = self._sums(self.messages() if is_last else self.other.readers(), columns)
+        tracked = [
+            of.with_x(p, *pair) for of, p, pair in zip(tracked, totals, weights, strict=True)
+        ]
+        second = self.other.own
+        for entry, of, own in zip(self.packed, tracked, parts, strict=True):
+            self._project(second, entry, 0, own, of.x)
+        for own in parts:
+            own.clear()
+        yield from self._gather(second)
+        totals = self._sums(self.other.readers(), rows)
+        for entry, of, s, pair in zip(self.packed, tracked, totals, weights, strict=True):
+            for place, tensor in zip(self._next(entry.name), of.with_d(s, *pair), strict=True):
+                place.copy_(tensor)
+
+    def _learned(self, name: str) -> Tracked:
+        """Return the estimate that the batch began with."""
+        return Tracked(*(self.feedback.learned[f"{name}.{what}"] for what in (_X, _D, _S)))
+
+    def _next(self, name: str) -> Tracked:
+        """Return the estimate after the blocks of the batch so far."""
+        return Tracked(*(self.feedback.next_learned[f"{name}.{what}"] for what in (_X, _D, _S)))
+
+    def _estimate(self, name: str, block: int) -> Tracked:
+        """Return the estimate that a block updates."""
+        found = self._next(name) if block else self._learned(name)
+        if found.is_new:
+            return self._begun(found)
+        return Tracked(_by_columns(found.x), _by_columns(found.d), found.s) if block else found
+
+    def _weights(self, name: str, block: int) -> tuple[Tensor, Tensor]:
+        """Return w and v. The estimate that a batch begins with counts as one block."""
+        before = (~self._learned(name).is_new).to(self.dtype)
+        return (block + before) / (block + before + 1), 1 / (block + before + 1)
 
     def _begun(self, of: Tracked) -> Tracked:
         """Return a starting estimate: a random D, and an X without weight."""
         return Tracked(torch.zeros_like(of.x), basis(self._random(*of.d.shape)), of.s)
 
-    def _take(self, name: str) -> list[Product]:
+    def _take(self, name: str, block: int) -> list[Product]:
         """Remove and return the factors of this rank's gradient, in the order of the backwards."""
-        parts = self.parts.pop(name, [])
+        parts = self.parts.pop((name, block), [])
         assert all(isinstance(part, Product) for part in parts), (
             f"{name}: a part that is no product"
         )
@@ -180,6 +223,11 @@ class StreamingPCA(LowRank):
         elements = message.num_bytes // self.dtype.itemsize - is_first * self._dense_numel
         self.sent.add(elements, message.num_bytes)
         yield (self.wire if is_first else self.other).gather([message.num_bytes] * self.axis.size)
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """Return a copy of a matrix, one column after the other in memory."""
+    return x.t().contiguous().t()
 
 
 GRADIENTS = StreamingPCA

@@ -1,0 +1,133 @@
+"""Exchange of a batch's factors block by block, while its backwards run.
+
+    backward      | mb 0 | mb 1          | mb 2 | mb 3          | ..      blocks of two micro-batches
+    block 0               a P a S b P         b S                         buckets a and b
+    block 1                                          a P a S b P ..
+
+A block has two messages, P and S (methods/sbpca.py). P of a bucket starts when the last backward of
+the block has completed the bucket's factors. S follows when the next bucket starts, or the next
+backward, and then the factors are freed. So a rank holds the factors of one block at most, and of
+the micro-batch that ends it those of two buckets.
+
+The batch before must have been updated: until then complete blocks wait. The last block belongs to
+the reducer, which also sends what is not compressed. All replicas take the same steps in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from hybridpar.state.layout import Bucket
+
+
+class BlockExchange(Protocol):
+    """The exchange of a block under way; rounds: messages left, with the one under way."""
+
+    rounds: int
+
+    def proceed(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+class BlockStream:
+    """Starts the exchange of each block but a batch's last.
+
+    Args:
+        buckets: For each bucket the segment whose backward completes it, and its factored
+            parameters.
+        start: Starts to exchange a bucket's next block; returns None if that is not possible yet.
+    """
+
+    def __init__(
+        self,
+        buckets: Mapping[Bucket, tuple[int, frozenset[str]]],
+        start: Callable[[Bucket], BlockExchange | None],
+    ):
+        self._buckets = buckets
+        self._start = start
+        self._missing: dict[Bucket, set[str]] = {}
+        """Buckets of the segment whose block ends, not complete yet, in their order."""
+        self._complete: deque[Bucket] = deque()
+        """Buckets with a complete block, which waits to be exchanged."""
+        self._running: dict[Bucket, BlockExchange] = {}
+        self._newest: BlockExchange | None = None
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._missing.clear()
+        self._complete.clear()
+
+    def arm(self, part: int) -> None:
+        """Call before the backward of a segment that ends a block."""
+        self._missing = {
+            bucket: set(names) for bucket, (own, names) in self._buckets.items() if own == part
+        }
+
+    def disarm(self) -> None:
+        """Note that weight gradients of the backward are deferred: `arm` comes again before them."""
+        self._missing.clear()
+
+    def ready(self, name: str) -> None:
+        """Note that a parameter has all factors of the block."""
+        for missing in self._missing.values():
+            missing.discard(name)
+        self._start_complete()
+
+    def end(self) -> None:
+        """Note that the backward is complete: parameters without factors of the block get none."""
+        for missing in self._missing.values():
+            missing.clear()
+        self._start_complete()
+
+    def _start_complete(self) -> None:
+        for bucket in list(self._missing):
+            if self._missing[bucket]:
+                break
+            del self._missing[bucket]
+            self._complete.append(bucket)
+        while self._complete and self._start_next():
+            pass
+
+    def _start_next(self) -> bool:
+        """Start the oldest complete block, once the bucket's block before has been exchanged."""
+        bucket = self._complete[0]
+        before = self._running.get(bucket)
+        if before is not None and before.rounds > 1:
+            return False
+        if before is not None:
+            before.wait()
+            del self._running[bucket]
+        if self._newest is not None:
+            self._newest.proceed()
+        exchange = self._start(bucket)
+        if exchange is None:
+            return False
+        self._complete.popleft()
+        self._running[bucket] = exchange
+        self._newest = exchange
+        return True
+
+    def proceed(self) -> None:
+        """Take the next step of what is under way, before a backward."""
+        for exchange in self._running.values():
+            exchange.proceed()
+        while self._complete and self._complete[0] not in self._running and self._start_next():
+            pass
+
+    def finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket's block under way, before its last block starts. Complete blocks are left
+        to that exchange.
+        """
+        self._complete = deque(other for other in self._complete if other != bucket)
+        running = self._running.pop(bucket, None)
+        if running is not None:
+            running.wait()
+        if self._newest is not None:
+            self._newest.proceed()
+
+    def note(self, bucket: Bucket, exchange: BlockExchange) -> None:
+        """Take the next step of a bucket's last exchange when the next bucket starts."""
+        self._newest = exchange if bucket in self._buckets else None
