@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridpar.comm import all_gather_async, all_reduce, reduce_scatter_async
 from hybridpar.config import from_mapping
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.nn import Init, ParallelModule, Placement, named_placements, reduce_shared_gradients
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot
@@ -190,7 +191,8 @@ def partial_gradients(zero: int) -> list[Tensor]:
     wanted, mine = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
     layout = FlatLayout.of(mine, torch.float64)
     config = from_mapping({"parallel": {"tp": 2, "dp": 2, "zero": zero}})
-    partition = Partition(layout, make_routes(config, modules[1].placements, grid))
+    policy = JobPlan(config).state_policy(num_versions=1, num_gradient_buffers=1)
+    partition = Partition(layout, make_routes(policy, modules[1].placements, grid))
     flat = layout.zeros()
     for name, view in layout.views(flat).items():
         view.copy_(mine[name])
