@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from benchmarks.paper_points import READ
 from benchmarks.paper_systems import Setting
-
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.machines.cluster import estimated
