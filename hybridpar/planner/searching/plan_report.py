@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +21,8 @@ from hybridpar.schedules.kinds import PER_ITEM, Kind
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3
+_MOST_SIZES = 8
+"""Most stages whose sizes are all written out."""
 _WORTH_SAYING = 0.05
 _COST_OF_STALENESS = (
     "What they cost, in a study of a small GPT and a small BERT at equal tokens: 2bw as in the "
@@ -190,7 +193,7 @@ def describe(config: Config) -> str:
     context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
     experts = f" ep={parallel.ep}" if parallel.ep > 1 else ""
     schedule, *rest = _how(config, pipeline.recompute)
-    blocks = [f"blocks {'+'.join(map(str, pipeline.split))}"] if parallel.pp > 1 else []
+    blocks = [f"blocks {_sizes(pipeline.split)}"] if parallel.pp > 1 else []
     return ", ".join(
         [
             f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp}{experts}",
@@ -200,6 +203,16 @@ def describe(config: Config) -> str:
             *rest,
         ]
     )
+
+
+def _sizes(split: Sequence[int]) -> str:
+    """Return the blocks of each stage: '7+6+6+7'; of many stages with equal neighbours joined:
+    '7+14x6+7'.
+    """
+    if len(split) <= _MOST_SIZES:
+        return "+".join(map(str, split))
+    runs = [(len(list(same)), size) for size, same in groupby(split)]
+    return "+".join(f"{number}x{size}" if number > 1 else str(size) for number, size in runs)
 
 
 def _how(config: Config, recompute: str) -> list[str]:
@@ -284,7 +297,7 @@ def table(result: Result) -> Table:
             *[str(config.parallel.ep)] * has_experts,
             f"{cost.shape.num_microbatches} x {config.train.micro_batch_size}",
             ", ".join(_how(config, _short(pipeline.recompute))),
-            _short("+".join(map(str, pipeline.split))),
+            _short(_sizes(pipeline.split)),
             f"{1e3 * cost.step_time:.4g}",
             f"{cost.tokens_per_s:,.0f}",
             f"{100 * cost.mfu:.1f} %" if cost.mfu else "-",
