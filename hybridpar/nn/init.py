@@ -24,7 +24,7 @@ def initialize(
 
     The values depend on the seed and the parameter's name (its tied name if it has one). They
     are rounded to float32 first, whatever the type of the parameter, so runs in float64, float32
-    and bfloat16 start from one point.
+    and bfloat16 start from one point. For a tensor that has no values none are drawn.
 
     Args:
         named: Parameters with their names and placements.
@@ -41,6 +41,8 @@ def initialize(
             f"{name}: placed as {expected}, got {tuple(parameter.shape)}"
         )
         assert not parameter.is_meta, f"{name} has no memory yet"
+        if not getattr(parameter, "has_values", True):
+            continue
         if placement.init.kind == "normal":
             _fill_normal(parameter, placement, seed, random.site(placement.tied or name), rank)
         elif placement.init.draw is not None:

@@ -6,6 +6,7 @@ from hybridpar import random
 from hybridpar.nn import init
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import Init, Placement, Shard
+from hybridpar.prediction.ghost import Tracker
 
 NORMAL = Init("normal", 0.02)
 
@@ -94,3 +95,15 @@ def test_fills_views_of_a_flat_buffer_in_place():
 def test_wrong_local_shape_is_our_mistake():
     with pytest.raises(AssertionError, match="placed as"):
         initialize([("w", nn.Parameter(torch.empty(3)), Placement((4,), NORMAL))], 0)
+
+
+def test_no_numbers_are_drawn_without_values(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("numbers for a ghost")
+
+    monkeypatch.setattr(random, "normal", refuse)
+    with Tracker(torch.device("cpu")):
+        ghost = torch.zeros(4, 3)
+        initialize([("w", ghost, Placement((4, 3), Init("normal", 0.02)))], seed=1)
+    with pytest.raises(AssertionError, match="numbers for a ghost"):
+        initialize([("w", torch.zeros(4, 3), Placement((4, 3), Init("normal", 0.02)))], seed=1)
