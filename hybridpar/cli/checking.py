@@ -61,8 +61,9 @@ class Check:
         from hybridpar.optim.schedule import describe_points
         from hybridpar.planner.searching.links_report import link_lines, link_needs, step_line
         from hybridpar.prediction import predict, table
+        from hybridpar.prediction.expert_load import expert_load
         from hybridpar.prediction.knobs import knobs, savings
-        from hybridpar.prediction.memory_report import assumed_load, short_form
+        from hybridpar.prediction.memory_report import short_form
         from hybridpar.prediction.predict import default_device
         from hybridpar.train.folder import measured
         from hybridpar.train.forecasts.host_forecast import forecast_host
@@ -105,6 +106,7 @@ class Check:
         tiers = forecasts(job)
         host = forecast_host(job) if device.type == "cpu" else None
         sites = site_traffic(config)
+        load = expert_load(config)
         name = job.shape.rank_name
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
@@ -114,7 +116,7 @@ class Check:
         if self.json:
             plain |= {"groups": [asdict(one) for one in groups]} if groups else {}
             plain |= {"tiers": [asdict(one) for one in tiers]} | fit
-            forecasted = {"host": host, "offload": offload}
+            forecasted = {"host": host, "offload": offload, "experts": load}
             plain |= {key: asdict(found) for key, found in forecasted.items() if found}
             plain |= {"sites": sites.as_json()} if sites else {}
             if cost is not None:
@@ -149,7 +151,7 @@ class Check:
             f"\npredicted peak memory of a process of each {name} with train.device = "
             f"{device.type}, in MiB\n"
             f"{table(memory, name)}\n"
-            + "\n".join([*short_form(memory, name, saving), *assumed_load(config)])
+            + "\n".join([*short_form(memory, name, saving), *(load.lines() if load else [])])
         )
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")

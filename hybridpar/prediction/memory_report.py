@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
-from hybridpar.models.custom_blocks import context_of
-from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.prediction.knobs import Saving
 from hybridpar.prediction.meter import CpuMeter, CudaMeter
 from hybridpar.prediction.predict import batches_to_peak, predict
@@ -106,37 +102,6 @@ def short_form(stages: Sequence[StageMemory], rank_name: str, saving: Saving | N
             "each knob saves"
         )
     return lines
-
-
-def assumed_load(config: Config) -> list[str]:
-    """Return a line about the load of experts that a prediction assumes; none without experts."""
-    model = config.model.cost_model
-    if model is None or model.routed_experts is None:
-        return []
-    ep = config.parallel.ep
-    context = context_of(model, silent_axis("cp", config.parallel.cp))
-    tokens = config.train.micro_batch_size * context.local_length(model.tokens_per_sample) * ep
-    if ep > 1:
-        own = -(-model.num_experts // ep)
-        balanced = tokens * model.router_topk * own // model.num_experts
-        most = tokens * min(model.router_topk, own)
-        if bound := config.memory.expert_load:
-            return [
-                f"experts: at {bound:g} times the balanced load (memory.expert_load), "
-                f"{min(most, math.ceil(bound * balanced)):,} rows a layer on the rank with the most "
-                "experts; rows beyond are computed in further rounds, whose activations are "
-                "computed again"
-            ]
-        return [
-            f"experts: at balanced load, {balanced:,} rows a layer on the rank with the most "
-            f"experts; at most {most:,}, if all tokens of the {ep} ranks of a micro-batch visit "
-            "its experts, and a rank keeps the rows that it gets"
-        ]
-    return [
-        f"experts: at balanced load, {tokens * model.router_topk // model.num_experts:,} rows "
-        f"each; at most {tokens:,}, if all tokens of a micro-batch visit one expert, which adds "
-        "temporary tensors and no activations that are kept"
-    ]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul, moe
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
-from hybridpar.prediction.memory_report import assumed_load
 from hybridpar.prediction.predict import default_device
 from hybridpar.prediction.walk import MemoryWalk
 from hybridpar.schedules.passes.lowering import lower
@@ -919,17 +918,3 @@ def test_every_dtype_of_the_configuration_has_a_prediction(monkeypatch: pytest.M
     totals = {dtype: predict(JobPlan(make(train={"dtype": dtype})))[0].total for dtype in DTYPES}
     assert totals["fp64"] == pytest.approx(2 * totals["fp32"], rel=0.01)
     assert totals["fp16"] == pytest.approx(totals["bf16"], rel=0.01)
-
-
-def test_the_assumed_load_of_experts_is_named() -> None:
-    assert assumed_load(small()) == []
-    (line,) = assumed_load(small(model=EXPERTS))
-    assert line.startswith("experts: at balanced load, 64 rows each; at most 256, if all tokens")
-    (line,) = assumed_load(small(model=EXPERTS, dp=6, parallel={"ep": 6}))
-    assert line.startswith("experts: at balanced load, 768 rows a layer on the rank with the most")
-    assert "at most 3,072, if all tokens of the 6 ranks" in line
-    bound = {"memory": {"expert_load": 1.5}}
-    (line,) = assumed_load(small(model=EXPERTS, dp=6, parallel={"ep": 6}, **bound))
-    assert "1,152 rows a layer on the rank with the most" in line
-    (line,) = assumed_load(small(model=EXPERTS, parallel={"ep": 2, "cp": 2}))
-    assert line.startswith("experts: at balanced load, 256 rows a layer")
