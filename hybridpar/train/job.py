@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -68,6 +68,7 @@ from hybridpar.train.reporting.run_report import RunReport
 from hybridpar.train.run import Outcome, Run
 from hybridpar.validate import resolve
 
+T = TypeVar("T")
 _FINAL = (AnomalyError, CallbackError, SaveError)
 """Errors that a restart would meet again."""
 _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
@@ -256,21 +257,18 @@ class JobPlace:
             say = PlainReporter(0).say
         return LinkWatch(flight, config.longest_wait_s, hosts, files, say)
 
+    def set_up(self, action: Callable[[], T], *, here: bool = True) -> T | None:
+        """Run `action` where `here` is true. Raises: SetupError on all, if it fails on one."""
+        try:
+            return self.job.together(action, here=here)
+        except HybridparError as error:
+            raise SetupError(str(error)) from error
+
     def build(self, build: Callable[[], Engine]) -> Engine:
         """Build the engine. Raises: SetupError on all processes, if one lacks memory."""
-        try:
-            engine = self.job.together(build)
-        except HybridparError as error:
-            raise SetupError(str(error)) from error
+        engine = self.set_up(build)
         assert engine is not None
         return engine
-
-    def require(self, check: Callable[[], None]) -> None:
-        """Check something on the first process. Raises: SetupError on all, if the check fails."""
-        try:
-            self.job.together(check, here=self.job.launch.rank == 0)
-        except HybridparError as error:
-            raise SetupError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,7 @@ def _train_on_grid(
         config = autotune(config, grid, place.device, reporter.say, place.build)
         job_plan = JobPlan(config)
         job_plan.prove()
-        place.require(lambda: require_limit(job_plan))
+        place.set_up(lambda: require_limit(job_plan), here=rank == 0)
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(job_plan, place.device) if watched else None
         engine = place.build(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -111,15 +111,6 @@ class Outcome:
         }
 
 
-def _memory_log(engine: Engine, resumed: int, say: Callable[[str], None]) -> MemoryLog | None:
-    """Create the file of memory events for train.record_memory, or None if it is off."""
-    if not engine.config.train.record_memory:
-        return None
-    from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog
-
-    return MemoryLog(engine, resumed, say)
-
-
 class Run:
     """Training of a job from the step that its engine stands at.
 
@@ -147,7 +138,11 @@ class Run:
         self.train_loader = batch_loader(engine, data.train)
         self.train_loader.start_at(engine.data_start)
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
-        self.memory = _memory_log(engine, report.resumed, self.reporter.say)
+        self.memory: MemoryLog | None = None
+        if config.train.record_memory:
+            from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog
+
+            self.memory = MemoryLog(engine, report.resumed, self.reporter.say)
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.evaluator = Evaluator(engine, data.valid, data.tokenizer)
         self.early_stopping = EarlyStopping(config, self._past_evaluations())

@@ -17,9 +17,7 @@ class SiteExchange:
 
     def __init__(self, outer: OuterStep):
         self._outer = outer
-        self._loss = 0.0
-        self._steps = 0
-        self._skipped = 0
+        self._begin()
 
     def _begin(self) -> None:
         self._loss = 0.0

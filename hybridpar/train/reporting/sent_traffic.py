@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridpar.comm import gather_objects
@@ -57,10 +57,8 @@ def gather_sent(engine: Engine) -> dict[Stream, Sent]:
 def as_row(sent: Mapping[Stream, Sent], num_batches: int) -> dict[str, Any]:
     """Return the value of "traffic" in a row of metrics.jsonl: totals of so many batches."""
     streams = [
-        {
-            "link": stream.link,
-            "what": stream.what,
-            "codec": stream.codec,
+        asdict(stream)
+        | {
             "elements": counts.elements,
             "bytes": counts.num_bytes,
             "whole_elements": counts.whole_elements,
