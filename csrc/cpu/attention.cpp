@@ -101,37 +101,42 @@ Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tenso
                    const Optional& real, const Optional& first, const Optional& position,
                    const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
                    int64_t window, int64_t key0, int64_t key1, const Optional& counter, int64_t threshold,
-                   double keep_scale, int64_t start) {
+                   double keep_scale, int64_t start, const Optional& mask_row, int64_t mask_keys) {
   const int64_t samples = q.size(0), heads = q.size(1), queries = q.size(2), s = k.size(2);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
                   ": q, k and v must be of one type");
   STD_TORCH_CHECK(static_cast<int64_t>(kv_head.size()) == heads, op, ": kv_head needs an entry for each query head");
   for (int64_t g : kv_head) STD_TORCH_CHECK(g >= 0 && g < k.size(1), op, ": kv_head names a head that is not there");
-  STD_TORCH_CHECK(queries <= s, op, ": needs a key for each query at least");
+  STD_TORCH_CHECK(position || queries <= s, op, ": needs a key for each query at least, or positions");
   STD_TORCH_CHECK(holds(real, ScalarType::Bool, samples * s), op, ": the padding mask must be bool [samples, keys]");
   STD_TORCH_CHECK(holds(first, ScalarType::Int, samples * queries), op, ": first must be int32 [samples, queries]");
   STD_TORCH_CHECK(holds(position, ScalarType::Int, queries), op, ": position must be int32 [queries]");
+  STD_TORCH_CHECK(holds(mask_row, ScalarType::Int, queries), op, ": mask_row must be int32 [queries]");
+  STD_TORCH_CHECK(!mask_row == (mask_keys == 0), op, ": mask_row and mask_keys go together");
   STD_TORCH_CHECK(causal || (!first && !position && window == 0), op,
                   ": first keys, positions and windows are of causal attention");
   const Mask mask{dropout_stream(op, key0, key1, counter, threshold, samples), 1, s, start,
                   static_cast<uint32_t>(threshold), keep_scale};
   return {strided<const T>(op, q), strided<const T>(op, k), strided<const T>(op, v), data<bool>(real),
           data<int32_t>(first), data<int32_t>(position), kv_head.data(), samples, heads, k.size(1), queries, s, q.size(3),
-          static_cast<Wide<T>>(scale), causal, static_cast<Wide<T>>(softcap), window, mask};
+          static_cast<Wide<T>>(scale), causal, static_cast<Wide<T>>(softcap), window, mask, data<int32_t>(mask_row),
+          mask_keys ? mask_keys : s};
 }
 
-// out [samples, queries, heads, d], lse [samples, heads, queries]
-std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+// out [samples, queries, heads, d], lse [samples, heads, queries]. mask_row, mask_keys: of a block of a sample's keys, whose
+// dropout has the rows mask_row and mask_keys columns
+std::tuple<Tensor, Tensor> attention_block(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Optional& real, const Optional& first, const Optional& position,
                                      const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
                                      int64_t window, int64_t key0, int64_t key1, const Optional& counter,
-                                     int64_t threshold, double keep_scale, int64_t start) {
+                                     int64_t threshold, double keep_scale, int64_t start, const Optional& mask_row,
+                                     int64_t mask_keys) {
   Tensor out = make({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type());
   Tensor lse = make({q.size(0), q.size(1), q.size(2)}, wide_type(q));
   by_type("attention", q, [&](auto element) {
     using T = decltype(element);
     const auto p = problem<T>("attention", q, k, v, real, first, position, kv_head, scale, softcap, causal, window,
-                              key0, key1, counter, threshold, keep_scale, start);
+                              key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys);
     const ForwardOut<T> o{by_position<T>(out), data<Wide<T>>(lse)};
     torch::stable::parallel_for(0, p.samples * p.heads, 1, [&](int64_t begin, int64_t end) {
       HYBRIDPAR_RUN(has_fast_bfloat16(), T, forward_heads, p, o, begin, end);
@@ -141,18 +146,18 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 }
 
 // dq like out, dk and dv [samples, keys, kv heads, d]
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor> attention_block_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
     double scale, double softcap, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter,
-    int64_t threshold, double keep_scale, int64_t start) {
+    int64_t threshold, double keep_scale, int64_t start, const Optional& mask_row, int64_t mask_keys) {
   Tensor dq = make_like(out);
   Tensor dk = make({k.size(0), k.size(2), k.size(1), k.size(3)}, k.scalar_type());
   Tensor dv = make_like(dk);
   by_type("attention_backward", q, [&](auto element) {
     using T = decltype(element);
     const auto p = problem<T>("attention_backward", q, k, v, real, first, position, kv_head, scale, softcap, causal,
-                              window, key0, key1, counter, threshold, keep_scale, start);
+                              window, key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys);
     const BackwardOut<T> o{by_position<const T>(out), strided<const T>("attention_backward", dout),
                            data<Wide<T>>(lse), by_position<T>(dq), by_position<T>(dk), by_position<T>(dv)};
     torch::stable::parallel_for(0, p.samples * p.kv_heads, 1, [&](int64_t begin, int64_t end) {
@@ -160,6 +165,24 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     });
   });
   return {dq, dk, dv};
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Optional& real, const Optional& first, const Optional& position,
+                                     const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
+                                     int64_t window, int64_t key0, int64_t key1, const Optional& counter,
+                                     int64_t threshold, double keep_scale, int64_t start) {
+  return attention_block(q, k, v, real, first, position, kv_head, scale, softcap, causal, window, key0, key1, counter,
+                         threshold, keep_scale, start, {}, 0);
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+    const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
+    double scale, double softcap, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter,
+    int64_t threshold, double keep_scale, int64_t start) {
+  return attention_block_backward(dout, q, k, v, out, lse, real, first, position, kv_head, scale, softcap, causal, window,
+                                  key0, key1, counter, threshold, keep_scale, start, {}, 0);
 }
 
 }  // namespace
@@ -176,6 +199,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
       "Tensor? first, Tensor? position, int[] kv_head, float scale, float softcap, bool causal, int window, int key0, "
       "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
+  library.def(  // of a block of keys, with dropout of the full sample
+      "attention_block(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor? first, Tensor? position, int[] kv_head, float "
+      "scale, float softcap, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float "
+      "keep_scale, SymInt start, Tensor? mask_row, SymInt mask_keys) -> (Tensor, Tensor)");
+  library.def(
+      "attention_block_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
+      "Tensor? first, Tensor? position, int[] kv_head, float scale, float softcap, bool causal, int window, int key0, "
+      "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start, Tensor? mask_row, SymInt mask_keys) -> "
+      "(Tensor, Tensor, Tensor)");
   library.def(  // of Hopper GPUs alone (csrc/cuda)
       "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");
 }
@@ -183,4 +215,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
+  library.impl("attention_block", TORCH_BOX(&attention_block));
+  library.impl("attention_block_backward", TORCH_BOX(&attention_block_backward));
 }

@@ -49,7 +49,9 @@ struct Problem {
   bool causal;
   Wide<T> softcap;  // scores become softcap * tanh(score / softcap); 0: they do not
   int64_t window;  // a query sees so many keys at most, its own included; 0: all
-  Mask mask;  // dropout: element (sample, head * s + position, key)
+  Mask mask;  // dropout: element (sample, head * mask_keys + mask_row, key)
+  const int32_t* mask_row;  // [queries], or null: their positions
+  int64_t mask_keys;
   int64_t padded_s() const { return round_up(s, kKeys); }
   int64_t padded_d() const { return round_up(d, kTileCols); }
   HYBRIDPAR_INLINE_MEMBER int64_t position_of(int64_t query) const {
@@ -180,7 +182,8 @@ HYBRIDPAR_INLINE void keep(const Problem<T>& p, int64_t b, int64_t n, int64_t qu
     Wide<T>* row = factors + r * kKeys;
     Stream stream = p.mask.stream;
     stream.sample += static_cast<uint32_t>(b);
-    const int64_t index = p.mask.start + (n * p.s + p.position_of(query + r)) * p.s + block.key;
+    const int64_t mask_row = p.mask_row ? p.mask_row[query + r] : p.position_of(query + r);
+    const int64_t index = p.mask.start + (n * p.mask_keys + mask_row) * p.mask_keys + block.key;
     blocks(stream, index, inside, [=](const uint32_t* words, int64_t at, int64_t size) {
       for (int64_t j = 0; j < size; ++j) row[at + j] = words[j] >= threshold ? scale : Wide<T>(0);
     });

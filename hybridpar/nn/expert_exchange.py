@@ -75,7 +75,7 @@ def plan_rounds(loads: Sequence[int], axis: Axis, like: Tensor, load_bound: floa
     if load_bound:
         return _bounded_rounds(gathered, load_bound)
     rows = torch.zeros(axis.size, len(loads), dtype=torch.int64)
-    rows[axis.rank] = outgoing.cpu()
+    rows[axis.rank] = torch.tensor(loads)
     rows[:, own.start : own.stop] = gathered
     return rows[None]
 

@@ -409,15 +409,15 @@ class LibraryPasses(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        return self.library.attention(q, k, v, *_arguments(q, call))
+        return self.library.attention(q, k, v, *arguments_of(q, call))
 
     def backward(
         self, dout: Tensor, saved: SavedAttention, call: AttentionCall
     ) -> tuple[Tensor, ...]:
-        return self.library.attention_backward(dout, *saved, *_arguments(saved.q, call))
+        return self.library.attention_backward(dout, *saved, *arguments_of(saved.q, call))
 
 
-def _arguments(q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
+def arguments_of(q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
     """Return the arguments of operators that describe the call. Rows of dropout's mask are as many
     elements apart as there are keys."""
     mask = call.mask
@@ -480,12 +480,14 @@ def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return heads_inside(q), q.new_empty(q.shape[:-1], dtype=wide_type(q))
 
 
+def _gradients(dout: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return heads_inside(q), heads_inside(k), heads_inside(k)
+
+
 PASSES: Shapes = {
     "attention": _output_and_sums,
-    "attention_backward": lambda dout, q, k, *_: (
-        heads_inside(q),
-        heads_inside(k),
-        heads_inside(k),
-    ),
+    "attention_backward": _gradients,
+    "attention_block": _output_and_sums,
+    "attention_block_backward": _gradients,
     "attention_hopper": _output_and_sums,
 }

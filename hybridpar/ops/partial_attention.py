@@ -16,8 +16,9 @@ Source: arXiv 2310.01889 (ring attention).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +30,14 @@ from hybridpar.ops.attention import (
     AttentionPasses,
     LibraryPasses,
     SavedAttention,
+    arguments_of,
     attention_class,
     attention_fused,
     key_heads,
 )
 from hybridpar.ops.backends.libraries import wide_type
 from hybridpar.ops.backends.registry import resolve, select
-from hybridpar.ops.dropout import drop, make_mask
+from hybridpar.ops.dropout import DropoutMask, drop, make_mask
 
 Ranges = tuple[tuple[int, int], ...]
 """Positions as ascending half-open ranges."""
@@ -57,7 +59,8 @@ class PartialAttention:
         mask: Its window, the first keys of the queries, and their positions, the same as in
             `queries`.
         options: Settings of the layer's attention. Dropout's mask goes by positions.
-        backend: Name of a backend of attention. Dropout is computed by torch's operators.
+        backend: Name of a backend of attention. Of its kernels the C++ ones have dropout, whose mask
+            goes by positions of the full sample; else torch's operators compute it.
     """
 
     queries: Ranges
@@ -76,17 +79,22 @@ class PartialAttention:
             it and those behind it, in the type of the pass; lse is -infinity where no key is seen.
         """
         start = self._first(keys)
-        outs = []
-        lses = []
-        for part in self._parts(start, k.shape[2]):
-            passes = self._passes(q, k, part, keys)
-            call = self._call(q, k, part, keys)
-            out, lse = passes.forward(q[:, :, part], k, v, call)
-            outs.append(out)
-            lses.append(lse.masked_fill(lse == float("inf"), float("-inf")))
-        if not outs:
+        if start == q.shape[2]:
             return start, q.new_empty(0), q.new_empty(0)
-        return start, torch.cat(outs, 1), torch.cat(lses, 2)
+        total = None
+        for some, at, most in self._blocks(q, k, keys):
+            outs = []
+            lses = []
+            for part in self._parts(start, most):
+                passes = self._passes(q, k, part, some)
+                call = self._call(q, k, part, some)
+                out, lse = passes.forward(q[:, :, part], k[:, :, at], v[:, :, at], call)
+                outs.append(out)
+                lses.append(lse.masked_fill(lse == float("inf"), float("-inf")))
+            more = torch.cat(outs, 1), torch.cat(lses, 2)
+            total = more if total is None else _sum_of(total, more)
+        assert total is not None
+        return start, *total
 
     def backward(
         self, dout: Tensor, saved: SavedAttention, keys: Ranges
@@ -106,29 +114,49 @@ class PartialAttention:
         b, n_kv, num_keys, d = k.shape
         dk = torch.zeros(b, num_keys, n_kv, d, dtype=wide_type(q), device=q.device)
         dv = torch.zeros_like(dk)
-        dqs = []
-        for part in self._parts(start, num_keys):
-            passes = self._passes(q, k, part, keys)
-            of_part = SavedAttention(
-                q[:, :, part], k, v, out[:, part].contiguous(), lse[:, :, part].contiguous()
-            )
-            call = self._call(q, k, part, keys)
-            dq, dk_part, dv_part = passes.backward(dout[:, :, part].contiguous(), of_part, call)
-            dqs.append(dq)
-            dk += dk_part
-            dv += dv_part
-        return start, torch.cat(dqs, 1) if dqs else None, dk, dv
+        if start == q.shape[2]:
+            return start, None, dk, dv
+        total = None
+        for some, at, most in self._blocks(q, k, keys):
+            dqs = []
+            for part in self._parts(start, most):
+                passes = self._passes(q, k, part, some)
+                of_part = SavedAttention(
+                    q[:, :, part],
+                    k[:, :, at],
+                    v[:, :, at],
+                    out[:, part].contiguous(),
+                    lse[:, :, part].contiguous(),
+                )
+                call = self._call(q, k, part, some)
+                dq, dk_part, dv_part = passes.backward(dout[:, :, part].contiguous(), of_part, call)
+                dqs.append(dq)
+                dk[:, at] += dk_part
+                dv[:, at] += dv_part
+            dq = torch.cat(dqs, 1)
+            total = dq if total is None else total + dq
+        return start, total, dk, dv
 
     def _first(self, keys: Ranges) -> int:
         """Return how many queries are before all of the keys."""
         first = keys[0][0]
         return sum(min(max(first - start, 0), stop - start) for start, stop in self.queries)
 
-    def _parts(self, start: int, num_keys: int) -> list[slice]:
-        """Return the queries from `start` on in parts of at most as many as there are keys, which
-        is what kernels take."""
+    def _blocks(self, q: Tensor, k: Tensor, keys: Ranges) -> Iterator[tuple[Ranges, slice, int]]:
+        """Yield the keys that a kernel takes at once, their indices among the keys, and how many
+        queries it takes at most: all keys, or with dropout in a kernel neighbours."""
+        if not self._drops or self._library(q, k) is None:
+            yield keys, slice(0, k.shape[2]), k.shape[2]
+            return
+        at = 0
+        for start, stop in keys:
+            yield ((start, stop),), slice(at, at + stop - start), q.shape[2]
+            at += stop - start
+
+    def _parts(self, start: int, most: int) -> list[slice]:
+        """Return the queries from `start` on in parts of so many at most."""
         count = sum(stop - start for start, stop in self.queries)
-        return [slice(i, min(i + num_keys, count)) for i in range(start, count, num_keys)]
+        return [slice(i, min(i + most, count)) for i in range(start, count, most)]
 
     def _call(self, q: Tensor, k: Tensor, part: slice, keys: Ranges) -> AttentionCall:
         """Return the call of a backend, in which positions are indices of these keys."""
@@ -148,18 +176,43 @@ class PartialAttention:
         return AttentionCall(mask, heads, scale=self.options.scale, softcap=self.options.softcap)
 
     def _passes(self, q: Tensor, k: Tensor, part: slice, keys: Ranges) -> AttentionPasses:
-        dropout = self.options.dropout
-        if dropout.p > 0 and dropout.key is not None:
+        library = self._library(q, k)
+        if self._drops and library is None:
             return TorchPasses(self._kept(q, part, keys))
-        d = q.shape[3]
-        shape = attention_class(d, grouped=q.shape[1] != k.shape[1])
+        if library is None:
+            return TorchPasses()
+        if not self._drops:
+            return LibraryPasses(library)
+        assert self.mask.positions is not None
+        ((first, _),) = keys
+        spec = replace(
+            self.options.dropout,
+            inner_start=self.options.head_start * self.length * self.length + first,
+        )
+        b, n, _, _ = q.shape
+        dropout = make_mask(spec, (b, n, self.length, self.length), q.device)
+        rows = self.mask.positions[part].contiguous()
+        return DroppingPasses(library, dropout, rows, self.length)
+
+    @property
+    def _drops(self) -> bool:
+        dropout = self.options.dropout
+        return dropout.p > 0 and dropout.key is not None
+
+    def _library(self, q: Tensor, k: Tensor) -> Any:
+        """Return the library whose kernels run on such tensors, with dropout if there is any; None
+        if torch's operators do."""
+        shape = attention_class(q.shape[3], grouped=q.shape[1] != k.shape[1])
         names = [select("attention", self.backend, q.device.type, q.dtype, shape).name]
         names += ["triton"] * q.is_cuda  # fused kernels of libraries do not return lse
         for name in names:
             code = resolve("attention", name, q, shape)
-            if isinstance(code, functools.partial) and code.func is attention_fused:
-                return LibraryPasses(*code.args)
-        return TorchPasses()
+            if not isinstance(code, functools.partial) or code.func is not attention_fused:
+                continue
+            (library,) = code.args
+            if not self._drops or (library is torch.ops.hybridpar and not q.is_cuda):
+                return library
+        return None
 
     def _kept(self, q: Tensor, part: slice, keys: Ranges) -> Tensor:
         """Return dropout's factors, which are 0 or 1 / (1 - p). Shapes: [b, n, queries, keys]."""
@@ -204,6 +257,59 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     share = torch.sigmoid(more_lse - lse).transpose(1, 2).unsqueeze(-1)
     out += share * (more - out)
     lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def _sum_of(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the attention over the keys of both. A query may see none of the keys of either.
+
+    Shapes: out [b, s, n, d] and lse [b, n, s] of each.
+    """
+    lse = torch.logaddexp(one[1], other[1])
+    blind = lse == float("-inf")
+    finite = lse.masked_fill(blind, 0.0)
+    out = None
+    for part, of_part in (one, other):
+        share = (of_part - finite).exp().transpose(1, 2).unsqueeze(-1)
+        summand = share * part.to(share.dtype)
+        out = summand if out is None else out + summand
+    assert out is not None
+    return out.to(one[0].dtype), lse
+
+
+class DroppingPasses(NamedTuple):
+    """The passes of the C++ kernels with the dropout of a full sample.
+
+    Attributes:
+        library: The operators.
+        dropout: The mask of the sample's probabilities, from this block's first key on.
+        rows: Positions of the queries in the sample.
+        length: Number of keys of the sample.
+    """
+
+    library: Any
+    dropout: DropoutMask
+    rows: Tensor
+    length: int
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """See AttentionPasses."""
+        found: tuple[Tensor, Tensor] = self.library.attention_block(
+            q, k, v, *self._arguments(q, call)
+        )
+        return found
+
+    def backward(
+        self, dout: Tensor, saved: SavedAttention, call: AttentionCall
+    ) -> tuple[Tensor, ...]:
+        """See AttentionPasses."""
+        arguments = self._arguments(saved.q, call)
+        found: tuple[Tensor, ...] = self.library.attention_block_backward(dout, *saved, *arguments)
+        return found
+
+    def _arguments(self, q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
+        return *arguments_of(q, replace(call, dropout=self.dropout)), self.rows, self.length
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,8 @@ def test_arguments_and_results_are_those_of_csrc():
             torch.ops.hybridpar, name
         ), name
     assert set(native.operators()) - set(names) == {
+        "attention_block",
+        "attention_block_backward",
         "attention_hopper",
         "few_rows_linear",
         "next_token_attention",

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from tensor_parallel import TOLERANCE, traffic, values
 from torch import Tensor
 
-from hybridpar import ops
+from hybridpar import native, ops, random
 from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
@@ -26,7 +26,9 @@ from hybridpar.nn.context import ALONE, Context, ContextComm, document_ranges, t
 from hybridpar.nn.context_attention import HeadSplit, context_attention
 from hybridpar.nn.placement import named_placements, split_sizes
 from hybridpar.nn.sequence import SequencePart
-from hybridpar.ops.attention import AttentionMask, AttentionOptions
+from hybridpar.ops.attention import AttentionMask, AttentionOptions, SavedAttention
+from hybridpar.ops.dropout import DropoutSpec
+from hybridpar.ops.partial_attention import PartialAttention
 from hybridpar.random import RandomKey
 
 F64 = torch.float64
@@ -384,3 +386,39 @@ def test_a_micro_batch_of_documents_brings_its_cut() -> None:
         assert context.of({}) is context
         seen += mine["tokens"][0].tolist()
     assert sorted(seen) == list(range(26))
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="needs hybridpar._C")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dropout_of_a_ring_is_the_same_in_a_kernel(
+    dtype: torch.dtype, documents: bool, softcap: float
+) -> None:
+    """Blocks of keys of two ranges, one of them a single key; 4 query heads on 2 key heads."""
+    own = ((3, 9), (20, 29))
+    rows = torch.cat([torch.arange(*of) for of in own]).to(torch.int32)
+    first_key = (rows // 7 * 7).expand(2, -1).contiguous() if documents else None
+    mask = AttentionMask(True, window=None, first_key=first_key, positions=rows)
+    dropout = DropoutSpec(0.3, KEY, random.site("blocks.1.attention"))
+    options = AttentionOptions(dropout=dropout, head_start=2, softcap=softcap)
+    q = values("q", 2, 4, len(rows), 8).to(dtype)
+    dout = values("dout", 2, 4, len(rows), 8).to(dtype)
+    exact = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else TOLERANCE
+    for keys in (own, ((0, 3), (12, 13)), ((9, 12), (13, 20))):
+        size = sum(stop - start for start, stop in keys)
+        k = values("k", 2, 2, size, 8).to(dtype)
+        v = values("v", 2, 2, size, 8).to(dtype)
+        found = []
+        for backend in ("cpp", "torch"):
+            partial = PartialAttention(own, 37, mask, options, backend)
+            start, out, lse = partial.forward(q, k, v, keys)
+            full = torch.zeros(2, len(rows), 4, 8, dtype=dtype)
+            full[:, start:] = out
+            of_all = torch.zeros(2, 4, len(rows), dtype=lse.dtype)
+            of_all[:, :, start:] = lse.masked_fill(lse == float("-inf"), 30.0)
+            saved = SavedAttention(q, k, v, full, of_all)
+            found.append((start, out, lse, *partial.backward(dout, saved, keys)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, **exact)
+        assert found[0][1].any()
