@@ -232,10 +232,14 @@ def _compressed_gradients(config: Config) -> Iterator[str]:
         return
     limit, most = config.memory.limiting
     if config.parallel.zero > 1 and config.parallel.dp_cp > 1:
+        reason = (
+            "a batch's gradients are also its unsent rest, so all of them are needed until its update"
+            if config.compression.replicas_differ
+            else "shards of its reduced gradients cannot leave the device"
+        )
         yield (
-            f"not supported with {limit} = {most} and parallel.zero = {config.parallel.zero}: a "
-            "batch's gradients are also its unsent rest, so all of them are needed until its "
-            "update; use parallel.zero = 1, or no compression"
+            f"not supported with {limit} = {most} and parallel.zero = {config.parallel.zero}: "
+            f"{reason}; use parallel.zero = 1, or no compression"
         )
     if config.train.dtype == "fp16":
         yield (
