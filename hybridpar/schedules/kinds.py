@@ -7,7 +7,7 @@ one action B, or two: I computes the gradient of the stage's input, W the gradie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -99,6 +99,18 @@ class ActionSpec:
 
 
 _K = Kind
+_BACKWARD = ActionSpec(
+    "backward",
+    (_K.F, _K.RECV_B, _K.RELOAD),
+    _K.RECV_B,
+    _K.SEND_B,
+    -1,
+    cut=-1,
+    holds=-1,
+    reads=True,
+    adds=True,
+    awaits="the gradient",
+)
 ACTION_SPECS: dict[Kind, ActionSpec] = {
     _K.F: ActionSpec(
         "forward",
@@ -111,30 +123,8 @@ ACTION_SPECS: dict[Kind, ActionSpec] = {
         reads=True,
         awaits="the activation",
     ),
-    _K.B: ActionSpec(
-        "backward",
-        (_K.F, _K.RECV_B, _K.RELOAD),
-        _K.RECV_B,
-        _K.SEND_B,
-        -1,
-        cut=-1,
-        holds=-1,
-        reads=True,
-        adds=True,
-        awaits="the gradient",
-    ),
-    _K.I: ActionSpec(
-        "backward to the input",
-        (_K.F, _K.RECV_B, _K.RELOAD),
-        _K.RECV_B,
-        _K.SEND_B,
-        -1,
-        cut=-1,
-        reads=True,
-        adds=True,
-        part_of=_K.B,
-        awaits="the gradient",
-    ),
+    _K.B: _BACKWARD,
+    _K.I: replace(_BACKWARD, name="backward to the input", holds=0, part_of=_K.B),
     _K.W: ActionSpec("backward to the weights", (_K.I,), cut=-1, holds=-1, adds=True, part_of=_K.B),
     _K.SEND_F: ActionSpec("activation", (_K.F,), flow=1, matching_recv=_K.RECV_F, is_async=True),
     _K.RECV_F: ActionSpec("activation", flow=1, is_async=True),

@@ -36,8 +36,7 @@ from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
 from hybridpar.train.faults.errors import CallbackError
 from hybridpar.train.faults.rollback import AnomalyHandler
 from hybridpar.train.faults.watchdog import SAVING
-from hybridpar.train.reporting.history import History
-from hybridpar.train.reporting.run_metrics import BatchClock
+from hybridpar.train.reporting.run_metrics import BatchClock, History
 from hybridpar.train.reporting.run_report import RunReport, is_evaluated
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Whole, from_plain
-from hybridpar.config.row_names import valid_name, valid_numbers_in
+from hybridpar.config.row_names import VALID, valid_name, valid_numbers_in
 from hybridpar.config.typed import convert
 from hybridpar.data.loader import Loader
 from hybridpar.reading import open_regular, parse_json
@@ -71,6 +73,43 @@ def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
             ):
                 curves.setdefault(name, _Thinned(most)).add({"step": row["step"], name: row[name]})
     return [row for curve in curves.values() for row in curve.points]
+
+
+@dataclass(frozen=True)
+class History:
+    """Numbers of a whole run from metrics.jsonl, including steps before the run was resumed.
+
+    A number that is not finite (null in metrics.jsonl) is NaN.
+
+    Attributes:
+        losses: Training loss by step, one every train.log_interval steps.
+        validation: Numbers of each evaluation by step, then by name ("val_loss", ..).
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> History:
+        """Read a metrics.jsonl; without the file the history is empty."""
+        history = History()
+        for row in stream_metrics(path):
+            step = row["step"]
+            if "loss" in row:
+                history.losses[step] = _number(row["loss"])
+                continue
+            numbers = {
+                name: _number(value)
+                for name, value in row.items()
+                if name.startswith(VALID) and (value is None or isinstance(value, int | float))
+            }
+            if numbers:
+                history.validation.setdefault(step, {}).update(numbers)
+        return history
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 class _Thinned:

@@ -3,6 +3,7 @@ effect on training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
 from hybridpar.train.reporting.progress import Status, valid_numbers
+from hybridpar.train.reporting.run_metrics import History
 from hybridpar.validate import resolve
 from hybridpar.verify.run import GridRun, compare, on_grid, run_grid, verify
 from hybridpar.watch.board import Board
@@ -347,3 +349,20 @@ def test_metrics_stand_before_what_matters_less_on_a_line_of_progress() -> None:
 
 def test_gpts_have_no_metrics() -> None:
     assert gpt((2, 8, 2, 8, 32)).model.metric_names == ()
+
+
+def test_numbers_that_are_not_finite_stay_in_the_history(tmp_path: Path) -> None:
+    """A run that has diverged has a loss for each step all the same."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 0, "val_loss": 2.5, "val_losses": {"mlm": 2.0, "nsp": 0.5}, "val_f1": null}\n'
+        '{"step": 1, "loss": 2.0, "acc": null}\n{"step": 2, "loss": null}\n{"step": 2, "val_loss": '
+        "null}\n"
+    )
+    history = History.read(path)
+    assert history.losses[1] == 2.0
+    assert math.isnan(history.losses[2])
+    assert list(history.losses) == [1, 2]
+    assert history.validation[0]["val_loss"] == 2.5
+    assert list(history.validation[0]) == ["val_loss", "val_f1"]
+    assert math.isnan(history.validation[2]["val_loss"])
