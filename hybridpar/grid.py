@@ -310,7 +310,7 @@ class ProcessGrid:
         self.site_group = self._axes.get("site_group", self.world)
 
     def _line(self, axes: Sequence[str]) -> Axis:
-        """Return this rank's line along those of the axes that the grid has."""
+        """Return this rank's line along the named axes that the grid has."""
         present = [name for name in axes if name in self.sizes]
         return self._axes.get(
             _JOIN.join(present), Axis(axes[0], 0, (self.rank,), flight=self.flight)

@@ -596,7 +596,7 @@ class RankState:
     def unsharded_bytes(self, gradients: int = 2) -> tuple[int, int]:
         """Return upper bounds of the bytes of unsharded chunks: of the weights of two consecutive
         segments, so that the next one is gathered while a segment computes, and of so many
-        segments' gradients: default those of one segment and of the one being reduced.
+        segments' gradients: by default of one segment and of another that is being reduced.
         """
 
         def of(buffers: Sequence[Buffer], consecutive: int) -> int:

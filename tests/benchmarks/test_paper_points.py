@@ -1,5 +1,5 @@
 """`hybridpar check --cluster` on the machines of PipeDream-2BW's figures: the costs that benchmarks.paper
-simulates the paper's systems with are those of our planner."""
+simulates the paper's systems with are our planner's."""
 
 from __future__ import annotations
 

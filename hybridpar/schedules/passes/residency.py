@@ -113,7 +113,7 @@ class Tide:
 
 
 class Away(Enum):
-    """Where the items of a pool are while they are not in its fast tier.
+    """The place of a pool's items while they are not in its fast tier.
 
     STORE: a slow tier. FETCH reads an item, RELEASE writes it back if it has changed.
     GATHERED: each replica has a shard of an item. FETCH gathers it, RELEASE frees its memory.

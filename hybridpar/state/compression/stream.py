@@ -6,8 +6,8 @@
 
 A block has two messages, P and S (methods/sbpca.py). P of a bucket starts when the last backward of
 the block has completed the bucket's factors. S follows when the next bucket starts, or the next
-backward, and then the factors are freed. So a rank holds the factors of one block at most, and of
-the micro-batch that ends it those of two buckets.
+backward, and then the factors are freed. So a rank holds the factors of at most one block, and
+two buckets' factors of the micro-batch that ends it.
 
 The batch before must have been updated: until then complete blocks wait. The last block belongs to
 the reducer, which also sends what is not compressed. All replicas take the same steps in the same
