@@ -140,7 +140,8 @@ class _Block:
     born_at: int
     reads: int = 0
     writes: int = 0
-    last: Access | None = None
+    last: tuple[float, bool, str, str, int] | None = None
+    """Fields of the last Access."""
 
 
 class _Pass:
@@ -192,12 +193,14 @@ class _Pass:
 
     def _access(self, block: _Block, span: Span, event: MemoryEvent) -> None:
         writes = event.what is What.WRITE
-        access = Access(event.time, writes, event.op, span.action, span.step)
+        time = event.time
+        # a plain tuple, of which few become an Access: there are millions
+        access = (time, writes, event.op, span.action, span.step)
         block.reads = block.reads + (not writes)
         block.writes = block.writes + writes
         distance = self._distances.access(event.block, event.num_bytes)
         if block.last is not None and distance is not None:
-            seconds = max(event.time - block.last.time, 0.0)
+            seconds = max(time - block.last[0], 0.0)
             self._reuse.add(distance)
             if seconds > 0:
                 self._intervals.add(seconds)
@@ -206,7 +209,11 @@ class _Pass:
                 push = heappush if len(self._outliers) < MOST_OUTLIERS else heappushpop
                 push(
                     self._outliers,
-                    (product, -self._num_events, Interval(block.life, block.last, access)),
+                    (
+                        product,
+                        -self._num_events,
+                        Interval(block.life, Access(*block.last), Access(*access)),
+                    ),
                 )
         block.last = access
 
