@@ -96,7 +96,7 @@ class GradientAccumulator:
         self._apply_with: (
             Callable[[dict[str, list[GradientPart]], int, Callable[[], None]], None] | None
         ) = None
-        self.block = 0
+        self._block = 0
         """Block of micro-batches that the parts of `factored` parameters are kept with."""
         self._parts: tuple[BlockParts, ...] = tuple({} for _ in self.buffers)
         self._views = tuple(
@@ -208,7 +208,7 @@ class GradientAccumulator:
         index = self._bound_index if index is None else index
         void = self._void[index]
         if name in self.rules.factored:
-            self._parts[index].setdefault((name, self.block), []).append(_detached(part))
+            self._parts[index].setdefault((name, self._block), []).append(_detached(part))
         else:
             part.add_to(self._views[index][name], name in void)
         void.discard(name)
@@ -219,11 +219,17 @@ class GradientAccumulator:
         """
         return self._parts[index]
 
-    def arm(self, on_final: Callable[[str], None] | None) -> None:
-        """Announce the last backward of a batch: `on_final(name)` is called as gradients become
-        final in it. None: the next backward is not the last.
+    def arm(self, on_final: Callable[[str], None] | None, block: int | None = None) -> None:
+        """Announce the next backward.
+
+        Args:
+            on_final: In the last backward of a batch, called with each parameter's name as its
+                gradient becomes final. None: the next backward is not the last.
+            block: Block of micro-batches that the backward is of. None: the same as before.
         """
         self.on_final = on_final
+        if block is not None:
+            self._block = block
 
     def report(self, name: str) -> None:
         """Note that a backward has completed a parameter's gradient."""

@@ -347,13 +347,14 @@ class RankState:
     def _arm(self, microbatch: int, part: int, *, last: bool) -> None:
         """Prepare for the weight gradients of a micro-batch in a segment."""
         report = self._reporter(part) if last else None
+        block = None
         if self.compression is not None:
-            self.gradients.block, ends_block = self.compression.block_of(microbatch)
+            block, ends_block = self.compression.block_of(microbatch)
             stream = self.compression.stream
             if stream is not None and ends_block:
                 stream.arm(part)
                 report = stream.ready
-        self.gradients.arm(report)
+        self.gradients.arm(report, block)
 
     def end_backward(self) -> None:
         """Call after a backward and its weight gradients: a block of micro-batches may be complete."""

@@ -17,7 +17,9 @@ class SiteExchange:
 
     def __init__(self, outer: OuterStep):
         self._outer = outer
-        self._begin()
+        self._loss = 0.0
+        self._steps = 0
+        self._skipped = 0
 
     def _begin(self) -> None:
         self._loss = 0.0
