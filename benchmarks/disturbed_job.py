@@ -114,7 +114,7 @@ class Fault:
 
 
 class StuckError(Exception):
-    """What was waited for did not happen."""
+    """An event that was waited for did not happen."""
 
 
 @dataclass
@@ -498,7 +498,7 @@ class DisturbedJob:
                 self.damaged.append(str(error))
 
     def steps(self) -> list[tuple[Any, ...]]:
-        """What each step came to."""
+        """Return the results of each step."""
         rows = read_metrics(self.folder / "metrics.jsonl")
         return [
             (row["step"], row["loss"], row["grad_norm"], row.get("skipped"))

@@ -31,7 +31,7 @@ Jobs = Sequence[tuple[str, int, Sequence[str]]]
 
 
 def name_of(link: str) -> str:
-    """What NAME=UP[/DOWN]:DELAY_MS calls it."""
+    """Name of the link, as in NAME=UP[/DOWN]:DELAY_MS."""
     return link.partition("=")[0]
 
 

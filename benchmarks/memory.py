@@ -102,7 +102,7 @@ def settings_of(
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank measured. `drained`: bytes handed out when nothing was in flight; `copy`: of a
+    """Measurements of one rank. `drained`: bytes handed out when nothing was in flight; `copy`: of a
     working copy of the weights; `gradients`: of all gradient buffers. Units: bytes."""
 
     stage: int
@@ -138,7 +138,7 @@ def run(config: Config) -> Run:
 
 
 def runs(configs: Sequence[Config]) -> list[list[Run]]:
-    """Of each configuration, what all ranks measured. Collectives: called on all ranks."""
+    """Return what all ranks measured, by configuration. Collectives: called on all ranks."""
     world = ProcessGrid(pp=dist.get_world_size()).world
     return [
         [Run(*numbers) for numbers in gather_objects(astuple(run(config)), world)]
@@ -178,7 +178,7 @@ def batched(items: list[Any], size: int) -> list[list[Any]]:
 
 
 def versions(shape: str, dtypes: Sequence[str], stages: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What 2bw holds over 1f1b, with two gradient buffers and with one."""
+    """Return what 2bw holds over 1f1b, with two gradient buffers and with one."""
     for pp, dtype in product(stages, dtypes):
         settings: dict[str, Any] = {"shape": shape, "dtype": dtype, "pp": pp}
         schedules: list[dict[str, Any]] = [

@@ -92,7 +92,7 @@ def tables(size: int) -> Iterator[dict[str, Any]]:
 
 
 def own(size: int) -> Iterator[dict[str, Any]]:
-    """The same through the engine, one micro-batch a step, group normalization for batch
+    """Record the model through the engine, one micro-batch a step, group normalization for batch
     normalization."""
     for name in ("alexnet", "resnet18", "resnet50"):
         for batch in (16, 64, 256):

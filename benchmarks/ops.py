@@ -38,7 +38,7 @@ ROUND_S = 0.02
 
 @dataclass(frozen=True)
 class Size:
-    """What a micro-batch of a model looks like to its operators."""
+    """Sizes of a micro-batch of a model, as its operators see it."""
 
     samples: int
     seq_length: int
@@ -58,7 +58,7 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def rotary_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """With the tables made before, as models do."""
+    """Rotate with tables made before, as models do."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -91,7 +91,7 @@ class Operation:
 
 
 def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str, Operation]:
-    """By the name of each: its name in `ops`, after what is fused with it."""
+    """Name in `ops` of each operator, by its name here, after what is fused with it."""
     t = size.tokens
     h = size.hidden
     n = size.num_heads
@@ -190,7 +190,7 @@ def qkv_split(qkv: Tensor, bias: Tensor, num_heads: int) -> Operation:
 
 
 def gradients_for(function: Function, tensors: list[Tensor]) -> list[Tensor]:
-    """What the backward pass begins with, the same for all sides: one for each output."""
+    """Return the gradients that the backward pass begins with, the same for all sides: one for each output."""
     with torch.no_grad():
         outputs = as_tuple(function(*tensors))
     return [

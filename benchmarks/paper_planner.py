@@ -34,10 +34,10 @@ from hybridpar.planner.machines.kernel_times import (
 
 RECOMPUTE_FACTOR = 4 / 3
 STATE_BYTES = 24
-"""Of a parameter under 2bw and Adam: fp16 weight and gradient 4, fp32 weight, its copy, gradient
+"""Bytes of a parameter under 2bw and Adam: fp16 weight and gradient 4, fp32 weight, its copy, gradient
 and two moments 20."""
 RESERVED = 2.0 * GIB
-"""Of a device: CUDA context, communicators, temporaries and fragments. An estimate (figure 7 shows
+"""Bytes of a device: CUDA context, communicators, temporaries and fragments. An estimate (figure 7 shows
 1.1 GB of these)."""
 
 
@@ -105,7 +105,7 @@ def _largest(
 
 
 def memory_bytes(model: ModelConfig, depth: int, b: int, recompute: bool) -> float:
-    """Of the fullest device: its state, what is in flight, and what one micro-batch needs."""
+    """Return the bytes of the fullest device: its state, what is in flight, and what one micro-batch needs."""
     embedding = model.vocab_size * model.hidden_size
     layers = model.num_layers * (layer_matmul_parameters(model) + 13 * model.hidden_size)
     state = STATE_BYTES * (layers / depth + embedding)

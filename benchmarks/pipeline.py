@@ -247,7 +247,7 @@ def measure_drains(
 
 
 class StageAlone:
-    """What one rank of the ideal does: its own engine's stage, on inputs that are simply there."""
+    """Run one rank of the ideal: its own engine's stage, on inputs that are simply there."""
 
     def __init__(self, ours: OurStep, shape: Shape, m: int, dtype: str):
         self.engine = ours.engine
@@ -395,7 +395,7 @@ def measure_2bw(
 
 
 def record(ours: OurStep, num_batches: int) -> Measured:
-    """What the actions of so many more batches cost. Collectives: called on all ranks."""
+    """Return the cost of the actions of so many more batches. Collectives: called on all ranks."""
     engine = ours.engine
     # of the fewest none is left out as a warm-up: they come behind a race
     recorder = trace.Recorder(
@@ -409,7 +409,7 @@ def record(ours: OurStep, num_batches: int) -> Measured:
 
 
 def itemise(ours: OurStep, num_batches: int) -> dict[str, float]:
-    """Where a step's time goes on the stage that computes longest, as shares of the step.
+    """Return a step's time by cause on the stage that computes longest, as shares of the step.
 
     imbalance: how much less the mean stage computes. communication threads: CPU time beside the
     rank's own.

@@ -66,7 +66,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 """Largest relative difference of the losses: sums in another order; bf16 has 8 bits, its rounding
 differs by side."""
 TOLERANCE_DROPOUT = 1e-2
-"""The same where each side draws masks of its own: up to 4e-3 apart in single_dropout_zen5.json."""
+"""Tolerance where each side draws masks of its own: up to 4e-3 apart in single_dropout_zen5.json."""
 
 REPEAT = {"small": 4, "345M": 4, "gpt_tiny": 8}
 """Steps of a round, where one is short."""

@@ -68,7 +68,7 @@ from benchmarks.link_sides import Link, Method, Rounds, Side, ratio
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 COMPRESSED = 2e-2
-"""Of the first loss, where messages lose a tenth of an activation."""
+"""Tolerance of the first loss, where messages lose a tenth of an activation."""
 PACES_S = 0.1, 0.05
 SPLIT_PACE_S = 0.15
 

@@ -156,11 +156,11 @@ SIDES: Mapping[int, Mapping[str, Any]] = {
         f"{DEEPSPEED}, stage 2": partial(DeepSpeedStep, stage=2),
     },
 }
-"""What makes a step of (shape, number of micro-batches), by parallel.zero and name."""
+"""Makers of a step of (shape, number of micro-batches), by parallel.zero and name."""
 
 
 def sides(zero: int) -> dict[str, Any]:
-    """Those of which the programs are here."""
+    """Return the peers whose programs are installed."""
     there = find_spec("deepspeed") is not None
     return {
         name: make for name, make in SIDES[zero].items() if there or not name.startswith(DEEPSPEED)

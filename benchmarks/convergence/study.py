@@ -1,4 +1,4 @@
-"""What is compared: a synchronous baseline for each model (gpt.toml, bert.toml), and variants as
+"""Variants that are compared: a synchronous baseline for each model (gpt.toml, bert.toml), and variants as
 changes to it.
 
     micro-batches of batch t    0  1  2  3  4  5  6  7
@@ -56,11 +56,11 @@ RATE_RULES: Mapping[str, tuple[str, Changes]] = {
     "2bw": ("all", BW),
     "2bw-early-extrapolation": ("4 of 8", {**EARLY, **EXTRAPOLATED}),
 }
-"""What is run at several learning rates."""
+"""Variants that run at several learning rates."""
 BUDGET_BASELINE = "muon-sync"
 """Also run with fewer tokens."""
 MUON_RATES = {"gpt": 8e-3, "bert": 8e-3}
-"""Of all runs with Muon but the sweep's. AdamW's are in the .toml files."""
+"""Settings of all runs with Muon but the sweep's. AdamW's are in the .toml files."""
 
 
 def _corrected(how: str) -> Changes:
@@ -171,12 +171,12 @@ def _rates(prefix: str, optimizer: Changes, taken: float) -> Iterator[Variant]:
 
 
 def rate_suffix(lr: float) -> str:
-    """What the names of variants with a learning rate of their own end in."""
+    """End of the names of variants with a learning rate of their own."""
     return f"-lr{1e3 * lr:g}e-3"
 
 
 def _budgets(lr: float) -> Iterator[Variant]:
-    """What fewer tokens cost: the measure of what a loss is worth."""
+    """Cost of fewer tokens: the measure of what a loss is worth."""
     for share in (0.9, 0.8):
         percent = round(100 * share)
         yield Variant(

@@ -48,7 +48,7 @@ def speed(setting: Setting, *, own_split: bool = False) -> float:
 
 @pytest.mark.thorough
 def test_one_server_is_as_read_off_figure_12() -> None:
-    """With the paper's split, which puts the head on top of the last stage's layers."""
+    """The split is the paper's, which puts the head on top of the last stage's layers."""
     for recompute in (True, False):
         points = {
             s: read for s, read in READ.items() if s.servers == 1 and s.recompute == recompute

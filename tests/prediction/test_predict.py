@@ -740,7 +740,7 @@ def test_gradients_that_wait_as_factors(
 
 
 def test_factors_are_held_by_block() -> None:
-    """With as many blocks as micro-batches, factors take the same however many there are. Blocks of
+    """Factors take the same however many blocks there are, one for each micro-batch. Blocks of
     two hold one micro-batch's more, of which some are gone when the second one's activations are most.
     """
 

@@ -213,7 +213,7 @@ def check_bytes(ran: list[Ran]) -> None:
 def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
     start_at: int, model: dict[str, Any]
 ) -> None:
-    """With any ZeRO, also of the first batches, which are sent whole: two addends have one order.
+    """Any ZeRO, and the first batches, which are sent whole: two addends have one order.
     BERT's have other places in messages with ZeRO-3, some of them not aligned."""
     of_stages = [
         run_ranks(

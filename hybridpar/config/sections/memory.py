@@ -44,7 +44,7 @@ class MemoryConfig:
     counts as a cost. Losses and weights stay the same to the bit."""
 
     expert_load: Annotated[float, Within(0, 2**16)] = 0.0
-    """With parallel.ep: most rows of tokens that a rank computes at once, and keeps for the backward
+    """Most rows of tokens that a rank of parallel.ep computes at once, and keeps for the backward
     pass, over their number at balanced load, such as 1.5. Rows beyond are computed in further
     rounds, whose activations the backward pass computes again, so that memory has a bound whatever
     routers choose. 0: no bound."""

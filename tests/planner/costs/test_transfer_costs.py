@@ -58,7 +58,7 @@ def peak(config: Config) -> int:
 
 
 def bytes_of_gradients(cost: StepCost) -> int:
-    """Of the unsharded chunks of the first rank."""
+    """Return the accesses of the unsharded chunks of the first rank."""
     assert cost.moves is not None
     accesses = cost.moves.ghosts[0].accesses(cost.shape)
     return sum(accesses.num_bytes[i] for i in accesses.reduced)
