@@ -98,6 +98,7 @@ class Paced:
         self.stage = stage
         self.seconds = seconds
         self.recompute = stage.recompute
+        self.counters = stage.counters
         self.backward_seconds = seconds * (1 / 3 if split else 2 / 3)
 
     def __call__(self, *inputs: Any) -> Any:
