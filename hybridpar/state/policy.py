@@ -98,7 +98,7 @@ class StatePolicy:
 
     @property
     def streams(self) -> bool:
-        """Whether factors are exchanged block by block while the batch goes on. Stages of one rank
+        """Whether factors are exchanged block by block while the batch runs. Stages of one rank
         would end their blocks at different times.
         """
         return self.compression.takes_factors and self.num_blocks > 1 and self.num_stages == 1
