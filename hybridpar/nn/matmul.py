@@ -161,6 +161,8 @@ def nothing(weight: Tensor) -> Tensor:
 def by_float32(x: Tensor) -> bool:
     """Whether products of tensors like this one are computed in float32, for want of instructions,
     or of fast ones."""
+    if x.dtype is torch.float32:
+        return False
     return _is_on_cpu(x) and not _has_fast_instructions(x.dtype)
 
 

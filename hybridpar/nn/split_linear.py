@@ -87,7 +87,8 @@ def split_linear(
     x = value_of(x)
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return _product_and_adapter(x, weight, bias, options)[0]
-    options = options._replace(make=make)
+    if make is not None:
+        options = options._replace(make=make)
     adapter = options.adapter
     if adapter is not None:
         assert not weight.requires_grad, "the weight below an adapter is frozen"

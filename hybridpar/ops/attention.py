@@ -50,6 +50,11 @@ class AttentionMask:
     positions: Tensor | None = None
 
     @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the padding mask, first keys and positions."""
+        return self.padding_mask, self.first_key, self.positions
+
+    @property
     def is_square(self) -> bool:
         """Whether attention is full or causal, without other limits than padding."""
         return self.first_key is None and self.positions is None and self.window is None
@@ -108,6 +113,16 @@ class AttentionCall:
     dropout: DropoutMask = KEEP_ALL
     scale: float | None = None
     softcap: float = 0.0
+
+    def with_mask_tensors(
+        self, padding_mask: Tensor | None, first_key: Tensor | None, positions: Tensor | None
+    ) -> AttentionCall:
+        """Return the call with these tensors in its mask; itself if neither has any."""
+        tensors = (*self.mask.tensors, padding_mask, first_key, positions)
+        if all(tensor is None for tensor in tensors):
+            return self
+        mask = AttentionMask(self.mask.causal, padding_mask, self.mask.window, first_key, positions)
+        return replace(self, mask=mask)
 
     @property
     def is_plain(self) -> bool:
@@ -446,21 +461,17 @@ class _Attention(Function):
         k = without_gaps(k)
         v = without_gaps(v)
         out, lse = passes.forward(q, k, v, call)
-        mask = call.mask
-        limits = mask.padding_mask, mask.first_key, mask.positions
-        ctx.save_for_backward(q, k, v, out, lse, *limits)
-        ctx.passes = passes
         # saved tensors are checked for changes in place, and freed after the backward pass
-        bare = replace(mask, padding_mask=None, first_key=None, positions=None)
-        ctx.call = replace(call, mask=bare)
+        ctx.save_for_backward(q, k, v, out, lse, *call.mask.tensors)
+        ctx.passes = passes
+        ctx.call = call.with_mask_tensors(None, None, None)
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, padding_mask, first_key, positions = ctx.saved_tensors
-        limits = {"padding_mask": padding_mask, "first_key": first_key, "positions": positions}
-        call = replace(ctx.call, mask=replace(ctx.call.mask, **limits))
+        call = ctx.call.with_mask_tensors(padding_mask, first_key, positions)
         grads = ctx.passes.backward(without_gaps(dout), SavedAttention(*saved), call)
         return None, *(grad.transpose(1, 2) for grad in grads), None
 

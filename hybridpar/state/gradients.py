@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
@@ -106,7 +105,8 @@ class GradientAccumulator:
         """Parameters without a gradient so far, by buffer."""
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
-        self._hooks: MutableMapping[Tensor, _Report] = WeakTensorKeyDictionary()
+        self._hooks: list[tuple[Mapping[str, Tensor], list[_Report]]] = []
+        """Each version's leaves that have been bound, and their hooks."""
 
     def consumer(self, name: str) -> LayerGradients:
         """Return the consumer that a layer hands parts of a parameter's gradient to."""
@@ -147,19 +147,24 @@ class GradientAccumulator:
         views = self._views[index]
         names = views.keys() | self.rules.absent
         assert leaves.keys() == names, f"leaves and layout differ: {sorted(leaves.keys() ^ names)}"
-        for name, leaf in leaves.items():
-            hook = self._hook(name, leaf)
+        for hook, (name, leaf) in zip(self._hooks_of(leaves), leaves.items(), strict=True):
             hook.point_at(views.get(name), self._void[index])
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
-    def _hook(self, name: str, leaf: Tensor) -> _Report:
-        """Return the hook of a leaf, registered once."""
-        if leaf not in self._hooks:
-            in_place = leaf.dtype == self.layout.dtype and not self.rules.defers
-            hook = (_Report if in_place else _AddAndReport)(self, name)
-            leaf.register_post_accumulate_grad_hook(hook)
-            self._hooks[leaf] = hook
-        return self._hooks[leaf]
+    def _hooks_of(self, leaves: Mapping[str, Tensor]) -> list[_Report]:
+        """Return the leaves' hooks, registered once: a version's leaves are the same in every batch."""
+        for registered, hooks in self._hooks:
+            if registered is leaves:
+                return hooks
+        hooks = [self._register(name, leaf) for name, leaf in leaves.items()]
+        self._hooks.append((leaves, hooks))
+        return hooks
+
+    def _register(self, name: str, leaf: Tensor) -> _Report:
+        in_place = leaf.dtype == self.layout.dtype and not self.rules.defers
+        hook = (_Report if in_place else _AddAndReport)(self, name)
+        leaf.register_post_accumulate_grad_hook(hook)
+        return hook
 
     def waits(self, name: str) -> bool:
         """Return whether parts of a parameter are deferred, or may come from other uses of it."""

@@ -188,7 +188,10 @@ class WeightStore:
 
     def as_masters(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Return gradients in the precision of the update."""
-        return [gradient.to(self.master_dtype) for gradient in gradients]
+        return [
+            gradient if gradient.dtype is self.master_dtype else gradient.to(self.master_dtype)
+            for gradient in gradients
+        ]
 
     @property
     def num_versions(self) -> int:
