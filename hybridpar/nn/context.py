@@ -157,7 +157,7 @@ class Context:
     follows_documents: bool = False
     cut_ranges: tuple[tuple[Range, ...], ...] | None = None
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """Whether several ranks share a sample."""
         return self.axis.size > 1

@@ -48,6 +48,7 @@ class AdaptableLinear(ParallelModule):
     def __init__(self, axis: Axis, sequence: bool = False):
         super().__init__(axis, sequence)
         self._scale = 0.0
+        self._is_adapted = False
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
 
@@ -68,6 +69,7 @@ class AdaptableLinear(ParallelModule):
         b = Placement((rows, rank), Init("zeros"), matrices=weight.matrices, factored=True)
         split_rows = weight.shard is not None and weight.shard.dim == 0
         self._scale = alpha / rank
+        self._is_adapted = True
         factory: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         self.add_parameter(
             "lora_A",
@@ -83,8 +85,10 @@ class AdaptableLinear(ParallelModule):
     @property
     def adapter(self) -> Adapter | None:
         """The adapter, if it has one."""
-        if self.lora_A is None or self.lora_B is None:
+        if not self._is_adapted:
             return None
+        assert self.lora_A is not None
+        assert self.lora_B is not None
         bindings = self.binding("lora_A"), self.binding("lora_B")
         return Adapter(self.lora_A, self.lora_B, self._scale, *bindings)
 

@@ -26,7 +26,7 @@ from hybridpar.comm import (
 from hybridpar.grid import Axis
 from hybridpar.nn import fp8, matmul
 from hybridpar.nn.binding import UNBOUND, ParameterBinding
-from hybridpar.nn.recomputable import HiddenStates, RecomputeFn, recompute_fn_of, value_of
+from hybridpar.nn.recomputable import HiddenStates, Recomputable, RecomputeFn
 
 
 class Adapter(NamedTuple):
@@ -83,8 +83,10 @@ def split_linear(
     x: HiddenStates, weight: Tensor, bias: Tensor | None, options: LinearOptions
 ) -> Tensor:
     """Compute a split layer by torch's operator where that does as well, otherwise by ours."""
-    make = recompute_fn_of(x)
-    x = value_of(x)
+    make = None
+    if isinstance(x, Recomputable):
+        make = x.recompute_fn
+        x = x.value
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return _product_and_adapter(x, weight, bias, options)[0]
     if make is not None:
@@ -171,7 +173,7 @@ def _is_ours(weight: Tensor, binding: ParameterBinding) -> bool:
         weight.dtype in (torch.float32, torch.float64)
         or matmul.by_float32(weight)
         or (binding.consumer is not None and binding.consumer.wants_factors)
-        or binding.fp8_weight(weight) is not None
+        or bool(binding.fp8_weights)
         or matmul.sums_in_float32(weight.device.type, weight.dtype)
     )
 

@@ -50,9 +50,9 @@ class AttentionMask:
     positions: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the padding mask, first keys and positions."""
-        return self.padding_mask, self.first_key, self.positions
+    def has_tensors(self) -> bool:
+        """Whether there is padding, a first key or a position."""
+        return not (self.padding_mask is None and self.first_key is None and self.positions is None)
 
     @property
     def is_square(self) -> bool:
@@ -113,16 +113,6 @@ class AttentionCall:
     dropout: DropoutMask = KEEP_ALL
     scale: float | None = None
     softcap: float = 0.0
-
-    def with_mask_tensors(
-        self, padding_mask: Tensor | None, first_key: Tensor | None, positions: Tensor | None
-    ) -> AttentionCall:
-        """Return the call with these tensors in its mask; itself if neither has any."""
-        tensors = (*self.mask.tensors, padding_mask, first_key, positions)
-        if all(tensor is None for tensor in tensors):
-            return self
-        mask = AttentionMask(self.mask.causal, padding_mask, self.mask.window, first_key, positions)
-        return replace(self, mask=mask)
 
     @property
     def is_plain(self) -> bool:
@@ -461,17 +451,27 @@ class _Attention(Function):
         k = without_gaps(k)
         v = without_gaps(v)
         out, lse = passes.forward(q, k, v, call)
+        mask = call.mask
         # saved tensors are checked for changes in place, and freed after the backward pass
-        ctx.save_for_backward(q, k, v, out, lse, *call.mask.tensors)
+        ctx.save_for_backward(q, k, v, out, lse, mask.padding_mask, mask.first_key, mask.positions)
         ctx.passes = passes
-        ctx.call = call.with_mask_tensors(None, None, None)
+        ctx.has_tensors = mask.has_tensors
+        ctx.call = (
+            replace(call, mask=AttentionMask(mask.causal, window=mask.window))
+            if ctx.has_tensors
+            else call
+        )
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, padding_mask, first_key, positions = ctx.saved_tensors
-        call = ctx.call.with_mask_tensors(padding_mask, first_key, positions)
+        call = ctx.call
+        if ctx.has_tensors:
+            bare = call.mask
+            mask = AttentionMask(bare.causal, padding_mask, bare.window, first_key, positions)
+            call = replace(call, mask=mask)
         grads = ctx.passes.backward(without_gaps(dout), SavedAttention(*saved), call)
         return None, *(grad.transpose(1, 2) for grad in grads), None
 
