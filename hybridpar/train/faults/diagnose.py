@@ -61,12 +61,12 @@ class Seen:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with an error."""
+        """Whether the rank ended with an error."""
         return bool(self.exit_code)
 
     @property
     def is_victim(self) -> bool:
-        """Whether it ended because of another rank: lost contact, or NCCL's watchdog aborted it.
+        """Whether the rank ended because of another one: lost contact, or NCCL's watchdog aborted it.
 
         At the rendezvous there is no watchdog yet. Gloo aborts there if it can start only some of
         its threads.
@@ -79,7 +79,7 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others; False if stopped, as the others may have come since."""
+        """Whether the rank waits for others; False if stopped, as the others may have come since."""
         record = self.record or self.early
         return record is not None and record.waits and not self.stopped
 
@@ -90,7 +90,7 @@ class Seen:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has made no progress for longer than its phase, or an outage, may take."""
+        """Whether the rank made no progress for longer than its phase, or an outage, may take."""
         limit_s = self._limit_s
         return limit_s > 0 and max(limit_s, self.patience_s * self.waits) < self.idle_s
 
@@ -109,12 +109,12 @@ class Seen:
 
     @property
     def hangs(self) -> bool:
-        """Whether it hangs: late without waiting for others."""
+        """Whether the rank hangs: late without waiting for others."""
         return self.is_late and not self.waits
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended with an orderly error, before training or to stop at an anomaly."""
+        """Whether the rank ended with an orderly error, before training or to stop at an anomaly."""
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 
