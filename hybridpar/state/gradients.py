@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
@@ -105,8 +106,8 @@ class GradientAccumulator:
         """Parameters without a gradient so far, by buffer."""
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
-        self._hooks: list[tuple[Mapping[str, Tensor], list[_Report]]] = []
-        """Each version's leaves that have been bound, and their hooks."""
+        self._hooks: MutableMapping[Tensor, list[_Report]] = WeakTensorKeyDictionary()
+        """Hooks of each version's leaves, by the first of these."""
 
     def consumer(self, name: str) -> LayerGradients:
         """Return the consumer that a layer hands parts of a parameter's gradient to."""
@@ -152,13 +153,13 @@ class GradientAccumulator:
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def _hooks_of(self, leaves: Mapping[str, Tensor]) -> list[_Report]:
-        """Return the leaves' hooks, registered once: a version's leaves are the same in every batch."""
-        for registered, hooks in self._hooks:
-            if registered is leaves:
-                return hooks
-        hooks = [self._register(name, leaf) for name, leaf in leaves.items()]
-        self._hooks.append((leaves, hooks))
-        return hooks
+        """Return the hooks of a version's leaves, registered once."""
+        first = next(iter(leaves.values()), None)
+        if first is None:
+            return []
+        if first not in self._hooks:
+            self._hooks[first] = [self._register(name, leaf) for name, leaf in leaves.items()]
+        return self._hooks[first]
 
     def _register(self, name: str, leaf: Tensor) -> _Report:
         in_place = leaf.dtype == self.layout.dtype and not self.rules.defers
