@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hybridpar.runtime.slow_tier import SlowTier
 from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import AWAITS_ACTIVATIONS, Kind
 from hybridpar.state.residency.store import PAGE
 
 
@@ -127,6 +128,10 @@ class _Kept:
     place: Any = None
     moving: Future[None] | None = None
 
+    def is_here(self) -> bool:
+        """Return whether no move is under way."""
+        return self.moving is None or self.moving.done()
+
     def wait(self) -> None:
         if self.moving is not None:
             self.moving.result()
@@ -160,51 +165,63 @@ class ActivationOffloader:
             (action.stage, action.microbatch), _Kept(Notes(self._blocks))
         ).notes.noting(leaf)
 
-    def offload(self, action: Action) -> Callable[[], bool]:
-        """Start to write activations; return a function that tells whether that is complete."""
-        kept = self._of(action)
+    def move(self, action: Action) -> Callable[[], bool] | None:
+        """Carry out an OFFLOAD, EVICT or RELOAD; return a function that tells whether what it starts
+        is complete, or None if it starts nothing.
+        """
+        kept = self._kept[action.stage, action.microbatch]
+        if action.kind is Kind.EVICT:
+            for content in kept.content:
+                self._resize(content, 0)
+            return None
+        if action.kind is Kind.OFFLOAD:
+            self._offload(kept)
+        else:
+            self._reload(kept)
+        return kept.is_here
+
+    def _offload(self, kept: _Kept) -> None:
+        """Start to write activations."""
         tensors = kept.notes.alone()
         kept.content = list(map(self._blocks.content, tensors))
         kept.sizes = list(map(self._blocks.num_bytes, tensors))
         self.num_bytes += sum(kept.sizes)
         kept.place, kept.moving = self.tier.write(kept.content)
-        return kept.moving.done
 
-    def evict(self, action: Action) -> None:
-        """Wait until the activations are written, and free their memory."""
-        kept = self._of(action)
-        kept.wait()
-        for content in kept.content:
-            self._resize(content, 0)
-
-    def reload(self, action: Action) -> Callable[[], bool]:
-        """Allocate memory, start to read; return a function that tells whether it is complete."""
-        kept = self._of(action)
+    def _reload(self, kept: _Kept) -> None:
+        """Allocate memory, and start to read."""
         for content, size in zip(kept.content, kept.sizes, strict=True):
             self._resize(content, size)
         kept.moving = self.tier.read(kept.place, kept.content)
-        return kept.moving.done
 
     def _resize(self, content: Tensor, num_bytes: int) -> None:
         self._blocks.resize(content, num_bytes)
         for listener in self.listeners:
             listener(content)
 
-    def is_here(self, action: Action) -> bool:
-        """Return whether all activations that a backward needs are resident."""
-        kept = self._kept.get((action.stage, action.microbatch))
-        return kept is None or kept.moving is None or kept.moving.done()
+    def are_here(self, action: Action) -> bool:
+        """Return whether `access` would return without waiting."""
+        kept = self._accessed(action)
+        return kept is None or kept.is_here()
 
-    def release(self, action: Action) -> None:
-        """Wait until a backward's activations are resident, and leave them to autograd."""
-        if (kept := self._kept.pop((action.stage, action.microbatch), None)) is not None:
-            kept.wait()
+    def access(self, action: Action) -> None:
+        """Wait until the activations that an EVICT frees are written, or until the activations of a
+        backward are resident, and leave these to autograd.
+        """
+        if (kept := self._accessed(action)) is None:
+            return
+        kept.wait()
+        if action.kind is not Kind.EVICT:
             kept.notes.forget()
+            del self._kept[action.stage, action.microbatch]
+
+    def _accessed(self, action: Action) -> _Kept | None:
+        """Return the activations that an action waits for; None if it waits for none."""
+        if action.kind not in AWAITS_ACTIVATIONS:
+            return None
+        return self._kept.get((action.stage, action.microbatch))
 
     @property
     def left(self) -> list[tuple[int, int]]:
         """Stages and micro-batches that still keep activations."""
         return list(self._kept)
-
-    def _of(self, action: Action) -> _Kept:
-        return self._kept[action.stage, action.microbatch]

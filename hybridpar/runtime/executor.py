@@ -4,9 +4,8 @@
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
     I       as B, but the inputs of the weight gradients are kept        W   adds these gradients
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   passed to the batch actions
-    FETCH RELEASE DROP              start to move state; every action waits for the state that it
-                                    accesses
-    OFFLOAD EVICT RELOAD            move activations; a backward waits for its own
+    FETCH RELEASE DROP  OFFLOAD EVICT RELOAD    start to move state or activations; every action
+                                                waits for what it accesses
 
 Segments of a stage, and consecutive stages on a rank, hand each other activations and gradients
 directly. Only this file waits for other stages.
@@ -38,7 +37,7 @@ from hybridpar.runtime.stage import Stage
 from hybridpar.runtime.stage_transport import Packed, StageTransport
 from hybridpar.runtime.state_moves import StateMoves
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import ACTION_SPECS, OFFLOAD_KINDS, PER_ITEM, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, MOVES, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state.compression.codec import Codec
 from hybridpar.state.weights import WeightStore
@@ -158,9 +157,7 @@ class Executor:
             for kind, row in ACTION_SPECS.items()
             if row.peer_offset
         }
-        self._table |= dict.fromkeys(PER_ITEM, self.moves.move) | dict.fromkeys(
-            OFFLOAD_KINDS, self._move_activations
-        )
+        self._table |= dict.fromkeys(MOVES, self._move)
 
     def run(
         self, actions: Iterable[Action], source: Source, batch_actions: BatchActions | None = None
@@ -300,10 +297,6 @@ class Executor:
                 (), factor, dtype=self._loss_dtype, device=self.transport.device
             )  # torch.tensor waits
         self.weights.bind(action.version)
-        activations = self.moves.activations
-        if not activations.is_here(action):
-            self.wait(partial(activations.release, action))
-        activations.release(action)
         if flight is None:
             assert self.graphs is not None
             made = self.graphs.backward(stage, k, gradient)
@@ -329,14 +322,9 @@ class Executor:
         self._batch.add_weight_gradients(action)
         self._batch.after_backward(action)
 
-    def _move_activations(self, action: Action) -> None:
-        activations = self.moves.activations
-        if action.kind is Kind.EVICT:
-            self.wait(partial(activations.evict, action))
-        elif action.kind is Kind.OFFLOAD:
-            self.watch(activations.offload(action))
-        else:
-            self.watch(activations.reload(action))
+    def _move(self, action: Action) -> None:
+        if (is_done := self.moves.move(action)) is not None:
+            self.watch(is_done)
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})

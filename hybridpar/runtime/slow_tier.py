@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,21 @@ _Totals = tuple[int, float, float]
 """Number of moves, their wall-clock seconds, and their CPU seconds."""
 
 
+@dataclass(frozen=True)
+class MoveTimes:
+    """Mean times of the moves of a micro-batch's activations, in seconds.
+
+    Attributes:
+        write, read: Elapsed time, without waits for their turn.
+        write_work, read_work: Time of a CPU core.
+    """
+
+    write: float = 0.0
+    read: float = 0.0
+    write_work: float = 0.0
+    read_work: float = 0.0
+
+
 class SlowTier:
     """Holds the bytes of tensors whose memory is freed. A future's `result` waits for its move.
 
@@ -45,15 +61,11 @@ class SlowTier:
         return done
 
     def restart(self) -> None:
-        """Restart the means below, without the moves that are complete."""
+        """Restart the means of `times`, without the moves that are complete."""
 
-    def seconds_per_move(self) -> tuple[float, float]:
-        """Return the mean seconds of a write and of a read without waits for their turn, or 0."""
-        return 0.0, 0.0
-
-    def work_per_move(self) -> tuple[float, float]:
-        """Return the mean CPU seconds of a write and of a read."""
-        return 0.0, 0.0
+    def times(self) -> MoveTimes:
+        """Return the mean times of the moves since the last restart; 0 without any."""
+        return MoveTimes()
 
     def close(self) -> None:
         """End the moves under way, and free the space."""
@@ -86,19 +98,13 @@ class _PiecedTier(SlowTier):
     def restart(self) -> None:
         self._before = dict(self._totals)
 
-    def seconds_per_move(self) -> tuple[float, float]:
-        return self._mean(1)
-
-    def work_per_move(self) -> tuple[float, float]:
-        return self._mean(2)
-
-    def _mean(self, column: int) -> tuple[float, float]:
-        """Return the mean of a column of the totals since the last restart: out, and in."""
-        out, back = (
+    def times(self) -> MoveTimes:
+        means = [
             (now[column] - before[column]) / max(1, now[0] - before[0])
+            for column in (1, 2)
             for now, before in zip(self._totals.values(), self._before.values(), strict=True)
-        )
-        return out, back
+        ]
+        return MoveTimes(*means)
 
     def close(self) -> None:
         for thread in self._threads.values():

@@ -12,11 +12,12 @@ all of them call the collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hybridpar.comm import Waitable, Works
 from hybridpar.runtime.activation_offloader import ActivationOffloader
-from hybridpar.schedules.action import Action, Kind
+from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import ACTION_SPECS, Kind
 from hybridpar.schedules.passes.fast_tier import FastTiers, Reductions
 from hybridpar.schedules.passes.residency import Access, Mode, Rooms, Tide, add_residency
 from hybridpar.schedules.proof.check import PlanError
@@ -104,11 +105,20 @@ class StateMoves:
 
     # -- called by the executor
 
-    def move(self, action: Action) -> None:
-        """Start a FETCH, RELEASE or DROP.
+    def move(self, action: Action) -> Callable[[], bool] | None:
+        """Start a move; return a function that tells whether it is complete, or None for moves of
+        state, whose items tell that.
 
-        Gradients of a batch that a stop request cut off were never created, so nothing is released.
         Collectives: for an unsharded chunk an all-gather, or a reduce-scatter, for each bucket.
+        """
+        if ACTION_SPECS[action.kind].is_offload:
+            return self.activations.move(action)
+        self._move_state(action)
+        return None
+
+    def _move_state(self, action: Action) -> None:
+        """Start a FETCH, RELEASE or DROP. Gradients of a batch that a stop request cut off were never
+        created, so nothing is released.
         """
         number = action.microbatch
         if number >= self._first:
@@ -130,6 +140,8 @@ class StateMoves:
 
     def are_here(self, action: Action) -> bool:
         """Return whether `access` would return without waiting."""
+        if not self.activations.are_here(action):
+            return False
         chunks, items = self._split(action)
         arriving = (self._arriving.get(item, Works()) for item, _ in chunks)
         due = self._reductions.num_due(action, self._created(chunks))
@@ -138,9 +150,10 @@ class StateMoves:
         )
 
     def access(self, action: Action) -> None:
-        """Wait for the state that the action accesses and for reduce-scatters that are due. Then
-        create what it writes first, and mark what it changes.
+        """Wait for the activations and the state that the action accesses, and for reduce-scatters
+        that are due. Then create what it writes first, and mark what it changes.
         """
+        self.activations.access(action)
         if not self.accesses.num_bytes:  # all state stays
             return
         chunks, items = self._split(action)
@@ -181,7 +194,7 @@ class StateMoves:
         return once they are: the unsent rest has to be resident, too.
         """
         state = self._state
-        for i in self._items_of(f"gradients/{state.gradients.buffer_index(batch)}"):
+        for i in self.accesses.of(f"gradients/{state.gradients.buffer_index(batch)}"):
             use = self.accesses.moving[i].use
             if use.parts[0] != part:
                 continue
@@ -196,7 +209,7 @@ class StateMoves:
         weights = self._state.weights
         arriving = weights.arriving_parts(version)
         if not arriving.is_done():
-            for i in self._items_of(f"weights/{weights.slot(version)}"):
+            for i in self.accesses.of(f"weights/{weights.slot(version)}"):
                 if self.accesses.moving[i].use.group == group:
                     self._hold(i, arriving)
 
@@ -222,15 +235,10 @@ class StateMoves:
             return [], []
         accesses = self.accesses(action)
         chunks = [access for access in accesses if access.item < self._first]
-        if self._rooms is None:
-            return chunks, []
         return chunks, [access for access in accesses if access.item >= self._first]
 
     def _is_here(self, item: int) -> bool:
         return self._tiers.is_here(item - self._first)
-
-    def _items_of(self, kind: str) -> Iterable[int]:
-        return () if self._rooms is None else self.accesses.of(kind)
 
     def _hold(self, item: int, until: Waitable) -> None:
         self._tiers.hold(item - self._first, until)

@@ -170,6 +170,14 @@ PER_ITEM = frozenset(kind for kind, row in ACTION_SPECS.items() if row.per_item)
 """Kinds whose `microbatch` is the number of an item of the rank's state."""
 OFFLOAD_KINDS = tuple(kind for kind, row in ACTION_SPECS.items() if row.is_offload)
 """Kinds that move activations, in their order."""
+AWAITS_ACTIVATIONS = frozenset(
+    kind
+    for kind, row in ACTION_SPECS.items()
+    if not {Kind.OFFLOAD, Kind.RELOAD}.isdisjoint(row.needs)
+)
+"""Kinds that wait for a move of their micro-batch's activations: EVICT, and backwards."""
+MOVES = PER_ITEM.union(OFFLOAD_KINDS)
+"""Kinds that move state or activations. Schedules do not ask for them: other passes add them."""
 BESIDE = frozenset(kind for kind, row in ACTION_SPECS.items() if row.is_async)
 """Asynchronous kinds: they start something and return."""
 COMPUTE = frozenset(ACTION_SPECS) - PER_BATCH - BESIDE

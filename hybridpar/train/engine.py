@@ -66,7 +66,7 @@ class Residency:
     Attributes:
         memory: Holds weights, gradients and optimizer state.
         host_work: Runs the optimizer on the host, if it is there.
-        offloader: Holds offloaded activations, if this rank offloads any.
+        offloader: Offloads activations.
     """
 
     memory: ShardedMemory | None = None
@@ -141,7 +141,7 @@ class Engine:
         self.moves = StateMoves(
             AccessMap(memory, self.state, self.shape),
             rooms_of(job, grid.pp.rank, device=device) if memory.tiers else None,
-            self._build_offloader(residency),
+            residency.offloader or build_offloader(job, grid.pp.rank, device),
         )
         self.state.initialize(config.train.seed)
         self.executor = Executor(
@@ -155,27 +155,10 @@ class Engine:
         self.batch_actions = BatchActions(self.policy, self.state, self.executor)
         self.data_start = DataStart()
 
-    def _build_offloader(self, residency: Residency) -> ActivationOffloader:
-        """Create the activation offloader."""
-        if not self.job.num_away(self.grid.pp.rank):
-            return ActivationOffloader()
-        if residency.offloader is not None:
-            return residency.offloader
-        if in_host_memory(self.device):
-            return ActivationOffloader(
-                HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank))
-            )
-        return ActivationOffloader(FileTier(slow_folder(self.config)))
-
     @property
     def batches_done(self) -> int:
         """Return the number of batches that have updated this rank's weights."""
         return self.batch_actions.updates.batches_done
-
-    @property
-    def number_names(self) -> tuple[str, ...]:
-        """Return the names of a batch's losses and metrics, in the order of its all-reduce."""
-        return self.batch_actions.results.names
 
     def request_stop(self, wanted: bool = True) -> None:
         """Ask all ranks to end `train` early; False withdraws the request.
@@ -329,7 +312,7 @@ class Engine:
             self.executor.run(actions, source)
         self.moves.rest()
         has_accuracy = ACCURACY in self.config.train.eval_metrics
-        names = (*self.number_names, *[ACCURACY] * has_accuracy)
+        names = (*self.batch_actions.results.names, *[ACCURACY] * has_accuracy)
         totals = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
@@ -353,6 +336,15 @@ def build_stages(
             for numbers in ranges
         ]
     return stages
+
+
+def build_offloader(job: JobPlan, rank: int, device: torch.device) -> ActivationOffloader:
+    """Create the offloader of a pipeline rank, which does nothing if its plan offloads nothing."""
+    if not job.num_away(rank):
+        return ActivationOffloader()
+    if in_host_memory(device):
+        return ActivationOffloader(HostTier(device, reserved_bytes(job, rank)))
+    return ActivationOffloader(FileTier(slow_folder(job.config)))
 
 
 def build_graphs(

@@ -14,7 +14,7 @@ from streams import Machine
 from hybridpar.errors import HybridparError
 from hybridpar.runtime import slow_tier
 from hybridpar.runtime.activation_offloader import ActivationOffloader
-from hybridpar.runtime.slow_tier import HostTier
+from hybridpar.runtime.slow_tier import HostTier, MoveTimes
 from hybridpar.schedules.action import Action, Kind
 from hybridpar.state.host import StreamWork
 from hybridpar.state.residency.store import PAGE
@@ -49,15 +49,15 @@ def test_the_time_of_a_move_is_that_of_its_copies(monkeypatch: pytest.MonkeyPatc
             machine.compute.compute(7.0)
             moves.append((*tier.write(kept := content(50_000)), kept))
         places = [(place, kept) for place, written, kept in moves if written.result() is None]
-        assert tier.seconds_per_move() == pytest.approx((0.05, 0.0))
+        assert (tier.times().write, tier.times().read) == pytest.approx((0.05, 0.0))
         for place, kept in places:
             machine.compute.compute(7.0)
             tier.read(place, kept).result()
-        assert tier.seconds_per_move() == pytest.approx((0.05, 0.05))
+        assert (tier.times().write, tier.times().read) == pytest.approx((0.05, 0.05))
         tier.restart()
-        assert tier.seconds_per_move() == (0.0, 0.0)
+        assert tier.times() == MoveTimes()
         tier.write(content(20_000))[1].result()
-        assert tier.seconds_per_move() == pytest.approx((0.02, 0.0))
+        assert (tier.times().write, tier.times().read) == pytest.approx((0.02, 0.0))
 
 
 @pytest.mark.parametrize(("shared", "takes"), [(False, 0.05), (True, 0.1)])
@@ -74,7 +74,7 @@ def test_directions_that_share_the_link_take_longer(
         monkeypatch.setattr(tier._work, "mark", lambda: mark)
         tier.write(content(50_000))[1].result()
         tier.read(first, kept).result()
-        assert tier.seconds_per_move() == pytest.approx((0.05, takes))
+        assert (tier.times().write, tier.times().read) == pytest.approx((0.05, takes))
 
 
 def test_a_block_is_one_copy_and_a_piece_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +109,16 @@ def test_memory_is_freed_after_its_copy_and_read_into_after_its_last_use(
             pass
         monkeypatch.setattr(offloader._kept[0, 0].notes, "alone", lambda: [kept])
         machine.compute.compute(2.0, lambda: kept.fill_(3.0))  # the forward's kernel
-        offloader.offload(move(Kind.OFFLOAD))
-        offloader.evict(move(Kind.EVICT))
+        offloader.move(move(Kind.OFFLOAD))
+        offloader.access(move(Kind.EVICT))
+        offloader.move(move(Kind.EVICT))
         assert kept.untyped_storage().nbytes() == 0
         # RELOAD takes memory that a kernel queued before still writes to
         offloader.listeners.append(
             lambda content: machine.compute.compute(2.0, lambda: content.fill_(99))
         )
-        offloader.reload(move(Kind.RELOAD))
-        offloader.release(move(Kind.B))
+        offloader.move(move(Kind.RELOAD))
+        offloader.access(move(Kind.B))
         machine.compute.synchronize()
         assert torch.equal(kept, torch.full((PAGE,), 3.0))
 

@@ -27,7 +27,7 @@ from hybridpar.job import JobPlan
 from hybridpar.prediction import measure, predict
 from hybridpar.runtime import slow_tier
 from hybridpar.runtime.activation_offloader import STORAGES, Notes
-from hybridpar.runtime.slow_tier import FileTier, HostTier
+from hybridpar.runtime.slow_tier import FileTier, HostTier, MoveTimes
 from hybridpar.state.host import CopyTime, HostWork
 from hybridpar.state.residency.store import DiskStore
 from hybridpar.state.residency.tiered import TieredMemory
@@ -220,8 +220,7 @@ def test_most_micro_batches_that_cost_no_time(
 ) -> None:
     """All leave over a tier that takes no time, over one that takes for ever, if only one way,
     none."""
-    monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
-    monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(FileTier, "times", lambda self: MoveTimes(*seconds))
     config = make(tmp_path, "auto")
     said = list[str]()
     found = autotune(config, ProcessGrid(), CPU, said.append)

@@ -24,7 +24,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
 from hybridpar.runtime import slow_tier
-from hybridpar.runtime.slow_tier import HostTier
+from hybridpar.runtime.slow_tier import HostTier, MoveTimes
 from hybridpar.schedules.action import parse_actions
 from hybridpar.schedules.passes.lowering import make_plan
 from hybridpar.schedules.schedule_options import ScheduleOptions
@@ -36,7 +36,7 @@ from hybridpar.train import engine
 from hybridpar.train.autotuning import auto_offload, trial
 from hybridpar.train.autotuning.auto_offload import find_numbers_for
 from hybridpar.train.autotuning.autotune import autotune
-from hybridpar.train.autotuning.trial import Moves, Trial
+from hybridpar.train.autotuning.trial import Trial
 from hybridpar.train.engine import Engine
 from hybridpar.train.faults.errors import SetupError
 from hybridpar.train.forecasts import offload_room
@@ -188,7 +188,7 @@ def found_with(
         return Trial(
             Costs(0.01 * factor, 0.02 * factor),
             ScheduleOptions.of(one),
-            Moves(takes, takes),
+            MoveTimes(takes, takes),
             replays and not away,
         )
 

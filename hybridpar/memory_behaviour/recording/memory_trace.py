@@ -374,7 +374,8 @@ def predict_trace(
         job = JobPlan(config)
         states = job.state_policy(1, 1)
         memory = ghost_memory(config, tracker.device, states)
-        residency = Residency(memory, offloader=ActivationOffloader(SlowTier(), GHOSTS))
+        tier = SlowTier() if job.num_away(grid.pp.rank) else None
+        residency = Residency(memory, offloader=ActivationOffloader(tier, GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, OFFLOAD_KINDS, PER_ITEM, Kind
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, MOVES, PER_ITEM, Kind
 from hybridpar.schedules.simulate.timeline import Timeline
 
 Entry = dict[str, Any]
-_APART = {*PER_ITEM, *OFFLOAD_KINDS, Kind.HOST}
+_APART = {*MOVES, Kind.HOST}
 """Kinds that have separate tracks below the actions' track."""
 
 
@@ -113,10 +113,10 @@ def wait_name(action: Action) -> str:
 
 def _args(action: Action) -> dict[str, int]:
     name = "number"
-    if action.kind in COMPUTE.union(OFFLOAD_KINDS):
-        name = "micro-batch"
-    elif action.kind in PER_ITEM:
+    if action.kind in PER_ITEM:
         name = "item"
+    elif action.kind in COMPUTE | MOVES:
+        name = "micro-batch"
     args = {name: action.microbatch} | ({"part": action.part} if action.part else {})
     return args | ({"weights": action.version} if action.version >= 0 else {})
 

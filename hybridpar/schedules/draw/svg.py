@@ -11,14 +11,7 @@ from hybridpar.schedules.action import Action, Plan
 from hybridpar.schedules.draw.draw_text import as_timeline, number_of
 from hybridpar.schedules.draw.excerpt import excerpt
 from hybridpar.schedules.draw.shapes import IDLE, INK, MUTED, Area, page, rect
-from hybridpar.schedules.kinds import (
-    ACTION_SPECS,
-    COMPUTE,
-    OFFLOAD_KINDS,
-    PER_BATCH,
-    PER_ITEM,
-    Kind,
-)
+from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, MOVES, PER_BATCH, PER_ITEM, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.timeline import Timeline
 
@@ -98,7 +91,7 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         ]
         if fitting:
             labels[kind] = fitting[0]
-    more = {*PER_ITEM, *OFFLOAD_KINDS, Kind.HOST}
+    more = {*MOVES, Kind.HOST}
     moves = any(action.kind in more for actions in timeline.plan.values() for action in actions)
     shape = timeline.shape
     rows = {rank: row for row, rank in enumerate(sorted(timeline.plan))}

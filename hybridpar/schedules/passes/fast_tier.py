@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import COMPUTE, OFFLOAD_KINDS, PER_ITEM, Kind
+from hybridpar.schedules.kinds import PER_ITEM, Kind
 from hybridpar.schedules.passes.residency import CREATING, Access, Away, Mode, Pool, RoomOf
 
 _T = TypeVar("_T")
@@ -290,23 +290,3 @@ class FastTiers:
 
 def _no_accesses(action: Action) -> Sequence[Access]:
     return ()
-
-
-class FastActivations:
-    """Follows activations, which may be offloaded between a micro-batch's forward and backward."""
-
-    def __init__(self) -> None:
-        self._num_moves: dict[tuple[int, int], int] = {}  # by stage and micro-batch
-
-    def follow(self, action: Action) -> str:
-        """Advance past an action; return the fault that it shows, empty if there is none."""
-        key = action.stage, action.microbatch
-        if action.kind is Kind.F:
-            self._num_moves[key] = 0
-        elif action.kind in OFFLOAD_KINDS:
-            if self._num_moves.get(key) != OFFLOAD_KINDS.index(action.kind):
-                return f"{action}: the data that it moves is not resident"
-            self._num_moves[key] += 1
-        elif action.kind in COMPUTE and self._num_moves.get(key) not in (0, len(OFFLOAD_KINDS)):
-            return f"{action}: the data that it needs is offloaded (in the slow tier)"
-        return ""

@@ -8,7 +8,7 @@
                     matches the i-th)
     items           the items of state that an action accesses are in the fast tier, which never
                     exceeds its budget
-    offload         offloaded activations are evicted, and reloaded before their backward
+    offload         offloaded activations are evicted, and reloaded before their backward, each once
     memory          activations, weight versions and gradients alive at once stay within the
                     schedule's bounds
     no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks
@@ -32,12 +32,13 @@ from hybridpar.schedules.kinds import (
     ACTION_SPECS,
     COMPUTE,
     INPUTS,
+    MOVES,
     OFFLOAD_KINDS,
     PER_BATCH,
     PER_ITEM,
     Kind,
 )
-from hybridpar.schedules.passes.fast_tier import FastActivations, FastTiers
+from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.residency import Pool
 from hybridpar.schedules.passes.segments import PartCounts, order
 from hybridpar.schedules.proof.liveness import Live, live_counts
@@ -117,7 +118,7 @@ def check(
             ),
         )
         _check_order(plan, rank, shape, parts)
-        _check_moves(plan, rank, (pools or {}).get(rank, ()))
+        _check_items(plan, rank, (pools or {}).get(rank, ()))
     for rank in range(p):
         for kind, row in ACTION_SPECS.items():
             if row.matching_recv:
@@ -144,10 +145,6 @@ def check(
     )
 
 
-_MOVES = PER_ITEM.union(OFFLOAD_KINDS)
-"""Kinds that may occur any number of times in a plan."""
-
-
 def _batches_of(plan: Plan, shape: PipelineShape) -> range:
     """Return the batches, from the first to the last, that the plan has forwards of."""
     microbatches = [
@@ -163,7 +160,7 @@ def _batches_of(plan: Plan, shape: PipelineShape) -> range:
 
 def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
     """Return the kinds that a plan consists of: it may leave out NORM or HOST."""
-    return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
+    return frozenset(Kind) - MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
 
 
 def _expected(
@@ -175,10 +172,11 @@ def _expected(
     actions: Sequence[Action],
 ) -> Iterator[Action]:
     """Yield all actions of `rank`, undivided, in no particular order: each backward as B, or as I
-    and W if `actions` have the I.
+    and W if `actions` have the I; all moves of activations of which `actions` have one.
     """
     m = shape.num_microbatches
     split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
+    moved = {(a.stage, a.microbatch) for a in actions if a.kind in OFFLOAD_KINDS}
     for stage in shape.stages_of(rank):
         own = [
             (kind, kind in COMPUTE)
@@ -195,6 +193,8 @@ def _expected(
             for kind, computes in own:
                 if kind not in other:
                     yield Action(kind, stage, k, version if computes else NO_VERSION)
+            for kind in OFFLOAD_KINDS if (stage, k) in moved else ():
+                yield Action(kind, stage, k)
     for t in batches:
         for kind in sorted(kinds & PER_BATCH):
             yield Action(kind, rank, t, t + 1 if ACTION_SPECS[kind].makes else NO_VERSION)
@@ -208,13 +208,13 @@ def _key(action: Action) -> _Key:
 
 
 def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
-    """Check that every expected action occurs once, and no other action except moves."""
+    """Check that every expected action occurs once, and no other action except moves of items."""
     missing = {_key(action): action for action in expected}
     own = {action.stage for action in missing.values()}
     done: dict[_Key, int] = {}
     for step, action in enumerate(plan[rank]):
         key = _key(action)
-        if action.kind in _MOVES:
+        if action.kind in PER_ITEM:
             continue
         if own and action.stage not in own:
             reason = f"{action} is on rank {rank}, which does not hold its stage"
@@ -286,16 +286,15 @@ def _beside(stage: int, side: int, shape: PipelineShape) -> int | None:
     return stage + side if there else None
 
 
-def _check_moves(plan: Plan, rank: int, pools: Sequence[Pool]) -> None:
+def _check_items(plan: Plan, rank: int, pools: Sequence[Pool]) -> None:
     """Prove that what an action accesses is in its fast tier and within room, and moves can run."""
     items = FastTiers(pools)
-    activations = FastActivations()
     for step, action in enumerate(plan[rank]):
         fault = ""
         if action.kind in PER_ITEM and (not pools or action.stage != rank):
             why = "which does not hold its stage" if pools else "where nothing moves"
             fault = f"{action} is on rank {rank}, {why}"
-        if fault := fault or items.follow(action) or activations.follow(action):
+        if fault := fault or items.follow(action):
             raise PlanError(fault, plan, [(rank, step)])
 
 

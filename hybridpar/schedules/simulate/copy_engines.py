@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 
 from hybridpar.schedules.action import Action
-from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, PER_ITEM, Kind
+from hybridpar.schedules.kinds import AWAITS_ACTIVATIONS, BESIDE, OFFLOAD_KINDS, PER_ITEM, Kind
 from hybridpar.schedules.passes.fast_tier import FastTier, FastTiers
 from hybridpar.schedules.passes.residency import Away, Mode, Pool
 from hybridpar.schedules.simulate.costs import Costs, expand
@@ -52,7 +52,7 @@ class MemoryMoves:
 
     def concern(self, kind: Kind) -> bool:
         """Return whether actions of a kind move or access what moves."""
-        if self._offloads and (ACTION_SPECS[kind].is_offload or _needs_activations(kind)):
+        if self._offloads and (kind in OFFLOAD_KINDS or kind in AWAITS_ACTIVATIONS):
             return True
         accesses = kind in PER_ITEM or kind in (Kind.NORM, Kind.HOST) or kind not in BESIDE
         return self._moves_items and accesses
@@ -123,7 +123,7 @@ class RankEngines:
     def ready(self, action: Action) -> float:
         """Return when an action's memory is resident and the reductions it waits for are over."""
         found = 0.0
-        if action.kind is Kind.EVICT or _needs_activations(action.kind):
+        if action.kind in AWAITS_ACTIVATIONS:
             found = self._moved.get((action.stage, action.microbatch), 0.0)
         moving = self._fast.moving(action)
         if moving is not None and moving.pool.away is Away.STORE:
@@ -211,8 +211,3 @@ class RankEngines:
             excess -= num_bytes
             found = max(found, over)
         return found
-
-
-def _needs_activations(kind: Kind) -> bool:
-    """Return whether actions of a kind need the activations of their micro-batch."""
-    return Kind.RELOAD in ACTION_SPECS[kind].needs

@@ -24,7 +24,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.prediction.limit import limit_here
 from hybridpar.prediction.predict import predict
-from hybridpar.runtime.slow_tier import in_host_memory
+from hybridpar.runtime.slow_tier import MoveTimes, in_host_memory
 from hybridpar.schedules.kinds import Kind
 from hybridpar.schedules.passes.offload import most_away
 from hybridpar.schedules.schedule_options import ScheduleOptions
@@ -32,7 +32,7 @@ from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.predict import free_to_leave, time_with_away
 from hybridpar.train.autotuning.auto_schedule import of_first_rank
-from hybridpar.train.autotuning.trial import Moves, Trial
+from hybridpar.train.autotuning.trial import Trial
 from hybridpar.train.forecasts.offload_room import OffloadRoom, with_away
 from hybridpar.train.reporting.costs_file import in_ms
 
@@ -89,7 +89,7 @@ def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
         OffloadRoom(job, grid).require(numbers)
 
 
-def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
+def _slowest(mine: MoveTimes, grid: ProcessGrid) -> list[MoveTimes]:
     """Return the longest copy times over replicas, by pipeline rank.
 
     Collectives: on all ranks of the grid.
@@ -98,11 +98,11 @@ def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
     found = []
     for rank in range(grid.pp.size):
         of_replicas = [astuple(moves) for place, moves in everyone if place == rank]
-        found.append(Moves(*map(max, zip(*of_replicas, strict=True))))
+        found.append(MoveTimes(*map(max, zip(*of_replicas, strict=True))))
     return found
 
 
-def _with_moves(costs: Costs, moves: Sequence[Moves], *, in_file: bool) -> Costs:
+def _with_moves(costs: Costs, moves: Sequence[MoveTimes], *, in_file: bool) -> Costs:
     """Return the costs of a trial with its copies.
 
     If ranks and the threads that copy to a file exceed the cores, copying takes time of the ranks;
@@ -110,13 +110,13 @@ def _with_moves(costs: Costs, moves: Sequence[Moves], *, in_file: bool) -> Costs
     """
     calls = dict(costs.calls)
     if in_file and costs.cores is not None and costs.cores < 2 * len(moves):
-        calls[Kind.OFFLOAD] = [one.work_offload for one in moves]
-        calls[Kind.RELOAD] = [one.work_reload for one in moves]
+        calls[Kind.OFFLOAD] = [one.write_work for one in moves]
+        calls[Kind.RELOAD] = [one.read_work for one in moves]
     return replace(
         costs,
         calls=calls,
-        offload=[one.offload for one in moves],
-        reload=[one.reload for one in moves],
+        offload=[one.write for one in moves],
+        reload=[one.read for one in moves],
     )
 
 

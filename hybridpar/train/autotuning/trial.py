@@ -12,6 +12,7 @@ from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import synthetic_loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
+from hybridpar.runtime.slow_tier import MoveTimes
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.train.engine import Engine, StepResult
@@ -25,27 +26,12 @@ Build = Callable[[Callable[[], Engine]], Engine]
 
 
 @dataclass(frozen=True)
-class Moves:
-    """Mean times to offload and reload a micro-batch's activations on this rank, in seconds.
-
-    Attributes:
-        offload, reload: Elapsed time.
-        work_offload, work_reload: Time of a CPU core.
-    """
-
-    offload: float = 0.0
-    reload: float = 0.0
-    work_offload: float = 0.0
-    work_reload: float = 0.0
-
-
-@dataclass(frozen=True)
 class Trial:
     """Costs of all ranks; of this rank copy times, and whether it replayed CUDA graphs."""
 
     costs: Costs
     schedule_options: ScheduleOptions
-    moves: Moves
+    moves: MoveTimes
     replays: bool
 
 
@@ -93,8 +79,7 @@ def _train(
     engine.train(loader, num_batches, after_step)
     recorder.close()
     engine.close()
-    moves = Moves(*slow.seconds_per_move(), *slow.work_per_move())
     run = run_costs(job, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
     replays = graphs is not None and graphs.num_replayed > 0
-    return Trial(run.measured.costs, run.schedule_options, moves, replays)
+    return Trial(run.measured.costs, run.schedule_options, slow.times(), replays)

@@ -134,7 +134,7 @@ def measure_speeds(config: Config) -> OffloadSpeeds:
             place, written = tier.write(content)
             written.result()
             tier.read(place, content).result()
-        write, read = tier.seconds_per_move()
+        times = tier.times()
     finally:
         tier.close()
-    return OffloadSpeeds(_SAMPLE / write, _SAMPLE / read, flops)
+    return OffloadSpeeds(_SAMPLE / times.write, _SAMPLE / times.read, flops)

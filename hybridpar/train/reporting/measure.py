@@ -21,20 +21,12 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from hybridpar.runtime.recording import Event
-from hybridpar.schedules.kinds import (
-    ACTION_SPECS,
-    BESIDE,
-    COMPUTE,
-    OFFLOAD_KINDS,
-    PER_BATCH,
-    PER_ITEM,
-    Kind,
-)
+from hybridpar.schedules.kinds import ACTION_SPECS, BESIDE, COMPUTE, MOVES, PER_BATCH, Kind
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.train.reporting.trace import RankEvents, transfer_times
 
-CALLS = tuple(kind for kind in Kind if kind in BESIDE - PER_ITEM.union(OFFLOAD_KINDS) - {Kind.HOST})
+CALLS = tuple(kind for kind in Kind if kind in BESIDE - MOVES - {Kind.HOST})
 VARYING = tuple(kind for kind in Kind if kind in COMPUTE and ACTION_SPECS[kind].part_of is None)
 _FEWEST_CORES = 0.1
 _MOST_VARYING = 128  # most micro-batches whose own times are kept
@@ -54,7 +46,8 @@ class StepParts:
         no_core: Ready to run, while other work had the core.
         beside: CPU time of the rank's other threads, which carry the transfers.
         host: Waiting for the host optimizer.
-        state: Waiting for state that moves between tiers or among replicas.
+        state: Waiting for state that moves between tiers or among replicas, and for activations that
+            are offloaded or reloaded.
     """
 
     compute: float

@@ -109,9 +109,9 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Kind.OFFLOAD, "EVICT0@0: the data that it moves is not resident"),
-        (Kind.EVICT, "RELOAD0@0: the data that it moves is not resident"),
-        (Kind.RELOAD, "B0@0v0: the data that it needs is offloaded (in the slow tier)"),
+        (Kind.OFFLOAD, "OFFLOAD0@0 is missing"),
+        (Kind.EVICT, "EVICT0@0 is missing"),
+        (Kind.RELOAD, "RELOAD0@0 is missing"),
     ],
 )
 def test_a_move_that_is_missing(kind: Kind, message: str) -> None:
@@ -127,11 +127,29 @@ def test_a_move_of_what_is_not_there() -> None:
     sizes = PipelineShape(4, 4)
     plan = make_plan(ScheduleOptions("1f1b", offload=2), PipelineShape(4, 4))
     for text, message in (
-        ("OFFLOAD9@0", "the data that it moves is not resident"),
-        ("OFFLOAD0@0", "EVICT0@0 comes before"),
+        ("OFFLOAD9@0", "OFFLOAD9@0 does not belong in this plan"),
+        ("OFFLOAD0@0", "OFFLOAD0@0 appears twice"),
     ):
         with pytest.raises(PlanError, match=message):
             check({**plan, 0: (*plan[0], *parse_actions(text))}, sizes, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [
+        (Kind.OFFLOAD, Kind.F),
+        (Kind.EVICT, Kind.OFFLOAD),
+        (Kind.RELOAD, Kind.EVICT),
+        (Kind.B, Kind.RELOAD),
+    ],
+)
+def test_a_move_that_comes_too_early(early: Kind, late: Kind) -> None:
+    plan = make_plan(ScheduleOptions("1f1b", offload=2), PipelineShape(4, 4))
+    actions = list(plan[0])
+    steps = {action.kind: step for step, action in enumerate(actions) if not action.microbatch}
+    actions.insert(steps[late], actions.pop(steps[early]))
+    with pytest.raises(PlanError, match=rf"^{early}0@0(v0)? comes before "):
+        check({**plan, 0: tuple(actions)}, PipelineShape(4, 4), "1f1b")
 
 
 def test_nothing_to_move() -> None:
