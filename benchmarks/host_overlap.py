@@ -111,8 +111,7 @@ class Side:
             torch.device("cpu"),
             residency=Residency(host_work=self.work),
         )
-        host = self.engine.state.host
-        self.groups = [] if host is None else list(map(float, host.sizes))
+        self.groups = list(map(float, self.engine.state.host.sizes))
         self.most = over_ranks([sum(self.groups)], "max")[0]
         pace(self.engine, PACE_S)
         self.loader = FixedLoader(shape, m)

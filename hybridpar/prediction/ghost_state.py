@@ -118,10 +118,9 @@ def trace_state(
         norm = taken(start)
         updates = []
         hosting = 0
-        if state.host is not None:
-            state.host.work_here(True)
+        state.host.work_here(True)
         for group in range(state.num_groups):
-            if state.host is not None and not state.weights.copies:
+            if state.host.num_groups and not state.weights.copies:
                 start = now()
                 state.begin_update(0, lr=1.0, factor=0.5, group=group)
                 hosting = max(hosting, taken(start))
@@ -130,7 +129,6 @@ def trace_state(
             updates.append(taken(start))
         accesses = ghost.accesses(shape)
         has_tiers = budget and accesses.chunks and accesses.least_budget() <= budget
-        hosted = (0, 0) if state.host is None else state.host.held()
         return StateFootprint(
             **state.num_bytes(),
             norm=norm,
@@ -138,6 +136,6 @@ def trace_state(
             division=state.division,
             pools=accesses.pools(Budget(budget) if has_tiers else None),
             whole=accesses.unsharded_bytes,
-            hosted=hosted,
+            hosted=state.host.held(),
             hosting=hosting,
         )

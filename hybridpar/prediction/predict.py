@@ -186,8 +186,8 @@ class _Pipeline:
         uneven = config.parallel.zero > 0 and not divides_all(
             config.optim
         )  # full parameters lie on one replica each
-        if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
-            states = job.state_policy(buffers.versions, buffers.gradients)
+        states = job.state_policy(buffers.versions, buffers.gradients)
+        if parts.is_divided or (len(held) > 1 and common) or uneven or states.on_host:
             # replicas and tp ranks have equal state for equal layers; segments are numbered
             first = rank * config.parallel.dp_cp * config.parallel.tp
             # equal layers have equal state; parts have numbers
@@ -277,7 +277,7 @@ class _Pipeline:
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if on_gpu else replace(memory, checkpoint=copy)
-        if config.memory.host_optimizer and on_gpu:
+        if on_gpu:
             master, optimizer = state.hosted
             memory = replace(
                 memory,

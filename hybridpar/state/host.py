@@ -141,7 +141,8 @@ class HostUpdates:
 
     Args:
         optimizer: Its first groups are the weights that the host updates, stepped in order.
-        groups: Numbers of the rank's shards in each of these groups.
+        groups: Numbers of the rank's shards in each of these groups; no groups without a host
+            optimizer.
         gradients: The reduced gradients of the rank's shards, for each buffer that batches use in
             turn.
     """
@@ -166,6 +167,7 @@ class HostUpdates:
         if weights.copies:
             self.staging = weights.on_host("gradients")
             self._grads = self.staging.views({slot.name for slots in hosted for slot in slots})
+        self.num_groups = len(groups)
         self._names = [[slot.name for slot in slots] for slots in hosted]
         self.sizes = [sum(prod(slot.shape) for slot in slots) for slots in hosted]
         """Number of parameters that the host updates, by group."""
@@ -186,7 +188,7 @@ class HostUpdates:
             return 0, 0
         chunks = zip(master.chunks, master.tensors, strict=True)
         num_bytes = self.staging.nbytes + (0 if made is None else made.nbytes)
-        for group in self._optimizer.groups[: len(self._names)]:
+        for group in self._optimizer.groups[: self.num_groups]:
             num_bytes += sum(tensor.nbytes for tensor in group.state_tensors().values())
         return sum(tensor.nbytes for chunk, tensor in chunks if chunk.use.hosted), num_bytes
 
@@ -202,7 +204,7 @@ class HostUpdates:
             self._later = index
             return
         mark = self._work.mark()
-        for group in range(len(self._names)):
+        for group in range(self.num_groups):
             self._send(group, index, mark)
 
     def _send(self, group: int, index: int, mark: Any) -> None:
@@ -226,7 +228,7 @@ class HostUpdates:
         """
         mark = self._work.mark()
         found: list[Waitable] = []
-        for group in range(len(self._names)) if groups is None else groups:
+        for group in range(self.num_groups) if groups is None else groups:
             assert group not in self._made, "the batch before was not waited for"
             if group not in self._sent:
                 self._send(group, index, mark)

@@ -315,10 +315,9 @@ class HostRoom(RoomKind):
     name = "host"
 
     def memory(self) -> list[Tensor]:
-        host = self.holder.host
         return [
             tensor
-            for buffer in (host and host.staging, self.holder.weights.made)
+            for buffer in (self.holder.host.staging, self.holder.weights.made)
             if buffer
             for tensor in buffer.tensors
         ]

@@ -119,6 +119,13 @@ class StatePolicy:
         return self.moves_gradients or self.splits_weights
 
     @property
+    def divides_updates(self) -> bool:
+        """Whether segments are updated one by one. Shards that stay resident are updated in one
+        group at no cost.
+        """
+        return self.is_limited or not (self.moves or self.keeps_factors)
+
+    @property
     def moved_kinds(self) -> tuple[str, ...]:
         """Prefixes of the kinds of state of which only one segment is unsharded at a time."""
         kinds = ("gradients/",) if self.moves_gradients else ()

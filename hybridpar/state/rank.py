@@ -81,9 +81,7 @@ class RankState:
         parameters = StageParameters(stage, policy.dtype, rounds_gradients=policy.rounds_gradients)
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
-        # Shards that stay resident can be updated in one group at no cost, so they are not divided.
-        is_resident = policy.moves or policy.keeps_factors
-        elementwise = (self.memory.is_limited or not is_resident) and all(
+        elementwise = policy.divides_updates and all(
             divisible(policy.optim, self.whole_slots[name]) for name in trained
         )
         tied = frozenset(name for name, placement in trained.items() if placement.tied)
@@ -153,6 +151,8 @@ class RankState:
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
+        num_hosted = self.num_groups if policy.on_host else 0
+        self._sends_at_once = num_hosted > 0 and not segments.late
         self._groups = [
             [
                 i
@@ -190,12 +190,11 @@ class RankState:
         ]
         self._owned = [self._with_factored(views, factored) for views in dense]
         where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
-        self.host: HostUpdates | None = None
-        if policy.on_host:
-            groups = self._groups[: self.num_groups]
-            for optimizer in self.optimizer.groups[: self.num_groups * self.weights.copies]:
-                optimizer.keep_in(None)
-            self.host = HostUpdates(self.weights, self.optimizer, groups, dense, host_work)
+        for optimizer in self.optimizer.groups[: num_hosted * self.weights.copies]:
+            optimizer.keep_in(None)
+        self.host = HostUpdates(
+            self.weights, self.optimizer, self._groups[:num_hosted], dense, host_work
+        )
         self._squares = [
             Squares(
                 gradients,
@@ -250,9 +249,9 @@ class RankState:
         norms = self.num_groups > 1 and not all(map(self.is_alone, range(1, self.num_parts)))
         return Division(
             {stage: len(parts) for stage, parts in segments.of_stage.items()},
-            lambda rank: self.num_groups,
+            self.num_groups,
             norms=norms,
-            hosts=segments.late and self.host is not None,
+            hosts=segments.late,
             spreads=self.weights.copies,
             part_major=segments.part_major,
             late=segments.late,
@@ -276,9 +275,9 @@ class RankState:
 
     def allocate(self) -> None:
         """Allocate the optimizer's state now, instead of at its first step."""
-        hosts = self.num_groups if self.host is not None else 0
         for number, optimizer in enumerate(self.optimizer.groups):
-            device = torch.device("cpu") if number < hosts else self.memory.device
+            is_hosted = number < self.host.num_groups
+            device = torch.device("cpu") if is_hosted else self.memory.device
             optimizer.allocate(device, self.weights.master_dtype)
 
     # -- a batch
@@ -420,13 +419,15 @@ class RankState:
         return self._squares[self.gradients.buffer_index(batch)].total()
 
     def send(self, batch: int) -> None:
-        """Send a batch's gradients to the host if all are in memory; call after `square_norm`."""
-        if self.host is not None and not self.memory.is_limited:
+        """Send a batch's gradients to the host, if it does not fetch each group when it begins with
+        it; call after `square_norm`.
+        """
+        if self._sends_at_once:
             self.host.send(self.gradients.buffer_index(batch))
 
     def is_hosted(self, group: int) -> bool:
         """Return whether the host updates all weights of a group."""
-        return self.host is not None and self.num_groups + group >= len(self._groups)
+        return self.host.num_groups + group >= len(self._groups)
 
     def begin_update(
         self,
@@ -440,7 +441,6 @@ class RankState:
         """Start the host on a group (None: all) of the next version of the weights, as `update`
         would make it; return what is done once it has arrived.
         """
-        assert self.host is not None
         if not group:
             self.await_copy()
             self._settle(made=factor is not None)
@@ -496,9 +496,7 @@ class RankState:
             self._settle_here(made=False)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
-        number = group
-        if self.host is not None:
-            number += self.num_groups  # the device's groups follow the host's
+        number = self.host.num_groups + group  # the device's groups follow the host's
 
         def step(weights: Weights) -> None:
             if factor is None:
@@ -518,7 +516,7 @@ class RankState:
 
     def _settle_here(self, *, made: bool) -> None:
         """Call `_settle` after an update on the device, which has multiplied factors out."""
-        if self.host is None:
+        if not self.host.num_groups:
             self._settle(made=made)
 
     def _settle(self, *, made: bool) -> None:

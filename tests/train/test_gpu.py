@@ -369,7 +369,6 @@ def test_an_optimizer_on_the_host(sections: Sections) -> None:
     assert repr(with_it) == repr(again)  # a norm may be NaN
     compare(with_it, on_gpu, TOLERANCE[config.train.dtype])
     state = Engine(JobPlan(config), ProcessGrid(), torch.device("cuda:0")).state
-    assert state.host is not None
     for room in (state.host.staging, state.weights.master):
         for chunk, tensor in zip(room.chunks, room.tensors, strict=True):
             assert tensor.is_pinned() is chunk.use.hosted

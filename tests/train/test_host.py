@@ -59,7 +59,7 @@ def build(config: Config, work: HostWork | None = None) -> Engine:
 def run(config: Config, work: HostWork | None = None) -> Outcome:
     """Trains, and keeps gradients. moved: bytes to the host and from it."""
     outcome = train(engine := build(config, work), 3, 1, gradients=True)
-    outcome.moved = () if engine.state.host is None else tuple(engine.state.host.num_bytes.values())
+    outcome.moved = tuple(engine.state.host.num_bytes.values())
     return outcome
 
 
@@ -195,7 +195,6 @@ class SlowHost(HostWork):
 def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}))
     plain, slow = build(config), build(config, work := SlowHost(0.01))
-    assert slow.state.host is not None
     work.watch(slow.state.host)
     slow.executor.recording = Recording(HostClock())
     train(slow, 3, 1).check(train(plain, 3, 1))
@@ -292,7 +291,6 @@ def test_muons_matrices_stay_on_the_device(dtype: str, monkeypatch: pytest.Monke
     state = engine.state
     matrices = matrices_of(engine)
     assert state.weights.master is not None
-    assert state.host is not None
     masters = state.weights.master.views()
     kinds = {name: taken.get(view.untyped_storage().data_ptr()) for name, view in masters.items()}
     assert {name for name, kind in kinds.items() if kind is None} == matrices.keys()

@@ -198,9 +198,10 @@ def test_room_that_compression_needs_at_once(sections: dict[str, Any], message: 
 class DeviceBesideAHost(DeviceTieredMemory):
     """The memory of a GPU, whose host has copies of its own; the device here is a CPU."""
 
+    is_of_host = False
+
     def __init__(self, budget: int):
         super().__init__(budget, CPU)
-        self.is_of_host = False
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

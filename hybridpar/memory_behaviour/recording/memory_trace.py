@@ -77,8 +77,7 @@ class EngineRecorder:
         tp = engine.grid.tp
         state.allocate()
         self._host = state.host
-        if self._host is not None:
-            self._host.work_here(True)
+        self._host.work_here(True)
         for slot in state.slots:
             partial_rows(slot.placement, tp.name, tp.rank)  # the function caches its result
         for kind in state.kinds:
@@ -137,8 +136,7 @@ class EngineRecorder:
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
             self._executor.listeners.remove(self._recorder.begin)
-            if self._host is not None:
-                self._host.work_here(False)
+            self._host.work_here(False)
             for listeners, listener in self._told:
                 listeners.remove(listener)
             for hook in self._hooks:

@@ -255,7 +255,7 @@ class AccessMap:
         if self.state.weights.master is None:
             modes[f"weights/{old}"] = Mode.READ
         # a host that updates a part of the group has written that part before
-        keeps_part = kind is Kind.UPDATE and self.state.host is not None
+        keeps_part = kind is Kind.UPDATE and self.state.host.num_groups > 0
         keeps = keeps_part or f"weights/{new}" in modes
         modes[f"weights/{new}"] = Mode.UPDATE if keeps else Mode.WRITE
         updated = (

@@ -75,11 +75,9 @@ class Memory:
     """Memory of a device, allocated once and kept. Chunks that a host updates are in host memory.
 
     Attributes:
-        is_limited: It cannot hold all state at once.
         is_of_host: A host optimizer updates the state in this memory, without copies.
     """
 
-    is_limited = False
     is_of_host = False
 
     def __init__(self, device: torch.device | str = "cpu"):

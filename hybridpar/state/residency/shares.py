@@ -90,8 +90,6 @@ class ShardedMemory(Memory):
         tiers: Moves the items; None: they stay.
     """
 
-    items: Sequence[StateItem] = ()
-    padding = 0
     tiers: Tiers | None = None
 
     def __init__(
@@ -102,6 +100,8 @@ class ShardedMemory(Memory):
     ):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
+        self.items: list[StateItem] = []
+        self.padding = 0
         self.listeners: list[Callable[[WholeChunk], object]] = []
         self._sharded = sharded
         self._chunk = chunk

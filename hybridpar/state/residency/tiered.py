@@ -15,7 +15,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.residency.chunks import BufferUsage, Chunk, StateItem
 from hybridpar.state.residency.pages import Region, SparePages
-from hybridpar.state.residency.shares import SHARES, ShardedMemory, WholeChunk
+from hybridpar.state.residency.shares import SHARES, ShardedMemory
 from hybridpar.state.residency.store import DiskStore, padded
 from hybridpar.state.residency.tiers import AnyRegion, Tiers
 
@@ -41,19 +41,11 @@ class ItemMemory(ShardedMemory):
     An item has whole pages, which `padding` counts.
     """
 
-    is_limited = True
+    _uses: Callable[[str], BufferUsage]
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        sharded: tuple[str, ...] = (),
-        chunk: type[WholeChunk] = WholeChunk,
-    ):
-        super().__init__(device, sharded, chunk)
-        self.items: list[StateItem] = []
-        self.padding = 0
-        self._uses: Callable[[str], BufferUsage]
-        self.is_of_host = self.device.type == "cpu"
+    @property
+    def is_of_host(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if self._moves(kind, chunk.use) or self._is_on_host(chunk):

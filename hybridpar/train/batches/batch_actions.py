@@ -37,19 +37,14 @@ class BatchActions:
         self._first_norm_part = state.num_groups - 1 if state.division.norms else 0
         self.results = BatchResults(policy, state, executor)
         self.updates = WeightUpdates(policy, state, executor)
+        self._actions = {Kind.REDUCE: self._reduce, Kind.NORM: self._norm}
         if policy.config.norms_first:
             exchange = None if state.outer is None else SiteExchange(state.outer)
-            self._rule: UpdateAfterNorm | UpdateBeforeNorm = UpdateAfterNorm(
-                self.updates, self.results, executor, exchange
-            )
+            after = UpdateAfterNorm(self.updates, self.results, executor, exchange)
+            self._actions |= {Kind.HOST: after.host, Kind.UPDATE: after.update}
         else:
-            self._rule = UpdateBeforeNorm(self.updates, self.results, executor)
-        self._actions = {
-            Kind.REDUCE: self._reduce,
-            Kind.NORM: self._norm,
-            Kind.HOST: self._rule.host,
-            Kind.UPDATE: self._rule.update,
-        }
+            before = UpdateBeforeNorm(self.updates, self.results, executor)
+            self._actions[Kind.UPDATE] = before.update
 
     def run(self, action: Action) -> None:
         """Run a REDUCE, NORM, HOST or UPDATE."""

@@ -58,7 +58,9 @@ class WeightUpdates:
         self.batches_done = batch + 1
 
     def start_on_host(self, action: Action, result: StepResult) -> None:
-        """Start the host optimizer's update to W(batch + 1): one group with tiers, else all."""
+        """Start the host optimizer's update to W(batch + 1): of one group if HOST is cut, else of
+        all.
+        """
         batch = action.microbatch
         policy = self.policy
         begun = self.state.begin_update(
@@ -66,7 +68,7 @@ class WeightUpdates:
             policy.learning_rate(batch),
             policy.factor(batch, result),
             predict=policy.predicts(batch),
-            group=action.part if self.state.memory.is_limited else None,
+            group=action.part if self.state.segments.late else None,
         )
         self._executor.moves.hold(action, begun)
         self._executor.watch(lambda: all(one.is_done() for one in begun))
@@ -96,6 +98,7 @@ class UpdateAfterNorm:
         self._executor = executor
         self._exchange = exchange
         self._host = updates.state.host
+        self._begins_on_host = self._host.num_groups > 0
         self._result: StepResult | None = None  # of the batch whose update has begun
 
     def host(self, action: Action) -> None:
@@ -109,7 +112,7 @@ class UpdateAfterNorm:
         """Make a part of the next weights; report the batch after its last part."""
         batch = action.microbatch
         part = action.part
-        if self._host is not None:
+        if self._begins_on_host:
             self._executor.wait(partial(self._host.wait, part))
         elif part == 0:
             self._begin(batch)
@@ -146,10 +149,6 @@ class UpdateBeforeNorm:
         self._executor = executor
         shape = updates.policy.shape
         self._lag = -(-shape.num_stages // shape.num_microbatches)
-
-    def host(self, action: Action) -> None:
-        """Raise: the host optimizer always updates after the norm."""
-        raise AssertionError(f"{action}: the host updates after the norm")
 
     def update(self, action: Action) -> None:
         """Make a part of the next weights; after the last part report the batch `_lag` before."""

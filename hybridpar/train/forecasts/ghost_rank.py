@@ -34,8 +34,7 @@ class GhostRank(GhostState):
     @property
     def hosted(self) -> list[float]:
         """Number of parameters that its host updates, by group; empty without host optimizer."""
-        host = self.state.host
-        return [] if host is None else list(map(float, host.sizes))
+        return list(map(float, self.state.host.sizes))
 
     def pools(self, shape: PipelineShape) -> list[Pool]:
         """Return the items that it moves. At the start, all are in the slow tier, or sharded.
