@@ -172,7 +172,7 @@ def _sent(engine: Engine) -> int:
     """Bytes that a rank put on the wire; of all-reduces, its gradient once."""
     traffic = engine.grid.dp.traffic.num_bytes
     compression = engine.state.compression
-    return traffic["all_reduce"] + (0 if compression is None else compression.sent.num_bytes)
+    return traffic["all_reduce"] + (0 if compression is None else compression.sent().num_bytes)
 
 
 # -- what arrives
@@ -250,7 +250,7 @@ def arrived() -> dict[str, dict[str, float]]:
                 applied |= {name: compression.total(name) for name in compression.kept_as_factors}
                 compression.close(made=True)
             _note(totals, gradients, applied)
-        sent = None if compression is None else compression.sent
+        sent = None if compression is None else compression.sent()
         found[method] = _share(totals, 1.0 if sent is None else sent.num_bytes / sent.whole_bytes)
     module = Given()
     model = DistributedDataParallel(module)
@@ -382,7 +382,7 @@ def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
     compression = engine.state.compression
     elements = num_bytes = 1.0
     if compression is not None:
-        sent = compression.sent
+        sent = compression.sent()
         elements = sent.elements / sent.whole_elements
         num_bytes = sent.num_bytes / sent.whole_bytes
     elif site.size > 1:

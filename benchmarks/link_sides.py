@@ -327,7 +327,7 @@ class Side:
             numbers["share_simulated"] = round(alone / self.simulated(pair, wire), 3)
         if (compression := self.engine.state.compression) is not None:
             numbers["elements"] = round(
-                compression.sent.elements / compression.sent.whole_elements, 5
+                compression.sent().elements / compression.sent().whole_elements, 5
             )
         return numbers | {
             "bytes_of_a_batch": num_bytes,

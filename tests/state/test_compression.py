@@ -132,7 +132,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     if compression is not None:
         ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
-        ran.sent = compression.sent
+        ran.sent = compression.sent()
         ran.dense = sum(
             entry.numel for method in compression._methods.values() for entry in method.dense
         )

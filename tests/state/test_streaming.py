@@ -98,7 +98,7 @@ def run(
     )
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
-    ran.sent, ran.diverged = compression.sent, find_divergence(state.placed(), engine.grid)
+    ran.sent, ran.diverged = compression.sent(), find_divergence(state.placed(), engine.grid)
     return ran
 
 

@@ -2,6 +2,7 @@
 added to the next gradient (error feedback).
 """
 
-from hybridpar.state.compression.exchange import BatchGradients, Compression, Exchange
+from hybridpar.state.compression.exchange import BatchGradients, Compression
+from hybridpar.state.compression.stream import Exchange
 
 __all__ = ["BatchGradients", "Compression", "Exchange"]

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm import Work, Works
+from hybridpar.comm import Works
 from hybridpar.config import CompressionConfig
 from hybridpar.cpu import zeros
 from hybridpar.grid import Axis
@@ -35,49 +35,13 @@ from hybridpar.nn.placement import Held, Placement, has_shared_rows, split_range
 from hybridpar.state.compression.feedback import NONE, Feedback, FeedbackShapes
 from hybridpar.state.compression.method import Entry, Method, Sent
 from hybridpar.state.compression.registry import gradient_method
-from hybridpar.state.compression.stream import BlockStream
+from hybridpar.state.compression.stream import BlockStream, Exchange
 from hybridpar.state.gradients import BlockParts
 from hybridpar.state.layout import Bucket
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reduction.partition import Partition
 from hybridpar.state.residency.chunks import Buffer, Memory
 from hybridpar.state.residency.shares import Shares
-
-
-class Exchange:
-    """The steps of one bucket's all-reduce, taken one at a time; wait for it as for a Work.
-
-    Args:
-        steps: Yields the communication of each step.
-        rounds: Upper bound of the number of messages that follow each other.
-        over_stages: Ranks of several stages take part.
-    """
-
-    def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
-        self._steps = steps
-        self.rounds = rounds
-        self.over_stages = over_stages
-        self._work: Work | Works | None = next(steps)
-
-    def proceed(self) -> None:
-        """Wait for the message under way and send the next one, if there is another."""
-        if self.rounds > 1 and self._work is not None:
-            self._advance()
-
-    def wait(self) -> None:
-        """Return once the bucket has been all-reduced."""
-        while self._work is not None:
-            self._advance()
-
-    def _advance(self) -> None:
-        assert self._work is not None
-        self._work.wait()
-        self._work = next(self._steps, None)
-        self.rounds = self.rounds - 1
-
-    def is_done(self) -> bool:
-        """Return whether the communication started so far is complete."""
-        return self._work is None or self._work.is_done()
 
 
 @dataclass(frozen=True)
@@ -155,8 +119,13 @@ class Compression:
         self._is_open = False
         self._expected: BatchGradients | None = None
         self._start = settings.gradients_start
-        num_blocks = policy.num_blocks
-        self.blocks = split_ranges(policy.num_microbatches, num_blocks if self.takes_factors else 1)
+        self.blocks = split_ranges(
+            policy.num_microbatches, policy.num_blocks if self.takes_factors else 1
+        )
+        self._scratch: Tensor | None = None
+        if shared:
+            largest = max((prod(shape) for shape in kept.values()), default=0)
+            self._scratch = zeros(largest, layout.dtype, memory.device)
         self._methods = {
             bucket: method(
                 [
@@ -164,9 +133,9 @@ class Compression:
                     for name in bucket.names
                 ],
                 axis,
-                replace(settings, gradients_blocks=num_blocks),
+                policy,
                 self.feedback,
-                policy.kernels,
+                self._scratch,
             )
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True)
             if not self.packed.isdisjoint(bucket.names)
@@ -174,13 +143,7 @@ class Compression:
         self._method_of = {
             name: each for bucket, each in self._methods.items() for name in bucket.names
         }
-        self._scratch: Tensor | None = None
-        if shared:
-            largest = max((prod(shape) for shape in kept.values()), default=0)
-            self._scratch = zeros(largest, layout.dtype, memory.device)
         self.keeps_factors = policy.keeps_factors
-        for each in self._methods.values():
-            each.decode_into(self._scratch, keeps_factors=self.keeps_factors)
         self.stream: BlockStream | None = None
         if policy.streams:
             self.stream = BlockStream(
@@ -300,24 +263,18 @@ class Compression:
         self.open()
         return Exchange(_without_grad(self._methods[bucket].block_steps()), rounds=2)
 
-    @property
-    def sent(self) -> Sent:
-        """How much this rank has sent since the start of the run."""
+    def sent(self, axis: Axis | None = None) -> Sent:
+        """Return how much this rank has sent since the start of the run, over an axis (None: over
+        all).
+        """
         total = Sent()
         for method in self._methods.values():
-            total.add_all(method.sent)
-        return total
-
-    def sent_over(self, axis: Axis) -> Sent:
-        """Return the share of `sent` over one axis."""
-        total = Sent()
-        for method in self._methods.values():
-            if method.axis.name == axis.name:
+            if axis is None or method.axis.name == axis.name:
                 total.add_all(method.sent)
         return total
 
     def uncoded_bytes_over(self, axis: Axis) -> int:
-        """Return the bytes of `sent_over` from before `gradients_start`."""
+        """Return the bytes of `sent(axis)` from before `gradients_start`."""
         methods = self._methods.values()
         return sum(method.uncoded_bytes for method in methods if method.axis.name == axis.name)
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works, all_reduce_async
-from hybridpar.config import CompressionConfig, Config, KernelsConfig
+from hybridpar.config import CompressionConfig, Config
 from hybridpar.grid import Axis
 from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
 from hybridpar.state.gradients import BlockParts
 from hybridpar.state.layout import Bucket
+from hybridpar.state.policy import StatePolicy
 from hybridpar.state.residency.chunks import Buffer
 from hybridpar.state.residency.shares import Shares
 
@@ -91,7 +92,11 @@ class Method(ABC):
         name: The value of compression.gradients.
         rounds: Upper bound of the number of messages that follow each other.
         scaled: Learned tensors that have the units of gradients.
+        num_blocks: Blocks of micro-batches of a batch, if gradients are factors.
         kernels: Backends of the operators.
+        scratch: Room for the sum of one parameter, if gradients become feedback, or are factors;
+            None: sums replace them.
+        keeps_factors: Sums stay factors; see `total`.
     """
 
     name: ClassVar[str]
@@ -102,17 +107,20 @@ class Method(ABC):
         self,
         entries: Sequence[Entry],
         axis: Axis,
-        settings: CompressionConfig,
+        policy: StatePolicy,
         feedback: Feedback,
-        kernels: KernelsConfig,
+        scratch: Tensor | None,
     ):
         self.axis = axis
-        self.settings = settings
-        self.takes_factors = settings.takes_factors
+        self.settings = policy.compression
+        self.takes_factors = self.settings.takes_factors
+        self.num_blocks = policy.num_blocks
+        self.keeps_factors = policy.keeps_factors
+        self.scratch = scratch
         self.feedback = feedback
         self.device = feedback.device
         self.dtype = feedback.dtype
-        self.kernels = kernels
+        self.kernels = policy.kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         main, other = self.most_bytes()
@@ -125,11 +133,6 @@ class Method(ABC):
         self.sums: Shares | None = None
         """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the
         gradients."""
-        self.scratch: Tensor | None = None
-        """Room for the sum of one parameter, if gradients become feedback, or are factors; None:
-        sums replace them."""
-        self.keeps_factors = False
-        """Sums stay factors; see `total`."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -187,13 +190,6 @@ class Method(ABC):
         """Begin a batch: take factors from `parts`, and put reduced gradients into `sums`."""
         self.parts = parts
         self.sums = sums
-
-    def decode_into(self, scratch: Tensor | None, *, keeps_factors: bool) -> None:
-        """Decode reduced gradients into this tensor, one at a time; None: into the gradients.
-        keeps_factors: Do not decode them.
-        """
-        self.scratch = scratch
-        self.keeps_factors = keeps_factors
 
     def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
         """All-reduce a bucket of a flat buffer over the axis; yields works that must be
@@ -286,8 +282,9 @@ class Method(ABC):
             self._put(entry, gradient)
 
     def _multiply_out(self, entry: Entry, gradient: Tensor) -> None:
-        blocks = range(self.settings.gradients_blocks)
-        parts = [part for i in blocks for part in self.parts.pop((entry.name, i), ())]
+        parts = [
+            part for i in range(self.num_blocks) for part in self.parts.pop((entry.name, i), ())
+        ]
         for i, part in enumerate(parts):
             part.add_to(gradient, i == 0)
 

@@ -17,19 +17,46 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
+from hybridpar.comm import Works
 from hybridpar.state.layout import Bucket
 
 
-class BlockExchange(Protocol):
-    """The exchange of a block under way; rounds: messages left, with the one under way."""
+class Exchange:
+    """The steps of one bucket's all-reduce, taken one at a time; wait for it as for a Work.
 
-    rounds: int
+    Args:
+        steps: Yields the communication of each step.
+        rounds: Upper bound of the number of messages that follow each other.
+        over_stages: Ranks of several stages take part.
+    """
 
-    def proceed(self) -> None: ...
-    def wait(self) -> None: ...
+    def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
+        self._steps = steps
+        self.rounds = rounds
+        self.over_stages = over_stages
+        self._work: Works | None = next(steps)
+
+    def proceed(self) -> None:
+        """Wait for the message under way and send the next one, if there is another."""
+        if self.rounds > 1 and self._work is not None:
+            self._advance()
+
+    def wait(self) -> None:
+        """Return once the bucket has been all-reduced."""
+        while self._work is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        self._work = next(self._steps, None)
+        self.rounds = self.rounds - 1
+
+    def is_done(self) -> bool:
+        """Return whether the communication started so far is complete."""
+        return self._work is None or self._work.is_done()
 
 
 class BlockStream:
@@ -44,7 +71,7 @@ class BlockStream:
     def __init__(
         self,
         buckets: Mapping[Bucket, tuple[int, frozenset[str]]],
-        start: Callable[[Bucket], BlockExchange | None],
+        start: Callable[[Bucket], Exchange | None],
     ):
         self._buckets = buckets
         self._start = start
@@ -52,8 +79,8 @@ class BlockStream:
         """Buckets of the segment whose block ends, not complete yet, in their order."""
         self._complete: deque[Bucket] = deque()
         """Buckets with a complete block, which waits to be exchanged."""
-        self._running: dict[Bucket, BlockExchange] = {}
-        self._newest: BlockExchange | None = None
+        self._running: dict[Bucket, Exchange] = {}
+        self._newest: Exchange | None = None
 
     def begin(self) -> None:
         """Begin a batch."""
@@ -128,6 +155,6 @@ class BlockStream:
         if self._newest is not None:
             self._newest.proceed()
 
-    def note(self, bucket: Bucket, exchange: BlockExchange) -> None:
+    def note(self, bucket: Bucket, exchange: Exchange) -> None:
         """Take the next step of a bucket's last exchange when the next bucket starts."""
         self._newest = exchange if bucket in self._buckets else None

@@ -109,7 +109,7 @@ def _weight_gradients(engine: Engine) -> dict[Stream, Sent]:
     for axis in {axis.name: axis for axis in partition.axes if axis.size > 1}.values():
         plain_bytes = sum(axis.traffic.num_bytes[name] for name in _REDUCTIONS)
         if compression is not None:
-            packed = compression.sent_over(axis)
+            packed = compression.sent(axis)
             plain_bytes -= compression.uncoded_bytes_over(axis)
             if packed.whole_elements:
                 codec = engine.config.compression.gradients

@@ -89,7 +89,7 @@ class StreamingPCA(LowRank):
     @property
     def rounds(self) -> int:  # type: ignore[override]
         """Two messages for each block that is not exchanged yet."""
-        return 2 * (self.settings.gradients_blocks - self._next_block)
+        return 2 * (self.num_blocks - self._next_block)
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -125,7 +125,7 @@ class StreamingPCA(LowRank):
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: two broadcasts for each rank and block."""
-        while self._next_block + 1 < self.settings.gradients_blocks:
+        while self._next_block + 1 < self.num_blocks:
             yield from self._block(self.other.own)
         yield from self._block(message, is_last=True)
         if self.keeps_factors:
@@ -139,7 +139,7 @@ class StreamingPCA(LowRank):
     def _multiply(self, name: str, out: Tensor | None = None) -> Tensor:
         """Return the sum that is taken for the batch's gradients."""
         x, d, s = self._next(name)
-        scales = self.settings.gradients_blocks * s
+        scales = self.num_blocks * s
         # in the memory layout of a QR factor, so that the product has the same bits each time
         return torch.mm(_by_columns(d) * scales, _by_columns(x).t(), out=out)
 
