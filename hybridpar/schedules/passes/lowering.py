@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cache, partial
 
 from hybridpar.schedules.action import NO_VERSION, Action
@@ -298,7 +297,7 @@ def lower(
     Raises: ConfigError, at once, if the schedule cannot run on this shape or with this division.
     """
     schedule = find_schedule(schedule)
-    division = _division(parts, shape, rank)
+    division = _division(parts, shape, rank, updates_wait=schedule.options.host > 0)
     compute = schedule.compute_actions(shape, rank, first_batch, num_batches)
     split = schedule.options.split or schedule.options.zero_bubble
     if split:
@@ -318,16 +317,16 @@ def lower(
     )
     if split:
         actions = merge_backward(actions, shape)
-    if away := num_away(schedule, shape, rank):
-        actions = add_offload(actions, away, schedule.max_live_activations(shape, rank))
-    if schedule.options.host and division != WHOLE:
-        division = replace(division, late=True)
+    in_flight = schedule.max_live_activations(shape, rank)
+    actions = add_offload(actions, num_away(schedule, shape, rank), in_flight)
     return actions if division == WHOLE else divide(actions, division)
 
 
-def _division(parts: int | Division, shape: PipelineShape, rank: int) -> Division:
+def _division(
+    parts: int | Division, shape: PipelineShape, rank: int, *, updates_wait: bool = False
+) -> Division:
     division = Division(parts) if isinstance(parts, int) else parts
-    return division if division == WHOLE else division.on(shape, rank)
+    return division if division == WHOLE else division.on(shape, rank, updates_wait=updates_wait)
 
 
 def make_plan(

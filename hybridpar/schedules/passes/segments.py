@@ -19,7 +19,7 @@ weights, gradients and optimizer state of one segment at a time are enough in fa
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
@@ -29,7 +29,7 @@ from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, COMPUTE, PER_BATCH, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
 
-NumParts = int | Mapping[int, int] | Callable[[int], int]
+NumParts = int | Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,10 @@ class Division:
     part_major: bool = False
     late: bool = False
 
-    def on(self, shape: PipelineShape, rank: int) -> Division:
-        """Return the division with that rank's number and order of UPDATEs. Raises: ConfigError."""
+    def on(self, shape: PipelineShape, rank: int, *, updates_wait: bool = False) -> Division:
+        """Return the division with that rank's number and order of UPDATEs. updates_wait: an UPDATE
+        only waits, for a host. Raises: ConfigError.
+        """
         if self.part_major and shape.num_ranks > 1:
             raise config_error(
                 "parallel.pp",
@@ -76,7 +78,7 @@ class Division:
             updates = sum(_number(self.num_parts, stage) for stage in shape.stages_of(rank))
         else:
             updates = _number(self.update_parts, rank)
-        return replace(self, update_parts=updates, late=self.late and rank == 0)
+        return replace(self, update_parts=updates, late=updates_wait or (self.late and rank == 0))
 
     @property
     def _cuts(self) -> dict[Kind, bool]:
@@ -97,12 +99,7 @@ WHOLE = Division()
 
 
 def _number(numbers: NumParts, index: int) -> int:
-    if isinstance(numbers, int):
-        number = numbers
-    elif isinstance(numbers, Mapping):
-        number = numbers[index]
-    else:
-        number = numbers(index)
+    number = numbers if isinstance(numbers, int) else numbers[index]
     assert number >= 1, f"{number} parts of stage {index}"
     return number
 

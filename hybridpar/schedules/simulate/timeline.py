@@ -18,8 +18,7 @@ class Timeline:
     `plan[rank][i]` used the rank's own time from `starts[rank][i]` until `returns[rank][i]`, and
     was complete at `ends[rank][i]`. A computation returns when it is complete, an asynchronous
     action as soon as it is issued, and UPDATE when the weights are made, which other ranks may
-    still have to gather. Without `returns`, asynchronous actions take none of the rank's time, and
-    all others return at their end.
+    still have to gather.
 
     stalls: by rank and step, if not zero: for a computation or an EVICT, how long it waited for
     items of the rank's state or activations alone; for a FETCH or RELEASE, the time from its call
@@ -30,18 +29,14 @@ class Timeline:
     starts: Mapping[int, Sequence[float]]
     ends: Mapping[int, Sequence[float]]
     makespan: float
-    returns: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    returns: Mapping[int, Sequence[float]]
     stalls: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     def actions(self, rank: int) -> Iterator[tuple[Action, float, float, float]]:
         """Yield each action of a rank with start, return and end."""
-        plan = self.plan[rank]
-        starts = self.starts[rank]
-        ends = self.ends[rank]
-        if (returns := self.returns.get(rank)) is None:
-            times = zip(plan, starts, ends, strict=True)
-            returns = [start if action.kind in BESIDE else end for action, start, end in times]
-        return zip(plan, starts, returns, ends, strict=True)
+        return zip(
+            self.plan[rank], self.starts[rank], self.returns[rank], self.ends[rank], strict=True
+        )
 
     @property
     def shape(self) -> PipelineShape:
@@ -191,7 +186,7 @@ class Timeline:
                     if action.kind is Kind.UPDATE
                 }.values()
             )
-            if len(updates) < 2 or updates[-1] != len(actions) - 1 or rank not in self.returns:
+            if len(updates) < 2 or updates[-1] != len(actions) - 1:
                 return []
             before, last = updates if len(updates) == 2 else updates[-3:-1]
             begun = next(

@@ -88,7 +88,7 @@ def search_segments(job: JobPlan, rank: int = 0) -> list[SegmentForecast]:
     for parts in sorted({-(-blocks // size) for size in range(1, 5)}, reverse=True):
         one = JobPlan(replace(config, memory=replace(config.memory, parts=parts)))
         try:
-            plan = _RankPlan.of(one, rank)
+            plan = _RankPlan.of(GhostRank.of(one, rank))
             forecasted = plan.forecast()
         except ConfigError:
             continue
@@ -138,9 +138,7 @@ def require_limit(job: JobPlan) -> None:
 
 def _pipeline(job: JobPlan) -> list[_RankPlan]:
     """Return the plans of the first replica's ranks, in order."""
-    parallel = job.config.parallel
-    ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
-    return [_RankPlan.of(job, rank) for rank in ranks]
+    return list(map(_RankPlan.of, GhostRank.pipeline(job)))
 
 
 def _require(limit: int, plans: Sequence[_RankPlan]) -> None:
@@ -160,7 +158,7 @@ def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
     Raises:
         ConfigError: Memory is smaller than the least possible.
     """
-    return _RankPlan.of(job, rank).forecast()
+    return _RankPlan.of(GhostRank.of(job, rank)).forecast()
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,9 @@ class _RankPlan:
     actions: Sequence[Action]
 
     @staticmethod
-    def of(job: JobPlan, rank: int) -> _RankPlan:
-        """Return the plan of a rank on the grid. Raises: ConfigError if a budget is too small."""
-        ghost = GhostRank.of(job, rank)
+    def of(ghost: GhostRank) -> _RankPlan:
+        """Return the plan of a rank. Raises: ConfigError if a budget is too small."""
+        job = ghost.job
         room = ghost.room(job.shape)
         accesses = ghost.accesses(job.shape)
         accesses.require(room)

@@ -101,7 +101,9 @@ def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
 ):
     sizes = drawn_sizes(name, p, m)
     whole = make_plan(find_schedule(name).with_options(split=split), sizes, 0, 3)
-    division = Division(lambda s: 1 + (7 * s + seed) % 4, norms=norms, late=late)
+    division = Division(
+        {s: 1 + (7 * s + seed) % 4 for s in range(sizes.num_stages)}, norms=norms, late=late
+    )
     divided = make_plan(find_schedule(name).with_options(split=split), sizes, 0, 3, parts=division)
     one = check(whole, sizes, name)
     other = check(divided, sizes, name)
@@ -202,7 +204,7 @@ def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(
     """HOST lies between NORM and UPDATE, and what an UPDATE waits for is needed by the forward
     behind it."""
     sizes = drawn_sizes(name, p, m)
-    division = Division(lambda s: 1 + (7 * s + seed) % 4)
+    division = Division({s: 1 + (7 * s + seed) % 4 for s in range(sizes.num_stages)})
     plan = make_plan(
         find_schedule(name).with_options(split=split, host=host, gather=gather),
         sizes,
