@@ -331,7 +331,7 @@ class RankState:
     def collect(self, key: Hashable) -> None:
         """Call before a backward to inputs only: `apply(key)` computes the weight gradients."""
         self.gradients.collect(key)
-        if self.compression is not None and self.compression.stream is not None:
+        if self.compression is not None:
             self.compression.stream.disarm()
 
     def apply(
@@ -349,15 +349,14 @@ class RankState:
         block = None
         if self.compression is not None:
             block, ends_block = self.compression.block_of(microbatch)
-            stream = self.compression.stream
-            if stream is not None and ends_block:
-                stream.arm(part)
-                report = stream.ready
+            if ends_block:
+                self.compression.stream.arm(part)
+                report = self.compression.stream.ready
         self.gradients.arm(report, block)
 
     def end_backward(self) -> None:
         """Call after a backward and its weight gradients: a block of micro-batches may be complete."""
-        if self.compression is not None and self.compression.stream is not None:
+        if self.compression is not None:
             self.compression.stream.end()
 
     def is_kept(self, use: BufferUsage) -> bool:

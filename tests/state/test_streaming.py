@@ -279,7 +279,7 @@ def run_and_count(config: Config, streams: bool) -> tuple[Ran, int]:
 
     def watch(state: Any) -> None:
         if not streams:
-            state.compression.stream = None
+            state.compression.stream = BlockStream({}, lambda bucket: None)
         end = state.end_backward
 
         def count() -> None:

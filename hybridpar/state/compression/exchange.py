@@ -144,16 +144,14 @@ class Compression:
             name: each for bucket, each in self._methods.items() for name in bucket.names
         }
         self.keeps_factors = policy.keeps_factors
-        self.stream: BlockStream | None = None
-        if policy.streams:
-            self.stream = BlockStream(
-                {
-                    bucket: (partition.use_of(bucket).parts[0], self.packed & set(bucket.names))
-                    for bucket, each in self._methods.items()
-                    if not _is_over_stages(each)
-                },
-                self._start_block,
-            )
+        self.stream = BlockStream(
+            {
+                bucket: (partition.use_of(bucket).parts[0], self.packed & set(bucket.names))
+                for bucket, each in self._methods.items()
+                if policy.streams and not _is_over_stages(each)
+            },
+            self._start_block,
+        )
 
     @staticmethod
     def of(
@@ -207,8 +205,7 @@ class Compression:
         the batch before is made.
         """
         self._expected = gradients
-        if self.stream is not None:
-            self.stream.begin()
+        self.stream.begin()
 
     def open(self) -> None:
         """Start to reduce the expected gradients."""
@@ -231,8 +228,7 @@ class Compression:
 
     def proceed(self) -> None:
         """Take the next step of the blocks under way. Replicas must call it at the same places."""
-        if self.stream is not None:
-            self.stream.proceed()
+        self.stream.proceed()
 
     def covers(self, bucket: Bucket) -> bool:
         """Return whether any parameter of a bucket is compressed."""
@@ -243,14 +239,12 @@ class Compression:
         earlier ones that have not been exchanged.
         """
         method = self._methods[bucket]
-        if self.stream is not None:
-            self.stream.finish(bucket)
+        self.stream.finish(bucket)
         # uncompressed buckets do not proceed before somebody waits for them
         rounds = method.rounds if self._batch >= self._start else 1
         steps = _without_grad(method.steps(buffer, bucket, self._batch))
         exchange = Exchange(steps, rounds, over_stages=_is_over_stages(method))
-        if self.stream is not None:
-            self.stream.note(bucket, exchange)
+        self.stream.note(bucket, exchange)
         return exchange
 
     def _start_block(self, bucket: Bucket) -> Exchange | None:

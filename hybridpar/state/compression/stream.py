@@ -60,7 +60,7 @@ class Exchange:
 
 
 class BlockStream:
-    """Starts the exchange of each block but a batch's last.
+    """Starts the exchange of each block but a batch's last; without buckets, of none.
 
     Args:
         buckets: For each bucket the segment whose backward completes it, and its factored
