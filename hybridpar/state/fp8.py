@@ -26,7 +26,7 @@ class Fp8Weights:
     """Owns the quantized forms of the named parameters of several buffers of weights.
 
     Args:
-        names: Parameters whose products are in fp8.
+        names: Parameters whose products are in fp8; none without train.fp8.
     """
 
     def __init__(self, buffers: Sequence[Mapping[str, Tensor]], names: Collection[str]):

@@ -331,8 +331,7 @@ class QuantizedWeights(RoomKind):
     column = "gradients"
 
     def memory(self) -> list[Tensor]:
-        fp8 = self.holder.weights.fp8
-        return [] if fp8 is None else fp8.tensors()
+        return self.holder.weights.fp8.tensors()
 
 
 KINDS: tuple[type[StateKind], ...] = (

@@ -225,12 +225,11 @@ class RankState:
 
     def _bind_layers(self, parameters: StageParameters) -> None:
         """Have parallel layers hand gradients to the accumulator, and use quantized weights."""
-        fp8_weights = {} if self.weights.fp8 is None else self.weights.fp8.by_leaf
         for module, key, name in parameters.holders:
             if isinstance(module, ParallelModule):
                 trained = self.placements[name].trainable
                 consumer = self.gradients.consumer(name) if trained else None
-                module.bind_parameter(key, ParameterBinding(consumer, fp8_weights))
+                module.bind_parameter(key, ParameterBinding(consumer, self.weights.fp8.by_leaf))
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:

@@ -95,10 +95,9 @@ class WeightStore:
         splits = policy.splits_weights
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
         self.frozen = FrozenWeights(parameters, frozen, memory, splits=splits)
-        self.fp8: Fp8Weights | None = None
+        quantizable = parameters.quantizable if policy.fp8 else set()
+        self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], quantizable)
         """Quantized copies of hidden matrices, by slot; frozen parameters come last."""
-        if policy.fp8 and parameters.quantizable:
-            self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], parameters.quantizable)
         self._own_layout = own_layout = partition.layout_of_owned(
             self.master_dtype, offset_dtype=self.dtype
         )
@@ -230,13 +229,7 @@ class WeightStore:
         """Return once all of `version` has arrived, and is quantized if products are in fp8."""
         if (arriving := self._arriving.pop(version, None)) is not None:
             arriving.wait()
-        if self.fp8 is not None:
-            self.fp8.refresh(self.slot(version), self.num_versions)
-
-    def _mark_stale(self, *slots: int) -> None:
-        """Note that a working buffer changes; `num_versions` stands for the frozen parameters."""
-        if self.fp8 is not None:
-            self.fp8.mark_stale(*slots)
+        self.fp8.refresh(self.slot(version), self.num_versions)
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
         """Return the tensors that the optimizer works on, by name: this rank's shards of the
@@ -254,7 +247,7 @@ class WeightStore:
         masters = {} if self.master is None else self.master.views()
         owned = {o.name: o for o in self.partition.owned}
         slot = self.slot(self.newest)
-        self._mark_stale(slot, self.num_versions)
+        self.fp8.mark_stale(slot, self.num_versions)
         for name, leaf in self.leaves[slot].items():
             master = masters.get(name)
             share = self.shares[slot].views.get(name) if self.shares else None
@@ -291,7 +284,7 @@ class WeightStore:
         after = self.slot(self.newest)
         self.await_version(self.newest - 1)
         if update is not None or self.predicts or self.num_versions > 1:
-            self._mark_stale(after)
+            self.fp8.mark_stale(after)
         if not self._on_host or self._indices[group, False]:
             self._make(self.newest, update, predict=predict, group=group, hosted=False)
         if update is None and not self.keeps_master and not self._on_host:
@@ -373,7 +366,7 @@ class WeightStore:
         ]
         held += self.shares[slot].buffer.tensors if self.shares else []
         predicted = [tensor.clone() for tensor in held]
-        self._mark_stale(slot)
+        self.fp8.mark_stale(slot)
         self._write(slot, range(len(self._lists[slot])))
         self.partition.gather(flat, self.is_kept).wait()
         try:
@@ -381,7 +374,7 @@ class WeightStore:
         finally:
             for tensor, before in zip(held, predicted, strict=True):
                 tensor.copy_(before)
-            self._mark_stale(slot)
+            self.fp8.mark_stale(slot)
 
     @property
     def live_versions(self) -> range:
@@ -400,7 +393,7 @@ class WeightStore:
             self.await_version(arriving)
         self.newest = version
         copy_all(self.kept(version), tensors, f"weights of version {version}", self.memory)
-        self._mark_stale(self.slot(version))
+        self.fp8.mark_stale(self.slot(version))
         if self.master is not None and not self.keeps_master:
             for master, own in zip(self._lists[0], self._working[self.slot(version)], strict=True):
                 master.copy_(self.memory.read(own))
@@ -411,7 +404,7 @@ class WeightStore:
     def restore_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors`, by name, to the unsharded frozen parameters. Raises: CheckpointError."""
         copy_all(self.frozen.kept(), tensors, "frozen weights", self.memory)
-        self._mark_stale(self.num_versions)
+        self.fp8.mark_stale(self.num_versions)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:

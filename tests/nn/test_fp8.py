@@ -238,7 +238,6 @@ def life(
         refresh(weight)
 
     engine = Engine(JobPlan(config), ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
-    assert engine.state.weights.fp8 is not None
     owners: dict[int, Fp8Weight] = {}
     for weight in chain.from_iterable(engine.state.weights.fp8._weights):
         owners |= {id(weight.rows): weight, id(weight.columns): weight}
@@ -304,7 +303,6 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Fp8Weight, "refresh", counted)
     state.initialize(1)
-    assert state.weights.fp8 is not None
     *trained_weights, frozen = state.weights.fp8._weights
     assert [len(weights) for weights in (*trained_weights, frozen)] == [4, 4, 4]
 
