@@ -75,7 +75,6 @@ class RankState:
         self.grid = grid
         self.segments = segments
         parts = segments.ranges
-        self._backend = policy.backend
         self.memory = memory
         move_buffers(stage, memory.device)
         parameters = StageParameters(stage, policy.dtype, rounds_gradients=policy.rounds_gradients)

@@ -51,7 +51,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
         ),
         default=3,
     )
-    what = timeline.rank_name
+    what = timeline.shape.rank_name
     name = len(f"{what} {max(rows, default=0)}") + 2
     return "\n".join(
         f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip()

@@ -39,7 +39,7 @@ def excerpt(timeline: Timeline, longest: float) -> Excerpt:
     if len(ranks) > MOST_ROWS:
         half = MOST_ROWS // 2
         said.append(
-            f"{timeline.rank_name}s 0-{half - 1} and {ranks[-half]}-{ranks[-1]} of {len(ranks)}"
+            f"{timeline.shape.rank_name}s 0-{half - 1} and {ranks[-half]}-{ranks[-1]} of {len(ranks)}"
         )
         ranks = [*ranks[:half], *ranks[-half:]]
     if not said:

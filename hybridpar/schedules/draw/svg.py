@@ -124,7 +124,7 @@ def draw_svg(
     full = as_timeline(drawn)
     span = full.makespan or 1.0
     scale = _scale(full, (width - _LEFT - _RIGHT) / span, widens=widens)
-    what = full.rank_name
+    what = full.shape.rank_name
     shown = excerpt(full, _WIDEST / scale.per_unit if widens else span)
     timeline = shown.timeline
     ranks = sorted(timeline.plan)

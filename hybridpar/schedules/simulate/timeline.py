@@ -51,11 +51,6 @@ class Timeline:
             max(1, len(self.plan)),
         )
 
-    @property
-    def rank_name(self) -> str:
-        """Word for a rank in pictures: stage, if each holds one."""
-        return self.shape.rank_name
-
     def shown(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """Yield actions with start and end as pictures show them (UPDATE: its own work)."""
         stalls = self.stalls.get(rank, {})

@@ -43,7 +43,6 @@ class GradientReducer:
         compression: Compression | None = None,
     ):
         self.partition = partition
-        self.layout = partition.layout
         own = [
             entry
             for entry in zip(partition.buckets, partition.axes, partition.parts, strict=True)
