@@ -123,6 +123,26 @@ def end_at_interrupt() -> None:
 
 
 @contextlib.contextmanager
+def signals_as_before() -> Iterator[dict[int, Any]]:
+    """Restore the handlers of all signals on exit.
+
+    Yields:
+        The handlers by signal; none in other threads than the main one, where Python handles no
+        signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield {}
+        return
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield before
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def noting_signals(
     names: Sequence[str], on_first: Callable[[int], None], alone: bool = False
 ) -> Iterator[StopRequest]:

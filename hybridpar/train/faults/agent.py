@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 
-from hybridpar.train.stop import SAME_REQUEST_S
+from hybridpar.train.stop import SAME_REQUEST_S, signals_as_before
 
 QUIT_S = 5
 """Seconds that remaining ranks have to end after a second signal."""
@@ -102,16 +101,8 @@ class NoLogs(DefaultLogsSpecs):
 @contextlib.contextmanager
 def _handling_signals(act: Callable[[int, _Handler], None]) -> Iterator[None]:
     """Call `act` with number and usual handler of each handled signal, while entered."""
-    if threading.current_thread() is not threading.main_thread():
-        # Python handles signals only in the main thread
+    with signals_as_before() as before:
+        usual = {number: handler for number, handler in before.items() if callable(handler)}
+        for number in usual:
+            signal.signal(number, lambda number, frame: act(number, usual[number]))
         yield
-        return
-    usual: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    usual = {number: handler for number, handler in usual.items() if callable(handler)}
-    for number in usual:
-        signal.signal(number, lambda number, frame: act(number, usual[number]))
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ from hybridpar.config import Config, become_rank, passing_on_signals
 from hybridpar.train.faults.agent import run_agent
 from hybridpar.train.faults.diagnose import Diagnosis
 from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor
-from hybridpar.train.stop import numbers_of
+from hybridpar.train.stop import numbers_of, signals_as_before
 
 Run = Callable[[Config], int]
 """Runs a rank with the configuration of its job, and returns its exit code."""
@@ -60,7 +60,7 @@ def supervise_forks(config: Config, run: Run) -> tuple[int, Diagnosis | None]:
     names = [
         number.name for number in numbers_of(sorted({*HANDLED_SIGNALS, *config.train.stop_signals}))
     ]
-    with _Forker() as forker, _signals_as_before(), passing_on_signals(names):
+    with _Forker() as forker, signals_as_before(), passing_on_signals(names):
         agent = ForkingSupervisor(config, run, forker)
         try:
             code = run_agent(agent)
@@ -226,18 +226,3 @@ def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(code)
-
-
-@contextlib.contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Restore the program's signal handlers, which torch's agent replaces, on exit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
