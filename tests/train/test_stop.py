@@ -122,3 +122,21 @@ except RuntimeError:
     print(as_before())
 """)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_handlers_are_as_before_where_signals_are_handled() -> None:
+    """In the main thread; another one leaves them alone."""
+    done = run("""
+import threading
+with stop.signals_as_before() as usual:
+    print(usual[signal.SIGTERM] == signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    print(as_before())
+    def elsewhere():
+        with stop.signals_as_before() as usual: print(usual)
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+print(as_before())
+""")
+    assert done.stdout == "True\nFalse\n{}\nTrue\n", done.stderr
