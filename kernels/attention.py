@@ -21,7 +21,12 @@ from .options import OPTIONS, Option
 from .philox import _signed
 from .tiles import Tile, has_copy_engine, is_matrix, matrix, tiles_of
 
-OPERATORS = {"attention": (), "attention_backward": ()}
+OPERATORS = {
+    "attention": (),
+    "attention_backward": (),
+    "attention_block": (),
+    "attention_block_backward": (),
+}
 
 _NO_WINDOW = 1 << 30
 
@@ -60,25 +65,27 @@ def attention(
     Shapes: q [b, n, queries, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s]; first int32
     [b, queries]; position int32 [queries] -> [b, queries, n, d], float32 [b, n, queries].
     """
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if q.numel():
-        common = _common(
-            q,
-            k,
-            v,
-            Limits(causal, real, first, position, window),
-            (kv_head, scale, softcap),
-            (key0, key1, counter, threshold, keep_scale, start),
-        )
-        _launch(
-            attention_kernels.forward_kernel,
-            common,
-            out_ptr=out,
-            lse_ptr=lse,
-            **_strides(q=q, k=k, v=v),
-        )
-    return out, lse
+    return attention_block(
+        q,
+        k,
+        v,
+        real,
+        first,
+        position,
+        kv_head,
+        scale,
+        softcap,
+        causal,
+        window,
+        key0,
+        key1,
+        counter,
+        threshold,
+        keep_scale,
+        start,
+        None,
+        0,
+    )
 
 
 def attention_backward(
@@ -105,6 +112,109 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv,
     d]."""
+    return attention_block_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        real,
+        first,
+        position,
+        kv_head,
+        scale,
+        softcap,
+        causal,
+        window,
+        key0,
+        key1,
+        counter,
+        threshold,
+        keep_scale,
+        start,
+        None,
+        0,
+    )
+
+
+def attention_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor | None,
+    first: Tensor | None,
+    position: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int,
+    key0: int,
+    key1: int,
+    counter: Tensor | None,
+    threshold: int,
+    keep_scale: float,
+    start: int,
+    mask_row: Tensor | None,
+    mask_keys: int,
+) -> tuple[Tensor, Tensor]:
+    """Return `attention` over a block of a sample's keys, with the dropout of the full sample.
+
+    Args:
+        mask_row: The position of each query in the sample: its row of dropout's mask. None: its
+            position among the keys.
+        mask_keys: Number of keys of the sample: columns of dropout's mask. 0: as many as there are.
+
+    Shapes: mask_row int32 [queries]; otherwise see `attention`.
+    """
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel():
+        common = _common(
+            q,
+            k,
+            v,
+            Limits(causal, real, first, position, window),
+            (kv_head, scale, softcap),
+            Dropout(key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys),
+        )
+        _launch(
+            attention_kernels.forward_kernel,
+            common,
+            out_ptr=out,
+            lse_ptr=lse,
+            **_strides(q=q, k=k, v=v),
+        )
+    return out, lse
+
+
+def attention_block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    real: Tensor | None,
+    first: Tensor | None,
+    position: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    softcap: float,
+    causal: bool,
+    window: int,
+    key0: int,
+    key1: int,
+    counter: Tensor | None,
+    threshold: int,
+    keep_scale: float,
+    start: int,
+    mask_row: Tensor | None,
+    mask_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v through a block of a sample's keys. Shapes: see
+    `attention_backward`; mask_row as in `attention_block`."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
@@ -115,7 +225,7 @@ def attention_backward(
         v,
         Limits(causal, real, first, position, window),
         (kv_head, scale, softcap),
-        (key0, key1, counter, threshold, keep_scale, start),
+        Dropout(key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys),
     )
     common |= {
         "dout_ptr": dout,
@@ -134,6 +244,38 @@ def attention_backward(
         GROUPED=grouped,
     )
     return dq, dk, dv
+
+
+class Dropout(NamedTuple):
+    """The probabilities that dropout keeps: see `attention` and `attention_block`."""
+
+    key0: int
+    key1: int
+    counter: Tensor | None
+    threshold: int
+    keep_scale: float
+    start: int
+    mask_row: Tensor | None
+    mask_keys: int
+
+    def arguments(self, keys: int) -> dict[str, Any]:
+        """Return the arguments of kernels. keys: number of keys at hand."""
+        columns = self.mask_keys or keys
+        kind = 0
+        if self.threshold:
+            kind = QUADS.value if columns % 4 == self.start % 4 == 0 else WORDS.value
+        key0, key1, threshold = _signed(self.key0, self.key1, self.threshold)
+        return {
+            "counter_ptr": self.counter,
+            "mask_row_ptr": self.mask_row,
+            "mask_keys": columns,
+            "key0": key0,
+            "key1": key1,
+            "threshold": threshold,
+            "keep_scale": self.keep_scale if kind else 1.0,
+            "start": self.start,
+            "DROPOUT": kind,
+        }
 
 
 class Limits(NamedTuple):
@@ -158,7 +300,7 @@ def _common(
     v: Tensor,
     limits: Limits,
     heads: tuple[list[int], float, float],
-    mask: tuple[int, int, Tensor | None, int, float, int],
+    dropout: Dropout,
 ) -> dict[str, Any]:
     """Return the arguments of all kernels, besides strides."""
     kv_head, scale, softcap = heads
@@ -169,9 +311,6 @@ def _common(
     s = k.shape[2]
     limits.check(queries, s)
     assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
-    key0, key1, counter, threshold, keep_scale, start = mask
-    dropout = 0 if threshold == 0 else QUADS.value if s % 4 == start % 4 == 0 else WORDS.value
-    key0, key1, threshold = _signed(key0, key1, threshold)
     return {
         "q_ptr": q,
         "k_ptr": k,
@@ -186,18 +325,12 @@ def _common(
         "window": limits.window or _NO_WINDOW,
         "scale": scale,
         "softcap": softcap,
-        "counter_ptr": counter,
-        "key0": key0,
-        "key1": key1,
-        "threshold": threshold,
-        "keep_scale": keep_scale if dropout else 1.0,
-        "start": start,
+        **dropout.arguments(s),
         "HEAD": d,
         "D": max(16, triton.next_power_of_2(d)),
         "CAUSAL": limits.causal,
         "WINDOW": limits.window > 0,
         "SOFTCAP": softcap > 0,
-        "DROPOUT": dropout,
     }
 
 

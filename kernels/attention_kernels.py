@@ -36,6 +36,7 @@ from .attention_mask import (
     _first_keys,
     _kept,
     _keys_seen,
+    _mask_rows,
     _positions,
     _rows_seeing,
     _scores,
@@ -65,6 +66,7 @@ _PLAIN = [
     "threshold",
     "keep_scale",
     "start",
+    "mask_keys",
 ]
 _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
@@ -103,6 +105,8 @@ def forward_kernel(
     threshold,
     keep_scale,
     start,
+    mask_row_ptr,
+    mask_keys,
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -127,7 +131,8 @@ def forward_kernel(
     LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
     position = _positions(position_ptr, rows, queries)
     first = _first_keys(first_ptr, b, rows, position, queries, s, window) if LIMITED else None
-    index = start + (head * s + position) * s
+    mask_row = _mask_rows(mask_row_ptr, position, rows, queries)
+    index = start + (head * mask_keys + mask_row) * mask_keys
     squeeze = scale / softcap if SOFTCAP else scale
     scale = (softcap if SOFTCAP else scale) * _LOG2E  # powers of 2 from here on
     begin, full, end = _keys_seen(
@@ -200,6 +205,8 @@ def dq_kernel(
     threshold,
     keep_scale,
     start,
+    mask_row_ptr,
+    mask_keys,
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -224,7 +231,8 @@ def dq_kernel(
     LIMITED: tl.constexpr = first_ptr is not None or position_ptr is not None or WINDOW
     position = _positions(position_ptr, rows, queries)
     first = _first_keys(first_ptr, b, rows, position, queries, s, window) if LIMITED else None
-    index = start + (head * s + position) * s
+    mask_row = _mask_rows(mask_row_ptr, position, rows, queries)
+    index = start + (head * mask_keys + mask_row) * mask_keys
     begin, full, end = _keys_seen(
         real_ptr, position_ptr, first, position, rows, queries, row, s, ROWS, KEYS, CAUSAL
     )
@@ -300,6 +308,8 @@ def dkdv_kernel(
     threshold,
     keep_scale,
     start,
+    mask_row_ptr,
+    mask_keys,
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -362,7 +372,9 @@ def dkdv_kernel(
                 softcap,
                 keep_scale,
                 noise,
-                start + head * s * s,
+                start + head * mask_keys * mask_keys,
+                mask_row_ptr,
+                mask_keys,
                 UNIT,
                 HEAD,
                 D,
@@ -402,7 +414,9 @@ def dkdv_kernel(
             softcap,
             keep_scale,
             noise,
-            start + kv * s * s,
+            start + kv * mask_keys * mask_keys,
+            mask_row_ptr,
+            mask_keys,
             UNIT,
             HEAD,
             D,
@@ -451,6 +465,8 @@ def _add_dkdv(
     keep_scale,
     noise,
     start,
+    mask_row_ptr,
+    mask_keys,
     UNIT: tl.constexpr,
     HEAD: tl.constexpr,
     D: tl.constexpr,
@@ -508,7 +524,9 @@ def _add_dkdv(
             delta = tl.load(delta_ptr + rows, mask=rows < queries, other=0.0)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             if DROPOUT:
-                kept = tl.trans(_kept(start + position.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
+                mask_row = _mask_rows(mask_row_ptr, position, rows, queries).to(tl.int64)
+                index = start + mask_row * mask_keys
+                kept = tl.trans(_kept(index, key, noise, KEYS, DROPOUT))
                 dv = tl.dot(
                     tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=PRECISION
                 )

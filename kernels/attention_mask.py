@@ -30,6 +30,15 @@ def _positions(position_ptr, rows, queries):
 
 
 @triton.jit
+def _mask_rows(mask_row_ptr, position, rows, queries):
+    """The rows of dropout's mask of some queries: their positions in the sample."""
+    mask_row = position
+    if mask_row_ptr is not None:
+        mask_row = tl.load(mask_row_ptr + rows, mask=rows < queries, other=0)
+    return mask_row
+
+
+@triton.jit
 def _first_keys(first_ptr, b, rows, position, queries, s, window):
     """The first key that each of some queries sees; beyond the last query none."""
     first = position - window + 1

@@ -36,7 +36,7 @@ from hybridpar.ops.attention import (
     key_heads,
 )
 from hybridpar.ops.backends.libraries import wide_type
-from hybridpar.ops.backends.registry import resolve, select
+from hybridpar.ops.backends.registry import backends, resolve, select
 from hybridpar.ops.dropout import DropoutMask, drop, make_mask
 
 Ranges = tuple[tuple[int, int], ...]
@@ -59,8 +59,8 @@ class PartialAttention:
         mask: Its window, the first keys of the queries, and their positions, the same as in
             `queries`.
         options: Settings of the layer's attention. Dropout's mask goes by positions.
-        backend: Name of a backend of attention. Of its kernels the C++ ones have dropout, whose mask
-            goes by positions of the full sample; else torch's operators compute it.
+        backend: Name of a backend of attention. On GPUs Triton's kernels replace the libraries',
+            which do not return lse.
     """
 
     queries: Ranges
@@ -200,17 +200,16 @@ class PartialAttention:
         return dropout.p > 0 and dropout.key is not None
 
     def _library(self, q: Tensor, k: Tensor) -> Any:
-        """Return the library whose kernels run on such tensors, with dropout if there is any; None
-        if torch's operators do."""
+        """Return the library whose kernels run on such tensors; None if torch's operators do."""
         shape = attention_class(q.shape[3], grouped=q.shape[1] != k.shape[1])
-        names = [select("attention", self.backend, q.device.type, q.dtype, shape).name]
-        names += ["triton"] * q.is_cuda  # fused kernels of libraries do not return lse
-        for name in names:
-            code = resolve("attention", name, q, shape)
-            if not isinstance(code, functools.partial) or code.func is not attention_fused:
-                continue
-            (library,) = code.args
-            if not self._drops or (library is torch.ops.hybridpar and not q.is_cuda):
+        rows = [select("attention", self.backend, q.device.type, q.dtype, shape)]
+        if q.is_cuda:  # fused kernels of libraries do not return lse
+            triton = next(row for row in backends("attention") if row.name == "triton")
+            rows += [triton] * (triton.unsupported("cuda", q.dtype) is None)
+        for row in rows:
+            code = resolve("attention", row.name, q, shape)
+            if isinstance(code, functools.partial) and code.func is attention_fused:
+                (library,) = code.args
                 return library
         return None
 
@@ -277,7 +276,7 @@ def _sum_of(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 
 class DroppingPasses(NamedTuple):
-    """The passes of the C++ kernels with the dropout of a full sample.
+    """The passes of a library of operators, with the dropout of a full sample.
 
     Attributes:
         library: The operators.

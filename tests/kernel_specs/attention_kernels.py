@@ -24,10 +24,13 @@ LIMITS = [
     ((90, 128, "bf16", True, False, 0, True, True), ("window",)),
     ((80, 128, "bf16", True, False, 1, False, False), ("first", "window")),
     ((90, 64, "bf16", True, False, 0, False, True), ("first", "position", "window")),
+    ((80, 128, "bf16", True, False, 1, True, False), ("first", "position", "mask_row")),
+    ((90, 64, "bf16", True, False, 2, False, True), ("position", "mask_row")),
+    ((90, 128, "bf16", True, False, 1, False, True), ("first", "position", "mask_row")),
     ((90, 128, "bf16", True, False, 0, True, True), ("window", "softcap")),
     ((80, 256, "bf16", True, False, 0, True, False), ("window", "softcap")),
 ]
-"""Cases with first keys, positions of queries, a window, a soft-cap."""
+"""Cases with first keys, positions of queries, rows of dropout's mask, a window, a soft-cap."""
 SOFTCAPS = [
     (80, 64, "bf16", True, False, 0, False, False),
     (90, 128, "bf16", True, False, 0, False, True),
@@ -102,6 +105,7 @@ def spec(kernel: str, use: Use, tile: Tile, limits: tuple[str, ...] = ()) -> Spe
         **COUNTERS,
         "keep_scale": "fp32",
         "start": "i64",
+        "mask_keys": "i32",
     }
     D = 1 << (d - 1).bit_length()
     constants = {
@@ -121,7 +125,7 @@ def spec(kernel: str, use: Use, tile: Tile, limits: tuple[str, ...] = ()) -> Spe
         types["real_ptr"] = "*u8"
     else:
         constants["real_ptr"] = None
-    for name in ("first", "position"):
+    for name in ("first", "position", "mask_row"):
         if name in limits:
             types[f"{name}_ptr"] = "*i32"
         else:

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from nn.test_context import same_as_torch
 from ops.test_backends import DROPS, KEY, SITE, Case, compute, tensors_of
 
 from hybridpar import native, ops, random
@@ -47,8 +48,6 @@ def test_arguments_and_results_are_those_of_csrc():
             torch.ops.hybridpar, name
         ), name
     assert set(native.operators()) - set(names) == {
-        "attention_block",
-        "attention_block_backward",
         "attention_hopper",
         "few_rows_linear",
         "next_token_attention",
@@ -115,6 +114,13 @@ def test_norms_have_the_same_bits_where_fewer_stages_fit(monkeypatch):
         "the second time it is known what fits"
     )
     options.OPTIONS.use({})
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("length", [37, 40])
+def test_dropout_of_a_ring(length, documents):
+    """A counter for each key, and where 4 divides the length for four of some blocks' keys."""
+    same_as_torch("triton", torch.float32, length, documents, softcap=2.0 * documents)
 
 
 def test_cross_entropy_of_several_blocks():
