@@ -142,6 +142,13 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
         ),
         ({"data": {"corpus": []}}, 1, "data.corpus", '["stdlib"]'),
         ({"data": {"weights": [1.0, 2.0]}}, 1, "data.weights", "[1.0]"),
+        ({"data": {"document_length": 9.0}}, 1, "data.document_length", "0.0"),
+        (
+            {"data": {"document_length": 0.5, "packing": "stream"}},
+            1,
+            "data.document_length",
+            "0.0",
+        ),
         ({"data": {"split": 0.0}, "train": {"eval_interval": 5}}, 1, "data.split", "0.02"),
         ({"data": {"valid_corpus": ["stdlib"]}}, 1, "data.valid_corpus", "[]"),
         ({"data": {"valid_corpus": [""]}}, 1, "data.valid_corpus", "[]"),

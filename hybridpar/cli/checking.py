@@ -39,7 +39,9 @@ class Check:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        config = resolved(self.config, self.ranks)
+        from hybridpar.data.document_length import with_document_length
+
+        config = with_document_length(resolved(self.config, self.ranks))
         _check_best_set(config)
         room = Room.of(config, launch, self.profile, self.cluster, self.memory_gb)
         from hybridpar.planner.costs.transfer_costs import UnknownCosts
@@ -55,7 +57,7 @@ class Check:
         from hybridpar.grid import Axis
         from hybridpar.job import JobPlan
         from hybridpar.models.build import BlockOptions, build_blocks, global_placements
-        from hybridpar.models.cost import training_flops_per_token
+        from hybridpar.models.cost import mean_document_share, training_flops_per_token
         from hybridpar.models.groups import summarize
         from hybridpar.models.groups import table as group_table
         from hybridpar.optim.schedule import describe_points
@@ -90,6 +92,7 @@ class Check:
         several |= {"sites": grid.sites} if grid.sites > 1 else {}
         parameters = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        visible = mean_document_share(config.model, config.data.document_length)
         plain = {
             "ok": True,
             "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
@@ -98,7 +101,7 @@ class Check:
             "trained_parameters": trained,
             "batch_samples": config.global_batch_size,
             "batch_tokens": config.batch_tokens,
-            "training_flops_per_token": training_flops_per_token(config.model),
+            "training_flops_per_token": training_flops_per_token(config.model, visible),
             "device": device.type,
             "peak_memory": [stage.as_json() for stage in memory],
             "absent": absent,

@@ -127,18 +127,17 @@ class Plan:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        return self._with_context()._run(launch)
+        from hybridpar.data.document_length import with_document_length
 
-    def _run(self, launch: Launch) -> int:
-        from hybridpar.planner.measuring.local_profile import machine_for
-        from hybridpar.planner.searching import plan_report as report
-        from hybridpar.planner.searching.candidates import Request
-        from hybridpar.planner.searching.search import search
-        from hybridpar.schedules.schedule_table import find_schedule
+        command = self._with_context()
+        command._check()
+        return replace(command, config=with_document_length(command.config))._run(launch)
 
+    def _check(self) -> None:
+        """Check the configuration, except for the settings that are to be chosen. Raises: ConfigError."""
         _require_known_costs(self.config)
         resolved(
-            replace(  # everything except the settings to be chosen
+            replace(
                 self.config,
                 parallel=replace(
                     self.config.parallel, tp=1, pp=1, dp=self.config.parallel.least_dp
@@ -148,6 +147,14 @@ class Plan:
                 optim=replace(self.config.optim, staleness="none"),
             )
         )
+
+    def _run(self, launch: Launch) -> int:
+        from hybridpar.planner.measuring.local_profile import machine_for
+        from hybridpar.planner.searching import plan_report as report
+        from hybridpar.planner.searching.candidates import Request
+        from hybridpar.planner.searching.search import search
+        from hybridpar.schedules.schedule_table import find_schedule
+
         check_outputs(
             [self.path, self.profile, self.cluster], output=self.output, svg=self.svg or None
         )
@@ -190,11 +197,10 @@ class Plan:
         return 0
 
     def _show(self, result: Result, machine: Machine) -> None:
-        from hybridpar.planner.machines.assumptions import assumption_lines
         from hybridpar.planner.searching import plan_report as report
 
         if self.json:
-            said = {"assumptions": assumption_lines(machine), "kept": self._keep()}
+            said = {"assumptions": self._assumptions(machine), "kept": self._keep()}
             print(json.dumps(report.as_json(result) | said))
         elif not self.brief:
             from rich.console import Console
@@ -207,9 +213,13 @@ class Plan:
                 print(self._kept(kept))
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
-            print(
-                "taken for granted:", *(f"  {line}" for line in assumption_lines(machine)), sep="\n"
-            )
+            lines = [f"  {line}" for line in self._assumptions(machine)]
+            print("taken for granted:", *lines, sep="\n")
+
+    def _assumptions(self, machine: Machine) -> list[str]:
+        from hybridpar.planner.machines.assumptions import assumption_lines, document_lines
+
+        return [*document_lines(self.config, machine.profile), *assumption_lines(machine)]
 
     def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
         from hybridpar.planner.searching import plan_report as report

@@ -51,6 +51,7 @@ class Simulate:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.data.document_length import with_document_length
         from hybridpar.job import JobPlan
         from hybridpar.planner.machines.stragglers import spread
         from hybridpar.prediction import check_size
@@ -61,14 +62,15 @@ class Simulate:
             svg=self.svg or None,
             perfetto=self.perfetto or None,
         )
-        config = resolved(self.config)
+        config = with_document_length(resolved(self.config))
         costs = None
         late = None
         if self.measured:  # the run folder may come from another user
             check_size(config)
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
-            cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
+            described = with_document_length(self.config)
+            cost = cost_on_machine(described, self.profile, self.cluster, launch)
             config = cost.config
             costs = cost.costs
             late = spread(cost)

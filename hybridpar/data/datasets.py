@@ -19,7 +19,7 @@ from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.chat import CHAT, ChatDataset, Conversations, split_documents
 from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.corpus import check_source
-from hybridpar.data.files.indexed import IndexedDataset, is_indexed
+from hybridpar.data.files.indexed import IndexedDataset, indexed_prefix, is_indexed
 from hybridpar.data.gpt import GPTDataset, TokenDocuments
 from hybridpar.data.loader import Samples
 from hybridpar.data.mapped import MappedDataset, MappedDocuments
@@ -112,9 +112,9 @@ def _open_corpora(text: ModelConfig, config: Config, quiet: bool) -> _Corpora:
     vocab_size = text.vocab_size
     sources = data.valid_sources
     tokenized = {
-        name: open_prepared(_prefix(name))
+        name: open_prepared(indexed_prefix(name))
         for name in (*data.corpus, *chain(*sources.values()))
-        if is_indexed(_prefix(name))
+        if is_indexed(indexed_prefix(name))
     }
     texts, own = _parted(data.corpus, tokenized)
     path = (
@@ -305,7 +305,7 @@ def absent_sources(data: DataConfig) -> list[str]:
     for key, names in {"corpus": data.corpus, "valid_corpus": data.valid_corpus, **sets}.items():
         for name in names:
             try:
-                if not is_indexed(_prefix(name)):
+                if not is_indexed(indexed_prefix(name)):
                     check_source(name, data.text_key)
             except DataError as error:
                 found.append(f"data.{key} = {error}")
@@ -313,10 +313,6 @@ def absent_sources(data: DataConfig) -> list[str]:
         if (path := getattr(data, key)) and not Path(path).is_file():
             found.append(f"data.{key} = {path}: does not exist")
     return found
-
-
-def _prefix(name: str) -> str:
-    return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
 def _check(config: Config, corpora: _Corpora, used: Path | None) -> None:

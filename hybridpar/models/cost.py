@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from operator import mul
 
 from hybridpar.config import ModelConfig, ModelSpec, ParameterGroup
 from hybridpar.grid import Axis
@@ -55,7 +56,7 @@ def head_matmul_parameters(model: ModelConfig) -> int:
     return h * model.vocab_size + (h * h if model.kind == "bert" else 0)
 
 
-def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
+def forward_flops_per_token(model: ModelSpec, document_length: float = 0.0) -> tuple[int, ...]:
     """Return the forward operations of each block for one token.
 
     A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. A layer takes 2
@@ -63,13 +64,19 @@ def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
     the values, which is 4 s h in most models. For a causal matrix that is twice what counts
     (`training_flops_per_token`). Another model says its operations (`ModelSpec.forward_flops`), or
     they are counted in its code (models/flops.py).
+
+    Args:
+        model: The model.
+        document_length: Length of packed documents (`data.document_length`). 0: a row's. Of models
+            with formulas.
     """
     if (formulas := model.cost_model) is None:
         return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
-    layers = (
-        2 * layer_matmul_parameters(formulas, layer) + layer_attention_flops(formulas, layer)
-        for layer in range(formulas.num_layers)
-    )
+    layers = []
+    for layer in range(formulas.num_layers):
+        attention = layer_attention_flops(formulas, layer)
+        share = document_share(formulas.seq_length, document_length, formulas.layer_window(layer))
+        layers.append(2 * layer_matmul_parameters(formulas, layer) + round(share * attention))
     head = round(2 * LABELLED[formulas.kind] * head_matmul_parameters(formulas))
     return (0, *layers, head)
 
@@ -154,11 +161,41 @@ def visible_share(seq_length: int, documents: Sequence[int], window: int | None 
         documents: Lengths of the row's packed documents; whatever is left of the row sees nothing.
         window: Most keys that a query sees. None: no limit.
     """
-    pairs = 0
-    for length in documents:
-        full = length if window is None else min(window, length)  # queries with fewer keys
-        pairs += full * (full + 1) // 2 + (length - full) * full
+    pairs = sum(_pairs(length, window) for length in documents)
     return 2 * pairs / (seq_length * (seq_length + 1))
+
+
+def document_share(seq_length: int, document_length: float, window: int = 0) -> float:
+    """Return the number of pairs of a query and a visible key in rows of equal documents, over the
+    number in rows of one document.
+
+    Args:
+        seq_length: Tokens of a row.
+        document_length: Length of the documents (`data.document_length`). 0: a row's.
+        window: Most keys that a query sees. 0: no limit.
+    """
+    if not 0 < document_length < seq_length:
+        return 1.0
+    left, pairs = (_pairs(n, window or None) / n for n in (document_length, seq_length))
+    return left / pairs
+
+
+def mean_document_share(model: ModelSpec, document_length: float) -> float:
+    """Return the share of `document_share` of the pairs of all layers, with their windows; 1 for a
+    model without formulas (`ModelSpec.cost_model`)."""
+    if (formulas := model.cost_model) is None:
+        return 1.0
+    s = formulas.seq_length
+    windows = [formulas.layer_window(layer) for layer in range(formulas.num_layers)]
+    pairs = [_pairs(s, window or None) for window in windows]
+    shares = [document_share(s, document_length, window) for window in windows]
+    return sum(map(mul, pairs, shares)) / sum(pairs)
+
+
+def _pairs(length: float, window: int | None) -> float:
+    """Return the number of pairs of a query and a visible key in a document."""
+    full = length if window is None else min(window, length)  # queries with fewer keys
+    return full * (full + 1) / 2 + (length - full) * full
 
 
 def training_flops_per_token(model: ModelSpec, visible: float = 1.0) -> int:

@@ -26,6 +26,7 @@ from hybridpar.config import (
 )
 from hybridpar.grid import Axis
 from hybridpar.models.build import Recomputation
+from hybridpar.models.cost import document_share
 from hybridpar.prediction.footprint import Buffers, TracedStage, local_microbatch, on_device
 from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
 from hybridpar.prediction.operators import Operator
@@ -257,6 +258,24 @@ def block_kinds(model: ModelSpec) -> tuple[str, ...]:
     return tuple(
         found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))
     )
+
+
+def document_shares(model: ModelSpec, document_length: float) -> dict[str, float]:
+    """Return the share of the pairs of a query and a visible key that packed documents leave, by
+    kind of block.
+
+    Args:
+        model: The model, whose samples are rows of text. Without formulas its windows are unknown,
+            and none counts.
+        document_length: Length of the documents (`data.document_length`).
+    """
+    s = model.tokens_per_sample
+    kinds = block_kinds(model)
+    if (formulas := model.cost_model) is None:
+        return dict.fromkeys(kinds, document_share(s, document_length))
+    windows = [formulas.layer_window(layer) for layer in range(formulas.num_layers)]
+    shares = [document_share(s, document_length, window) for window in windows]
+    return dict(zip(kinds, (1.0, *shares, 1.0), strict=True))
 
 
 @lru_cache(maxsize=64)

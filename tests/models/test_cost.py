@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from custom_models import CustomGPT
 
@@ -9,8 +11,10 @@ from hybridpar.config import ModelConfig, load_toml
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.models.cost import (
+    document_share,
     forward_flops_per_token,
     layer_matmul_parameters,
+    mean_document_share,
     training_flops_per_token,
     training_flops_rule,
     visible_share,
@@ -126,6 +130,32 @@ def test_the_share_of_causal_attention_counts_pairs(
         for query in range(length)
     ]
     assert visible_share(12, documents, window) == pytest.approx(sum(seen) / (12 * 13 / 2))
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 40])
+@pytest.mark.parametrize("length", [1, 3, 4, 12])
+def test_equal_documents_leave_a_share_of_what_a_window_shows(length: int, window: int) -> None:
+    documents = [length] * (12 // length)
+    alone = visible_share(12, [12], window or None)
+    expected = visible_share(12, documents, window or None) / alone
+    assert document_share(12, length, window) == pytest.approx(expected)
+
+
+def test_the_share_of_all_layers_counts_their_windows() -> None:
+    """Two layers with a window of 4, and one without; documents of 3 tokens in rows of 12."""
+    model = ModelConfig(num_layers=3, seq_length=12, window=4, window_pattern="110")
+    alone, packed = (
+        sum(visible_share(12, documents, window) for window in (4, 4, None))
+        for documents in ([12], [3] * 4)
+    )
+    assert mean_document_share(model, 3) == pytest.approx(packed / alone)
+    assert mean_document_share(model, 0) == 1
+    first, *_, last = forward_flops_per_token(model, 3)
+    assert (first, last) == (0, forward_flops_per_token(model)[-1])
+    plain = forward_flops_per_token(replace(model, window=0))[1]
+    packed_layer = forward_flops_per_token(replace(model, window=0), 3)[1]
+    attention = 4 * 12 * model.num_heads * model.head_size
+    assert plain - packed_layer == attention - round(attention * 4 / 13)
 
 
 def test_attention_within_documents_takes_its_share_of_the_flops() -> None:

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from planner import made
 from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml
+from hybridpar.data import IndexedWriter
 from hybridpar.planner.measuring import local_profile, measure_machine
 from hybridpar.planner.measuring.profile import settings_of
 from hybridpar.planner.measuring.profile_file import read_profile, write_profile
@@ -124,6 +126,42 @@ def test_a_plan_for_a_cluster_and_its_pictures(
         load_toml(plan).plan.step_ms / 1e3, rel=1e-3
     )
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_packed_documents_cost_what_they_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token file says how long its documents are; of text it is a setting."""
+    config = write_config(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    with IndexedWriter(tmp_path / "tokens", "int32") as writer:
+        for _ in range(100):
+            writer.add(np.ones(4, np.int32))
+            writer.end_sequence()
+            writer.end_document()
+    flags = (config, "--cluster", cluster, "--train.dtype", "bf16", "--data.packing", "stream")
+    tokens = ("--data.corpus", tmp_path / "tokens")
+    times = []
+    for more in ((), ("--data.document_length", 4), tokens):
+        code, out, err = run(capsys, "simulate", *flags, *more, "--json")
+        assert code == 0, err
+        times.append(json.loads(out)["step_time"])
+    assert times[1] == times[2] < times[0]
+    flops = []
+    for more in ((), tokens):
+        code, out, err = run(capsys, "check", *flags, *more, "--json")
+        assert code == 0, err
+        flops.append(json.loads(out)["training_flops_per_token"])
+    model = load_toml(config).model
+    forward = 2 * model.num_layers * model.hidden_size * model.seq_length
+    left = round(forward * 5 / (model.seq_length + 1))
+    assert flops[0] - flops[1] == 3 * (forward - left)
+    plan = ("plan", *flags, *tokens, "--ranks", 2, "--output", tmp_path / "plan.toml", "--json")
+    code, out, err = run(capsys, *plan)
+    assert code == 0, err
+    assert json.loads(out)["assumptions"][0] == "documents of 4 tokens (data.document_length)"
+    assert load_toml(tmp_path / "plan.toml").data.document_length == 4
 
 
 def test_measured_times_that_cannot_be_kept_are_used(

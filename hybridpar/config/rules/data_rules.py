@@ -29,9 +29,15 @@ def data(config: Config) -> Iterator[Problem]:
 
 def _packing(config: Config) -> Iterator[Problem]:
     packing = config.data.packing
+    length = config.data.document_length
     text = config.model.text_format
     if packing == "none":
+        if length:
+            rule = "has no effect without data.packing"
+            yield Problem("data.document_length", length, rule, "0.0")
         return
+    if 0 < length < 1:
+        yield Problem("data.document_length", length, "must be 0 or at least 1 token", "0.0")
     if text is None:
         rule = "requires model.kind = gpt: a custom model's dataset packs its own samples"
         yield Problem("data.packing", packing, rule, '"none"')

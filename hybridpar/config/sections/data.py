@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybridpar.config.typed import Share
+from hybridpar.config.typed import NotNegative, Share
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class DataConfig:
     but tokens attend within their document, whose positions start at 0. best_fit: as stream, but
     documents are not cut unless they are longer than a row; the rest of a row is padding.
     Conversations (format = "chat") are documents of best_fit; with none, each has its own row."""
+    document_length: NotNegative = 0.0
+    """Packing: length of the documents that plan, simulate and check assume: the sum of squared
+    lengths over the sum of lengths, as attention's work goes by squares. 0: computed from .bin/.idx
+    files; of other corpora, a document fills a row, the most that it can cost."""
     valid_corpus: tuple[str, ...] = ()
     """Files of one validation set, tokenized like `corpus`. Empty: `split` holds documents out."""
     valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

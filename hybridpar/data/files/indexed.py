@@ -54,6 +54,12 @@ def is_indexed(prefix: str | Path) -> bool:
     return any(Path(f"{prefix}{suffix}").is_file() for suffix in (".idx", ".bin"))
 
 
+def indexed_prefix(name: str) -> str:
+    """Return the prefix of the pair that a corpus of this name would be: a file's, without its
+    ending."""
+    return name[:-4] if name.endswith((".bin", ".idx")) else name
+
+
 class IndexedDataset:
     """A .bin/.idx pair, memory-mapped.
 

@@ -22,6 +22,7 @@ from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.models.cost import untied_parameters
 from hybridpar.planner.costs.context import context_waits, split_tokens
+from hybridpar.planner.costs.documents import within_documents
 from hybridpar.planner.costs.experts import expert_waits, own_expert_parameters, split_experts
 from hybridpar.planner.costs.sequence import split_rows
 from hybridpar.planner.costs.transfer_costs import Moves
@@ -116,6 +117,8 @@ class StageCosts:
 
         def table(profile: Profile) -> dict[str, BlockCost]:
             costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
+            if self.config.data.document_length:
+                costs = within_documents(costs, self.config)
             with_it = profile.settings.get("parallel", {}).get("sequence", False)
             if self.config.parallel.sequence and self.tp > 1 and not with_it:
                 costs = split_rows(costs, self.config)

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from hybridpar.config.compression_methods import GRADIENTS
-from hybridpar.models.cost import training_flops_per_token
+from hybridpar.models.cost import mean_document_share, training_flops_per_token
 from hybridpar.planner.costs.compressed import gradient_share
 from hybridpar.planner.costs.stage_cost import StageCost, StageCosts
 from hybridpar.planner.costs.transfer_costs import with_activations
@@ -383,9 +383,9 @@ class StepCost(StageCosts):
         """Share of the devices' peak that the products of training take; 0 if no data sheet is
         known."""
         peak = self.machine.peak_flops
-        return (
-            self.tokens_per_s * training_flops_per_token(self.config.model) / peak if peak else 0.0
-        )
+        visible = mean_document_share(self.config.model, self.config.data.document_length)
+        flops = training_flops_per_token(self.config.model, visible)
+        return self.tokens_per_s * flops / peak if peak else 0.0
 
     @property
     def price(self) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridpar.config import Config
 from hybridpar.ops.backends.libraries import OLDEST_GPU
 from hybridpar.planner.machines.hardware import GIB, Device, Link
 from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import Profile
 from hybridpar.prediction.limit import RESERVED
 
 
@@ -24,6 +26,23 @@ def assumption_lines(machine: Machine) -> list[str]:
         ]
     )
     return [*lines, _memory(machine)]
+
+
+def document_lines(config: Config, profile: Profile) -> list[str]:
+    """Return a line about the packed documents that times are for; none if nothing is packed."""
+    if not config.data.is_packed:
+        return []
+    length = config.data.document_length
+    if not length:
+        return [
+            "documents fill a row, so attention costs the most that it can (data.document_length)"
+        ]
+    if not any(cost.forward_attention for cost in profile.blocks.values()):
+        return [
+            "documents fill a row, as the profile does not say how long attention takes (one that "
+            "is made with data.packing does)"
+        ]
+    return [f"documents of {length:,.0f} tokens (data.document_length)"]
 
 
 def _links(machine: Machine) -> Iterator[str]:

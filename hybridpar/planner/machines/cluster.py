@@ -591,6 +591,8 @@ def _transformer_costs(
                     parameters=n,
                     forward_idle=time.forward_idle,
                     backward_idle=time.backward_idle,
+                    forward_attention=time.forward_attention,
+                    backward_attention=time.backward_attention,
                 )
     return blocks
 

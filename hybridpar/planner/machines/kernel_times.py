@@ -61,12 +61,17 @@ class BlockTime(NamedTuple):
     Args:
         forward_idle: Part of the forward in which the device waits for the CPU to launch kernels.
         backward_idle: The same part of the backward.
+        forward_attention: Part of the forward that is in proportion to the pairs of a query and a
+            visible key.
+        backward_attention: The same part of the backward.
     """
 
     forward: float
     backward: float
     forward_idle: float = 0.0
     backward_idle: float = 0.0
+    forward_attention: float = 0.0
+    backward_attention: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,15 @@ def _layer(
     more = len(products) - _DENSE_PRODUCTS
     forward, forward_idle = kernels.time(forward, kernels.forward_launches + more, device)
     backward, backward_idle = kernels.time(backward, kernels.backward_launches + 2 * more, device)
-    return BlockTime(forward, backward, forward_idle, backward_idle)
+    follows_pairs = kernels.fused  # other kernels write scores of all keys
+    return BlockTime(
+        forward,
+        backward,
+        forward_idle,
+        backward_idle,
+        attention.forward * follows_pairs,
+        attention.backward * follows_pairs,
+    )
 
 
 def _mlp_products(model: ModelConfig, layer: int, tokens: int, tp: int) -> Iterator[Product]:

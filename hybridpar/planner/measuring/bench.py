@@ -7,6 +7,9 @@ a batch   some passes, then norm and update of each block, and selective recompu
 All ranks compute at once, as in training, because they share the machine's memory and caches.
 Tensor parallelism is measured twice: with collectives that do nothing (the computing time of a
 rank), and with real ones (the additional time of the collectives).
+
+With packed documents (data.packing) some passes have rows of short ones: the time that they save is
+attention's, in proportion to the pairs of a query and a key that they leave.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from hybridpar.models.custom_blocks import local_message_shape
 from hybridpar.planner.measuring.profile import BlockCost, Key
 from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.prediction.footprint import Buffers, sample_microbatch, trace_stage
-from hybridpar.prediction.work import as_all_reduces, block_kinds
+from hybridpar.prediction.work import as_all_reduces, block_kinds, document_shares
 from hybridpar.random import RandomKey
 from hybridpar.runtime.recording import Clock, make_clock
 from hybridpar.runtime.stage import KEEP_ALL, Stage
@@ -44,6 +47,8 @@ from hybridpar.state.residency.chunks import Memory
 _MOST_ALIKE = 6
 _UPDATES = 3
 _WARMUP_PASSES = 1
+_DOCUMENTS = 8
+"""Documents of a row in the passes with short ones."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,8 @@ class Bench:
         self.kinds = [kinds[n] for n in self.numbers]
         self.units = [Unit(self.config, number, tp, device) for number in self.numbers]
         self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
+        self.documents = _with_documents(self.batch) if config.data.is_packed else None
+        """The micro-batch with several documents a row; None if nothing is packed."""
         self.device = device
         self.tp = tp
         self.clock: Clock = make_clock(device)
@@ -201,8 +208,10 @@ class Bench:
         """Note for how much of the wall-clock time the process had a core. Units: seconds."""
         self.had_core = min(1.0, own / wall) if wall else 1.0
 
-    def a_pass(self, beside: Beside) -> None:
-        """Run all blocks forward, then backward, together with `beside`."""
+    def a_pass(self, beside: Beside, batch: Mapping[str, Tensor] | None = None) -> None:
+        """Run all blocks forward, then backward, together with `beside`, on `batch` instead of the
+        usual micro-batch if there is one."""
+        batch = self.batch if batch is None else batch
         places = range(len(self.units))
         x = None
         gradient = None
@@ -214,8 +223,16 @@ class Bench:
                 if backward:
                     gradient = unit.backward(gradient)
                 else:
-                    x = unit.forward(x, self.batch)
+                    x = unit.forward(x, batch)
                 beside.after(place, backward=backward)
+
+    def document_shares(self) -> dict[str, float]:
+        """Return the shares of the pairs of a query and a visible key that the documents leave, by
+        kind of block."""
+        if self.documents is None:
+            return dict.fromkeys(self.kinds, 1.0)
+        length = int(self.documents["positions"].max()) + 1
+        return document_shares(self.config.model, length)
 
     def updates(self, stamps: Stamps) -> None:
         """Run norm and update of all blocks, and selective recomputation."""
@@ -299,12 +316,14 @@ def _measure(
     own = _timed(alone, world, effort, own=True)
     real = _timed(Bench(config, b, axis, device), world, effort, own=False) if axis.size > 1 else {}
     kept = _kept(config, tp, b, device) if effort.parts else {}
+    left = alone.document_shares()
     costs = {}
     for kind, unit in dict(zip(alone.kinds, alone.units, strict=True)).items():
         wait = {
             what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0
             for what in ("forward", "backward")
         }
+        attention = {what: _attention(own, what, kind, left[kind]) for what in wait}
         costs[kind, tp, b] = BlockCost(
             own["forward", kind],
             own["backward", kind],
@@ -318,8 +337,38 @@ def _measure(
             own["remake", kind],
             unit.num_parameters,
             kept.get(kind, 0),
+            forward_attention=attention["forward"],
+            backward_attention=attention["backward"],
         )
     return costs, fmean(gather_objects(alone.had_core, world))
+
+
+def _with_documents(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a micro-batch whose rows have several equal documents."""
+    start = batch["document_start"]
+    s = start.shape[1]
+    length = -(-s // _DOCUMENTS)
+    place = torch.arange(s, device=start.device)
+    starts = (place // length * length).expand_as(start)
+    positions = (place - starts).to(batch["positions"].dtype)
+    return {**batch, "document_start": starts.to(start.dtype), "positions": positions}
+
+
+def _attention(own: Mapping[tuple[str, str], float], what: str, kind: str, left: float) -> float:
+    """Return the part of a block's pass that is in proportion to the pairs of a query and a visible
+    key, in seconds; 0 if it was not measured with several documents a row.
+
+    Args:
+        own: Times by action and kind of block.
+        what: forward or backward.
+        kind: Kind of the block.
+        left: Share of the pairs that the documents leave.
+    """
+    short = own.get((f"{what}_documents", kind))
+    if short is None or left == 1:
+        return 0.0
+    full = own[what, kind]
+    return min(full, max(0.0, full - short) / (1 - left))
 
 
 def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
@@ -366,6 +415,9 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
             bench.a_pass(_Timing(bench, stamps, "_input"))
         for unit in bench.units[1:]:
             unit.freeze(False)
+    if own and bench.documents is not None:
+        for _ in range(max(2, passes // 3)):
+            bench.a_pass(_Timing(bench, stamps, "_documents"), bench.documents)
     by_name: dict[tuple[str, str], list[float]] = {}
     on_wall = of_own = 0.0
     for what, kind, first, last in stamps:

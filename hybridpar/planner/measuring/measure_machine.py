@@ -116,6 +116,7 @@ def identity(config: Config) -> dict[str, Any]:
         "schedule": config.pipeline.schedule,
         "format": FORMAT,
         "blocks": forms,
+        "packed": config.data.is_packed,
     }
 
 

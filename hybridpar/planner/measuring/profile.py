@@ -57,6 +57,9 @@ class BlockCost:
         forward_idle: Part of the forward in which the device waits for kernel launches, which CUDA
             graphs save; 0 if none or unknown.
         backward_idle: The same part of the backward.
+        forward_attention: Part of the forward that is in proportion to the pairs of a query and a
+            visible key; 0 if not measured.
+        backward_attention: The same part of the backward.
     """
 
     forward: Amount
@@ -73,6 +76,8 @@ class BlockCost:
     kept: Bytes = 0
     forward_idle: Amount = 0.0
     backward_idle: Amount = 0.0
+    forward_attention: Amount = 0.0
+    backward_attention: Amount = 0.0
 
 
 Key = tuple[str, int, int]
@@ -234,6 +239,8 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
             "remake",
             "forward_idle",
             "backward_idle",
+            "forward_attention",
+            "backward_attention",
         )
     }
     messages = {

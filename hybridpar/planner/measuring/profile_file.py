@@ -27,8 +27,8 @@ from hybridpar.reading import errors_as, nearest_path, read_json
 FORMAT = "hybridpar profile 3"
 _MAX_BYTES = 64 << 20
 """Largest size in bytes of a file that is read."""
-_ESTIMATED = frozenset({"forward_idle", "backward_idle"})
-"""Fields that are never measured, so a file may omit them."""
+_OPTIONAL = frozenset({"forward_idle", "backward_idle", "forward_attention", "backward_attention"})
+"""Fields that a file may omit: they are never measured, or not in every profile."""
 _OF_GROUPS = ("reduce", "reduce_work", "gather", "gather_work", "scatter", "scatter_work")
 """Curves of a link by number of ranks."""
 
@@ -164,7 +164,7 @@ def _profile(document: Any) -> Profile:
     blocks: dict[Key, BlockCost] = {}
     for i, (row, given) in enumerate(zip(read.blocks, document["blocks"], strict=True)):
         values = {f.name: getattr(row, f.name) for f in fields(BlockCost)}
-        if missing := values.keys() - given.keys() - _ESTIMATED:
+        if missing := values.keys() - given.keys() - _OPTIONAL:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
+from hybridpar.planner.costs.documents import within_documents
 from hybridpar.planner.machines.machine import Machine
+from hybridpar.planner.measuring.profile import Profile
 from hybridpar.planner.searching.candidates import Candidate, Request, batch_size
 from hybridpar.planner.searching.search import search
 from hybridpar.prediction.work import block_kinds
@@ -48,13 +50,18 @@ def least_work(config: Config, machine: Machine) -> float:
     """Return a lower bound on the device seconds of a sample, over the machine's devices and
     micro-batch sizes."""
     kinds = block_kinds(config.model)
-    return min(
-        tp
-        / b
-        * sum(
-            cost.forward - cost.forward_idle + cost.backward - cost.backward_idle
-            for cost in (profile.block(kind, tp, b) for kind in kinds)
+
+    def work(profile: Profile, tp: int, b: int) -> float:
+        costs = {kind: profile.block(kind, tp, b) for kind in dict.fromkeys(kinds)}
+        if config.data.document_length:
+            costs = within_documents(costs, config)
+        every = [costs[kind] for kind in kinds]
+        return sum(
+            cost.forward - cost.forward_idle + cost.backward - cost.backward_idle for cost in every
         )
+
+    return min(
+        tp / b * work(profile, tp, b)
         for profile in machine.profiles(range(machine.num_devices))
         for tp in profile.tp_degrees
         for b in profile.micro_batches(tp)

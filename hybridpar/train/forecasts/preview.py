@@ -98,7 +98,7 @@ def stage_costs(job: JobPlan) -> Costs:
 
     Backward takes twice as much, plus recomputation.
     """
-    flops = forward_flops_per_token(job.config.model)
+    flops = forward_flops_per_token(job.config.model, job.config.data.document_length)
     if not any(flops):  # a custom model, whose operators cannot be counted
         flops = (1,) * len(flops)
     forward = [sum(flops[b] for b in blocks) for blocks in job.split]

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.optim import Optimizer
 from hybridpar.planner.measuring import local_profile
-from hybridpar.planner.measuring.bench import Bench, Effort, _timed
+from hybridpar.planner.measuring.bench import Bench, Effort, _attention, _timed
 from hybridpar.planner.measuring.profile import Profile
 from hybridpar.planner.measuring.profile_file import read_profile, write_profile
 from hybridpar.prediction.fake_neighbours import silent_axis
@@ -93,6 +94,45 @@ def test_a_rank_that_waits_for_cores_says_so(share: float) -> None:
     assert all(time == pytest.approx(share) for time in times.values()), (
         "own time stands still without a core"
     )
+
+
+class CountingClock:
+    """Times that grow with the pairs of a query and a visible key of the micro-batch."""
+
+    def __init__(self, bench: Bench):
+        self.pairs = 0.0
+        self.bench = bench
+        for unit in bench.units:
+            unit.stage.register_forward_pre_hook(self._forward)
+
+    def _forward(self, stage: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        starts = args[1]["document_start"]
+        seen = torch.arange(starts.shape[1]) - starts + 1
+        self.pairs += float(seen.sum()) / len(starts)
+
+    def now(self) -> float:
+        self.pairs += 100.0  # everything else
+        return self.pairs
+
+    def read(self, stamp: float) -> tuple[float, float]:
+        return stamp, stamp
+
+
+def test_the_time_of_attention_is_what_short_documents_save() -> None:
+    """Rows of 32 tokens with one document have 528 pairs, with eight of 4 tokens 80."""
+    config = from_mapping({"data": {"packing": "stream"}}, made.config())
+    bench = Bench(config, 2, Axis("tp"), CPU)
+    bench.clock = CountingClock(bench)
+    own = _timed(bench, Axis("world"), Effort(0.0, 1, parts=False), own=True)
+    assert own["forward", "layer"] == 100 + 528
+    assert own["forward_documents", "layer"] == 100 + 80
+    left = bench.document_shares()
+    assert left == {"embedding": 1.0, "layer": pytest.approx(80 / 528), "head": 1.0}
+    assert _attention(own, "forward", "layer", left["layer"]) == pytest.approx(528)
+    assert _attention(own, "backward", "layer", left["layer"]) == 0
+    plain = Bench(made.config(), 2, Axis("tp"), CPU)
+    assert plain.documents is None
+    assert _attention({}, "forward", "layer", plain.document_shares()["layer"]) == 0
 
 
 def profile(efficiency: float) -> Profile:
