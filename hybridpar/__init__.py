@@ -8,23 +8,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridpar.config import Config, ModelConfig, ModelSpec, UpdateRule, load_toml
+    from hybridpar.config import (
+        Config,
+        ModelConfig,
+        ModelSpec,
+        RoutedExperts,
+        UpdateRule,
+        load_toml,
+    )
     from hybridpar.data import Tokenizer
     from hybridpar.errors import ConfigError, HybridparError
     from hybridpar.grid import Axis, ProcessGrid
+    from hybridpar.models.blocks import sequence_shares
     from hybridpar.models.custom_blocks import Build
     from hybridpar.models.sequential import SequentialSpec
     from hybridpar.nn import (
         ColumnParallelLinear,
         Dropout,
+        ExpertOptions,
         Init,
         LayerNorm,
         LearnedPositionEmbedding,
+        MixtureOfExperts,
         ParallelAttention,
         ParallelMLP,
         ParallelModule,
         Placement,
         RMSNorm,
+        RouterOptions,
         RowParallelLinear,
         SequencePart,
         Shard,
@@ -44,10 +55,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "Dropout",
+    "ExpertOptions",
     "HybridparError",
     "Init",
     "LayerNorm",
     "LearnedPositionEmbedding",
+    "MixtureOfExperts",
     "ModelConfig",
     "ModelSpec",
     "ParallelAttention",
@@ -56,6 +69,8 @@ __all__ = [
     "Placement",
     "ProcessGrid",
     "RMSNorm",
+    "RoutedExperts",
+    "RouterOptions",
     "RowParallelLinear",
     "SequencePart",
     "SequentialSpec",
@@ -65,6 +80,7 @@ __all__ = [
     "UpdateRule",
     "VocabParallelEmbedding",
     "load_toml",
+    "sequence_shares",
     "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
@@ -80,6 +96,7 @@ _MODULES = (
     "data",
     "train.faults.errors",
     "train.stop",
+    "models.blocks",
 )
 """Modules that define the public names, in the order in which they are searched."""
 

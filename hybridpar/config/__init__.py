@@ -12,6 +12,7 @@ from hybridpar.config.all_sections import (
     PlanConfig,
     RunConfig,
 )
+from hybridpar.config.capabilities import RoutedExperts
 from hybridpar.config.environment import (
     AGENT,
     JOB,
@@ -87,6 +88,7 @@ __all__ = [
     "ParameterGroup",
     "PipelineConfig",
     "PlanConfig",
+    "RoutedExperts",
     "RunConfig",
     "Size",
     "TrainConfig",

@@ -43,8 +43,8 @@ class ModelSpec:
 
     Nothing outside the models asks for the class of a model. A capability is asked of the model
     itself: `sequence_parallel`, `context_parallel`, `cuda_graph_safe`, `layers_field`,
-    `cost_model`, `text_format`, `logits_chunk`, `can_generate`, `lora_adapters`, `routed_experts`.
-    A custom model may provide all of them but the last three.
+    `cost_model`, `text_format`, `logits_chunk`, `routed_experts`, `can_generate`, `lora_adapters`.
+    A custom model may provide all of them but the last two.
     """
 
     kind: str = ""
@@ -91,7 +91,8 @@ class ModelSpec:
     lora_adapters: Adapters | None = None
     """The adapters that its layers are given when they are built. None: there are none."""
     routed_experts: RoutedExperts | None = None
-    """The experts among which routers choose. None: no layer has any."""
+    """The experts among which routers choose, and the blocks that have a layer of them
+    (hybridpar.MixtureOfExperts). None: no block has any."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)

@@ -18,13 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import random
-from hybridpar.config import AUTO, KernelsConfig, ModelSpec, message_shape, spec_error
+from hybridpar.config import (
+    AUTO,
+    KernelsConfig,
+    ModelSpec,
+    RoutedExperts,
+    message_shape,
+    spec_error,
+)
 from hybridpar.errors import ConfigError, config_error, described
 from hybridpar.grid import Axis
 from hybridpar.models.dropout import KEYED, KeyedDropouts
 from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.context import ALONE, Context, ContextComm
+from hybridpar.nn.moe import MixtureOfExperts
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 from hybridpar.nn.sequence import SequencePart
 
@@ -191,10 +199,12 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, build: Build) -> None
     the key (dropout.KeyedDropouts).
 
     Raises:
-        ConfigError: A module does not do the same on every grid, or has a tensor without values.
+        ConfigError: A module does not do the same on every grid, or has a tensor without values; or
+            the model does not describe its experts.
     """
     require_same_everywhere(block, model, number)
     _require_registered(block, model, number)
+    _require_described_experts(block, model, number)
     wanted = None
     if number < model.num_blocks - 1:
         wanted = local_shape(model, number, build.axis, build.sequence, build.context)
@@ -433,6 +443,30 @@ def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None
                 raise _refused(
                     model, number, prefix, module, why, f"self.register_buffer({name!r}, ..)"
                 )
+
+
+def _require_described_experts(block: nn.Module, model: ModelSpec, number: int) -> None:
+    """Require that the model describes the block's layer of experts (`routed_experts`), on which
+    metrics and rules of other settings depend. Raises: ConfigError."""
+    layers = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
+    said = model.routed_experts
+    blocks = () if said is None else said.blocks
+    if len(layers) > 1:
+        rule = f"has {len(layers)} layers of experts in block {number}; a block has one at most"
+        raise spec_error(model, rule, "a block of its own for each layer of experts")
+    if not layers:
+        if number in blocks:
+            rule = f"routed_experts names block {number}, which has no layer of experts"
+            others = tuple(other for other in blocks if other != number)
+            raise spec_error(model, rule, f"blocks={others}")
+        return
+    router = layers[0].options
+    has_losses = router.balance_loss > 0 or router.z_loss > 0
+    named = tuple(sorted({*blocks, number}))
+    found = RoutedExperts(layers[0].num_experts, router.bias_rate, has_losses, named)
+    if found != said:
+        rule = f"routed_experts must describe the layer of experts in block {number}"
+        raise spec_error(model, rule, f"routed_experts = hybridpar.{found}")
 
 
 def _refused(

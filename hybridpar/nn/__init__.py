@@ -20,7 +20,7 @@ from hybridpar.nn.dropout import Dropout
 from hybridpar.nn.embedding import LearnedPositionEmbedding, VocabParallelEmbedding
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from hybridpar.nn.mlp import ParallelMLP
-from hybridpar.nn.moe import MixtureOfExperts
+from hybridpar.nn.moe import ExpertOptions, MixtureOfExperts, RouterOptions
 from hybridpar.nn.norm import LayerNorm, RMSNorm
 from hybridpar.nn.placement import (
     Init,
@@ -39,6 +39,7 @@ __all__ = [
     "Context",
     "CrossEntropySpec",
     "Dropout",
+    "ExpertOptions",
     "HeadLayout",
     "Init",
     "KeyValueCache",
@@ -50,6 +51,7 @@ __all__ = [
     "ParallelModule",
     "Placement",
     "RMSNorm",
+    "RouterOptions",
     "RowParallelLinear",
     "SequencePart",
     "Shard",

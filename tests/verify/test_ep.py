@@ -3,10 +3,12 @@ any split, with every other kind of parallelism."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from custom_models import CustomExperts, ExpertsOfOwnSamples
 from engines import start
 from ranks import run_ranks
 from verify.test_experts import BERT, DEEPSEEK, GELU, holds, make, named
@@ -124,6 +126,20 @@ def test_optimizers(optim: dict[str, Any], zero: int) -> None:
     """The norm counts every expert once, whichever rank holds it."""
     config = six(DEEPSEEK, optim=optim, parallel={"zero": zero})
     holds({"tp": 2, "dp": 4, "ep": 2}, config)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "grid",
+    [{"dp": 2, "ep": 2}, {"tp": 3}, {"pp": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 2}],
+    ids=named,
+)
+@pytest.mark.parametrize("model", [CustomExperts(), ExpertsOfOwnSamples()], ids=["text", "own"])
+def test_a_custom_model_that_describes_its_experts(
+    model: CustomExperts, grid: dict[str, int]
+) -> None:
+    """Its router has a balance loss, which counts the tokens of all ranks of cp."""
+    holds(grid, replace(six(), model=model), num_batches=2)
 
 
 @pytest.mark.thorough

@@ -41,7 +41,9 @@ class LoaderSource:
         if self.fixed_shapes and self.config.model.kind == "bert":
             tensors["labelled"] = padded_labelled_rows(tensors["labels"])
         model = self.config.model
-        if self.evaluated is None and model.text_format and model.routed_experts:
+        labels = tensors.get("labels")
+        of_tokens = labels is not None and labels.dim() == 2  # a custom model's may be of samples
+        if self.evaluated is None and model.routed_experts and of_tokens:
             tensors = with_sequences(tensors)
         tensors = self.context.cut(tensors)
         tensors = {n: t if n == CUT else self._on_device(t) for n, t in tensors.items()}
