@@ -3,8 +3,9 @@ would show it here.
 
 The oracle is one process in float64 (hybridpar.verify), so a loss, gradient, norm or weight that is
 off by a factor, a replica or a shard fails. Issue numbers are those of NVIDIA/Megatron-LM unless
-said otherwise. Not applicable here: context and sequence parallelism (#673, #906, #1256, #1446),
-multi-token prediction, LLaVA.
+said otherwise. Elsewhere: ranks of cp whose labels are all ignored (#1764), verify/test_context; sums
+of the losses of packed documents (functionary #265), verify/test_packing; loads that count twice
+where forwards run again, verify/test_ep. Not applicable here: multi-token prediction, LLaVA.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridpar.models.build import build_blocks
 from hybridpar.verify.run import verify
 
 EXPERTS = {"num_experts": 4, "router_balance_loss": 0.3, "router_bias_rate": 0.01}
+CLIPPED = {"optim": {"clip_grad": 0.01}}
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     # 7452 (1): label smoothing over a split vocabulary: another loss on every rank, wrong gradients
     "label smoothing with tp": ({"tp": 3}, {"model": {"label_smoothing": 0.1}}),
@@ -57,6 +59,34 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dropout masks with tp": (
         {"tp": 2, "dp": 2},
         {"model": {"dropout": 0.3, "attention_dropout": 0.3}},
+    ),
+    # 1446: gradients of norms that are not summed over ranks with their own rows
+    "norms with sequence parallelism": (
+        {"tp": 3},
+        {"model": {"num_heads": 3, "hidden_size": 33}, "parallel": {"sequence": True}, **CLIPPED},
+    ),
+    # 673, 906: a loss, and so gradients, that are cp times too small or too large
+    "loss scale with cp": ({"cp": 2, "dp": 2}, CLIPPED),
+    # 1464, diffusers #14265: a ring's backward with the probabilities of a rank's keys alone
+    "backward of a ring": ({"cp": 3}, {"parallel": {"cp_comm": "ring"}}),
+    # prime-rl #2681: a ring without the softmax's scale
+    "softmax scale of a ring": (
+        {"cp": 2},
+        {"model": {"attention_scale": 0.7}, "parallel": {"cp_comm": "ring"}},
+    ),
+    # EasyContext #47: tokens that the ranks of cp do not divide
+    "tokens that do not divide over cp": ({"cp": 4}, {"model": {"seq_length": 13}}),
+    # trl #6843, 5243: the mask of packed documents, and rotary positions, lost under cp
+    "packed documents with cp": (
+        {"cp": 2, "dp": 2},
+        {"model": {"position": "rotary"}, "data": {"packing": "stream"}},
+    ),
+    # 5635: NaN from packed documents with tp and several samples in a micro-batch
+    "packed documents with tp": ({"tp": 2}, {"data": {"packing": "stream"}}),
+    # torchtitan #3777: boundaries of documents that do not go through the pipeline
+    "packed documents through stages": (
+        {"pp": 2},
+        {"data": {"packing": "stream"}, "pipeline": {"recompute": "all"}},
     ),
     # 5916: experts that are left out of the clipping norm
     "grad norm counts experts": (

@@ -3,7 +3,9 @@ any split, with every other kind of parallelism."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +21,14 @@ from hybridpar.verify.run import Disturbance, run_grid, verify
 pytestmark = pytest.mark.ranks
 
 SIX = {"num_experts": 6}
+MOST_RANKS = 16
+GRIDS = [
+    {"ep": ep, "tp": tp, "pp": pp, "cp": cp, "dp": ep // math.gcd(ep, cp)}
+    for ep, tp, pp, cp in product((2, 3, 4), (1, 2), (1, 2), (1, 2))
+    if ep // math.gcd(ep, cp) * cp * tp * pp <= MOST_RANKS
+]
+"""2, 3 and 4 ranks of ep beside two ranks of other axes, or one, with as few replicas as there can
+be."""
 
 
 def six(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
@@ -47,6 +57,12 @@ def six(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Conf
 def test_grids(grid: dict[str, int], model: dict[str, Any], zero: int) -> None:
     """Over 4 ranks the experts are 2, 2, 1, 1."""
     holds(grid, six(model, parallel={"zero": zero}), num_batches=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("grid", GRIDS, ids=named)
+def test_every_axis_beside_every_split(grid: dict[str, int]) -> None:
+    holds(grid, six(DEEPSEEK, parallel={"zero": 1}), num_batches=2)
 
 
 @pytest.mark.thorough(keep=2)
