@@ -181,6 +181,45 @@ def test_memory_that_leaves_the_device(memory: dict[str, Any]) -> None:
     holds({"dp": 2, "cp": 2, "ep": 4}, six(DEEPSEEK, memory=memory), num_batches=2)
 
 
+@pytest.mark.thorough
+def test_compressed_messages() -> None:
+    pipeline = {"schedule": "2bw"}
+    config = six(DEEPSEEK, compression={"messages": "int8"}, pipeline=pipeline)
+    holds({"pp": 2, "dp": 2, "ep": 2}, config)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "compression",
+    [{"gradients": "dct", "gradients_kept": 1.0}, {"gradients": "powersgd", "gradients_rank": 64}],
+    ids=lambda c: c["gradients"],
+)
+def test_gradients_that_a_method_sends_in_full(compression: dict[str, Any]) -> None:
+    """Every element, or factors of full rank: over two replicas of each expert, and four of
+    everything else, up to rounding in float32."""
+
+    def steps(**section: Any) -> list[tuple[float, float]]:
+        config = six(
+            DEEPSEEK | {"router_bias_rate": 0.0},
+            parallel={"dp": 4, "ep": 2},
+            compression=section,
+        )
+        found = run_ranks(losses_of, 4, config)
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    got = steps(**compression, gradients_smallest=1)
+    for one, expected in zip(got, steps(), strict=True):
+        assert one == pytest.approx(expected, rel=1e-4)
+
+
+def losses_of(config: Config) -> list[tuple[float, float]]:
+    engine, loader = start(config)
+    found: list[tuple[float, float]] = []
+    engine.train(loader, 4, lambda step: found.append((step.loss, step.grad_norm)))
+    return found
+
+
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("load", [1.0, 1.4])
 @pytest.mark.parametrize(
