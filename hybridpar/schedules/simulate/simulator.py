@@ -108,6 +108,30 @@ class _Rule:
     effects: tuple[Effect, ...]
 
 
+@dataclass(frozen=True)
+class _OfFirstPart:
+    """A dependency that applies only to the first segment of an action."""
+
+    dependency: Dependency
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, start: float) -> float | None:
+        first = self.parts[rank.index].first(action.kind, action.stage)
+        return self.dependency(rank, action, start) if action.part == first else start
+
+
+@dataclass(frozen=True)
+class _OfLastPart:
+    """An effect that applies only to the last segment of an action."""
+
+    effect: Effect
+    parts: Sequence[PartCounts]
+
+    def __call__(self, rank: Rank, action: Action, step: int) -> None:
+        if action.part == self.parts[rank.index].last(action.kind, action.stage):
+            self.effect(rank, action, step)
+
+
 class _Machine:
     """A graph: ranks, the resources beside them, and the rules by kind of action.
 
@@ -216,26 +240,14 @@ class _Machine:
         ]
 
     def _once_for_all_parts(self, kind: Kind, dependency: Dependency) -> Dependency:
-        """Return a dependency that applies only to the first segment of an action."""
-        if not (any(self.parts) and ACTION_SPECS[kind].cut):
-            return dependency
-
-        def of_first_part(rank: Rank, action: Action, start: float) -> float | None:
-            first = self.parts[rank.index].first(action.kind, action.stage)
-            return dependency(rank, action, start) if action.part == first else start
-
-        return of_first_part
+        if any(self.parts) and ACTION_SPECS[kind].cut:
+            return _OfFirstPart(dependency, self.parts)
+        return dependency
 
     def _once_for_last_part(self, kind: Kind, effect: Effect) -> Effect:
-        """Return an effect that applies only to the last segment of an action."""
-        if not (any(self.parts) and ACTION_SPECS[kind].cut):
-            return effect
-
-        def of_last_part(rank: Rank, action: Action, step: int) -> None:
-            if action.part == self.parts[rank.index].last(action.kind, action.stage):
-                effect(rank, action, step)
-
-        return of_last_part
+        if any(self.parts) and ACTION_SPECS[kind].cut:
+            return _OfLastPart(effect, self.parts)
+        return effect
 
     # -- events
 
