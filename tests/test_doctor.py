@@ -15,8 +15,6 @@ from hybridpar.ops.backends import registry
 
 NOT_COMPILED = {
     ("sparse", "bfloat16"),  # a type that gradients never have
-    ("few_rows_linear", "bfloat16"),
-    ("next_token_attention", "bfloat16"),
 }
 
 

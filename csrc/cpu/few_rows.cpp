@@ -10,43 +10,91 @@ namespace hybridpar {
 namespace {
 
 constexpr int kParts = 16;  // partial sums of an element: an AVX-512 register of float
+template <class T>
+constexpr int kBlock = kParts * sizeof(Wide<T>) / sizeof(T);  // elements of a row that are added to them at once
 constexpr int kStreams = 4;  // rows of W that are read at once
 constexpr int64_t kMostRows = 16;
 
 template <class T>
 struct Product {
-  const T *x, *weight, *bias;  // bias: may be null
+  const Wide<T>* x;  // see Arranged
+  const T *weight, *bias;  // bias: may be null
   T* y;
   int64_t rows, depth, cols;
 };
 
+// x in the type of the arithmetic. Of bfloat16 each block has its even elements first: a word of W then gives two numbers
+// where they are, as moving elements to lanes of twice the size takes longer.
+template <class T>
+class Arranged {
+ public:
+  Arranged(const T* x, int64_t rows, int64_t depth) {
+    if constexpr (std::is_same_v<T, Wide<T>>) {
+      values_ = x;
+    } else {
+      static_assert(kBlock<T> == 2 * kParts);
+      own_.resize(static_cast<size_t>(rows * depth));
+      for (int64_t row = 0; row < rows; ++row, x += depth) {
+        Wide<T>* to = own_.data() + row * depth;
+        int64_t k = 0;
+        for (; k + kBlock<T> <= depth; k += kBlock<T>) {
+          for (int i = 0; i < kParts; ++i) {
+            to[k + i] = wide(x[k + 2 * i]);
+            to[k + kParts + i] = wide(x[k + 2 * i + 1]);
+          }
+        }
+        for (; k < depth; ++k) to[k] = wide(x[k]);
+      }
+      values_ = own_.data();
+    }
+  }
+  operator const Wide<T>*() const { return values_; }
+
+ private:
+  std::vector<Wide<T>> own_;
+  const Wide<T>* values_;
+};
+
+// Adds the products of a block to partial sums.
+template <class T>
+HYBRIDPAR_INLINE void add_block(const T* x, const T* w, T* sum) {
+#pragma omp simd
+  for (int i = 0; i < kParts; ++i) sum[i] = multiply_add(x[i], w[i], sum[i]);
+}
+HYBRIDPAR_INLINE void add_block(const float* x, const BFloat16* w, float* sum) {
+#pragma omp simd
+  for (int i = 0; i < kParts; ++i) {
+    uint32_t both;
+    std::memcpy(&both, w + 2 * i, sizeof both);
+    const float even = multiply_add(x[i], from_bits(both << 16), sum[i]);
+    sum[i] = multiply_add(x[kParts + i], from_bits(both & 0xffff0000u), even);
+  }
+}
+
 template <int R, class T>
 HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col, int64_t step) {
-  T sum[R][kStreams][kParts] = {};
-  const T* x = p.x + row * p.depth;
+  Wide<T> sum[R][kStreams][kParts] = {};
+  const Wide<T>* x = p.x + row * p.depth;
   const T* w = p.weight + col * p.depth;
   const int64_t apart = step * p.depth;
   int64_t k = 0;
-  for (; k + kParts <= p.depth; k += kParts) {
+  for (; k + kBlock<T> <= p.depth; k += kBlock<T>) {
 #pragma GCC unroll 4
     for (int c = 0; c < kStreams; ++c) {
       __builtin_prefetch(ahead(w + c * apart + k));
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma omp simd
-        for (int i = 0; i < kParts; ++i)
-          sum[r][c][i] = multiply_add(x[r * p.depth + k + i], w[c * apart + k + i], sum[r][c][i]);
+      for (int r = 0; r < R; ++r) add_block(x + r * p.depth + k, w + c * apart + k, sum[r][c]);
     }
   }
   for (int c = 0; c < kStreams; ++c) {
     for (int r = 0; r < R; ++r) {
-      T* parts = sum[r][c];
+      Wide<T>* parts = sum[r][c];
       for (int64_t i = 0; k + i < p.depth; ++i)
-        parts[i] = multiply_add(x[r * p.depth + k + i], w[c * apart + k + i], parts[i]);
+        parts[i % kParts] = multiply_add(x[r * p.depth + k + i], wide(w[c * apart + k + i]), parts[i % kParts]);
       for (int half = kParts / 2; half; half /= 2)
         for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
       const int64_t at = col + c * step;
-      p.y[(row + r) * p.cols + at] = p.bias ? parts[0] + p.bias[at] : parts[0];
+      p.y[(row + r) * p.cols + at] = narrow<T>(p.bias ? parts[0] + wide(p.bias[at]) : parts[0]);
     }
   }
 }
@@ -81,6 +129,7 @@ namespace {
   }
 HYBRIDPAR_FEW_ROWS(float)
 HYBRIDPAR_FEW_ROWS(double)
+HYBRIDPAR_FEW_ROWS(BFloat16)
 }  // namespace
 }  // namespace numbers
 
@@ -106,7 +155,8 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight, const Optional& bi
   Tensor y = make(shape, x.scalar_type());
   const auto run = [&](auto element) {
     using T = decltype(element);
-    const Product<T> p{data<T>(x), data<T>(weight), data<T>(bias), data<T>(y), rows, depth, cols};
+    const Arranged<T> arranged(data<T>(x), rows, depth);
+    const Product<T> p{arranged, data<T>(weight), data<T>(bias), data<T>(y), rows, depth, cols};
     const int64_t steps = cols / kStreams, grain = kGrain / std::max<int64_t>(1, depth * kStreams);
     torch::stable::parallel_for(0, steps, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
       numbers::few_rows_columns(p, begin * kStreams, end == steps ? cols : end * kStreams);
@@ -114,8 +164,10 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight, const Optional& bi
   };
   if (x.scalar_type() == ScalarType::Float) {
     run(float());
+  } else if (x.scalar_type() == ScalarType::BFloat16) {
+    run(BFloat16());
   } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double, op, ": x must be float32 or float64");
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Double, op, ": x must be float32, bfloat16 or float64");
     run(double());
   }
   return y;

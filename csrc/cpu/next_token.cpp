@@ -17,94 +17,105 @@ struct Step {
   T *keys, *values;  // [texts, groups, capacity, d]
   T* out;  // [texts, heads * d]
   const int64_t* position;  // of each text
-  const T* const* cos;  // of each text's position, [half]
-  const T* const* sin;
+  const Wide<T>* const* cos;  // of each text's position, [half]
+  const Wide<T>* const* sin;
   const int64_t* queries;  // query heads of each group
   const int64_t* slot;  // the first head of each group in a row of qkv
   const int64_t* head;  // the first query head of each group
   int64_t groups, rows, capacity, heads, d, half;  // half of the features that are turned; 0: none
   int64_t window;  // keys that a query sees at most; 0: all
-  T scale, softcap;
+  Wide<T> scale, softcap;
 };
 
-template <class T>
-HYBRIDPAR_INLINE void turn(const Step<T>& p, int64_t text, const T* from, T* to) {
+template <class T, class To>
+HYBRIDPAR_INLINE void turn(const Step<T>& p, int64_t text, const T* from, To* to) {
   const int64_t half = p.half;
   if (half) {
-    const T *cos = p.cos[text], *sin = p.sin[text];
+    const Wide<T> *cos = p.cos[text], *sin = p.sin[text];
     for (int64_t i = 0; i < half; ++i) {
-      const T first = from[i], second = from[i + half];
-      to[i] = first * cos[i] - second * sin[i];
-      to[i + half] = second * cos[i] + first * sin[i];
+      const Wide<T> first = wide(from[i]), second = wide(from[i + half]);
+      to[i] = narrow<To>(first * cos[i] - second * sin[i]);
+      to[i + half] = narrow<To>(second * cos[i] + first * sin[i]);
     }
   }
-  for (int64_t i = 2 * half; i < p.d; ++i) to[i] = from[i];
+  for (int64_t i = 2 * half; i < p.d; ++i) to[i] = narrow<To>(wide(from[i]));
 }
 
 // scores [count] = scale * keys [count, d] q
-template <int N, class T>
-HYBRIDPAR_INLINE void products(const T* q, const T* keys, int64_t d, T scale, T* scores) {
-  T sum[N][kParts] = {};
+template <int N, class T, class W = Wide<T>>
+HYBRIDPAR_INLINE void products(const W* q, const T* keys, int64_t d, W scale, W* scores) {
+  W sum[N][kParts] = {};
   int64_t i = 0;
   for (; i + kParts <= d; i += kParts)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n)
 #pragma omp simd
-      for (int j = 0; j < kParts; ++j) sum[n][j] = multiply_add(q[i + j], keys[n * d + i + j], sum[n][j]);
+      for (int j = 0; j < kParts; ++j) sum[n][j] = multiply_add(q[i + j], wide(keys[n * d + i + j]), sum[n][j]);
   for (int n = 0; n < N; ++n) {
-    T* parts = sum[n];
-    for (int64_t j = 0; i + j < d; ++j) parts[j] = multiply_add(q[i + j], keys[n * d + i + j], parts[j]);
+    W* parts = sum[n];
+    for (int64_t j = 0; i + j < d; ++j) parts[j] = multiply_add(q[i + j], wide(keys[n * d + i + j]), parts[j]);
     scores[n] = sum_lanes<kParts / 2>(parts) * scale;
   }
 }
 
 // sum [d] += weights [N] values [N, d]
-template <int N, class T>
-HYBRIDPAR_INLINE void add_values(const T* weights, const T* values, int64_t d, T* sum) {
+template <int N, class T, class W = Wide<T>>
+HYBRIDPAR_INLINE void add_values(const W* weights, const T* values, int64_t d, W* sum) {
 #pragma omp simd
   for (int64_t i = 0; i < d; ++i) {
-    T total = sum[i];
+    W total = sum[i];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) total = multiply_add(weights[n], values[n * d + i], total);
+    for (int n = 0; n < N; ++n) total = multiply_add(weights[n], wide(values[n * d + i]), total);
     sum[i] = total;
   }
 }
 
+// Buffers of a thread, in the type of the arithmetic.
+template <class W>
+struct Scratch {
+  W *q, *sum;  // [d]
+  W* scores;  // [capacity]
+};
+
 template <class T>
-HYBRIDPAR_INLINE void attend(const Step<T>& p, const T* q, const T* keys, const T* values, int64_t count, T* scores,
+HYBRIDPAR_INLINE void attend(const Step<T>& p, const T* keys, const T* values, int64_t count, const Scratch<Wide<T>>& at,
                              T* out) {
+  using W = Wide<T>;
   const int64_t d = p.d;
+  W *scores = at.scores, *sum = at.sum;
   int64_t key = 0;
-  for (; key + kTogether <= count; key += kTogether) products<kTogether>(q, keys + key * d, d, p.scale, scores + key);
-  for (; key < count; ++key) products<1>(q, keys + key * d, d, p.scale, scores + key);
+  for (; key + kTogether <= count; key += kTogether)
+    products<kTogether, T>(at.q, keys + key * d, d, p.scale, scores + key);
+  for (; key < count; ++key) products<1, T>(at.q, keys + key * d, d, p.scale, scores + key);
   if (p.softcap) {
-    const T softcap = p.softcap, turns = T(2) / softcap;
+    const W softcap = p.softcap, turns = W(2) / softcap;
     each(count, [=](int64_t j, int) {
       const auto half = sigmoid(scores[j] * turns);
       scores[j] = softcap * (half.value - half.rest);
     });
   }
-  T tops[kLanes], totals[kLanes] = {};
-  std::fill_n(tops, kLanes, std::numeric_limits<T>::lowest());
+  W tops[kLanes], totals[kLanes] = {};
+  std::fill_n(tops, kLanes, std::numeric_limits<W>::lowest());
   each(count, [&](int64_t j, int lane) { tops[lane] = scores[j] > tops[lane] ? scores[j] : tops[lane]; });
-  const T top = max_lanes(tops);
+  const W top = max_lanes(tops);
   each(count, [&](int64_t j, int lane) {
     scores[j] = exponential(scores[j] - top);
     totals[lane] += scores[j];
   });
-  const T factor = T(1) / sum_lanes(totals);
-  std::fill_n(out, d, T(0));
-  for (key = 0; key + kTogether <= count; key += kTogether) add_values<kTogether>(scores + key, values + key * d, d, out);
-  for (; key < count; ++key) add_values<1>(scores + key, values + key * d, d, out);
-  for (int64_t i = 0; i < d; ++i) out[i] *= factor;
+  const W factor = W(1) / sum_lanes(totals);
+  std::fill_n(sum, d, W(0));
+  for (key = 0; key + kTogether <= count; key += kTogether)
+    add_values<kTogether, T>(scores + key, values + key * d, d, sum);
+  for (; key < count; ++key) add_values<1, T>(scores + key, values + key * d, d, sum);
+  for (int64_t i = 0; i < d; ++i) out[i] = narrow<T>(sum[i] * factor);
 }
 
 // begin, end: pairs of a text and a group
 template <class T>
 HYBRIDPAR_INLINE void next_any(const Step<T>& p, int64_t begin, int64_t end) {
   const int64_t d = p.d;
-  std::vector<T> buffer(static_cast<size_t>(d + p.capacity));
-  T *q = buffer.data(), *scores = q + d;
+  std::vector<Wide<T>> buffer(static_cast<size_t>(2 * d + p.capacity));
+  const Scratch<Wide<T>> at{buffer.data(), buffer.data() + d, buffer.data() + 2 * d};
   for (int64_t pair = begin; pair < end; ++pair) {
     const int64_t text = pair / p.groups, g = pair % p.groups, position = p.position[text], queries = p.queries[g];
     const T* from = p.qkv + text * p.rows + p.slot[g] * d;
@@ -113,8 +124,8 @@ HYBRIDPAR_INLINE void next_any(const Step<T>& p, int64_t begin, int64_t end) {
     std::copy_n(from + (queries + 1) * d, d, values + position * d);
     const int64_t first = p.window ? std::max<int64_t>(0, position - p.window + 1) : 0;
     for (int64_t n = 0; n < queries; ++n) {
-      turn(p, text, from + n * d, q);
-      attend(p, q, keys + first * d, values + first * d, position + 1 - first, scores,
+      turn(p, text, from + n * d, at.q);
+      attend(p, keys + first * d, values + first * d, position + 1 - first, at,
              p.out + (text * p.heads + p.head[g] + n) * d);
     }
   }
@@ -128,6 +139,7 @@ namespace {
   HYBRIDPAR_CLONES void next_pairs(const Step<T>& p, int64_t begin, int64_t end) { next_any(p, begin, end); }
 HYBRIDPAR_NEXT_TOKEN(float)
 HYBRIDPAR_NEXT_TOKEN(double)
+HYBRIDPAR_NEXT_TOKEN(BFloat16)
 }  // namespace
 }  // namespace numbers
 
@@ -175,20 +187,21 @@ Tensor next_token_attention(const Tensor& qkv, const Tensor& keys, const Tensor&
   Tensor out = make({texts, 1, heads * d}, qkv.scalar_type());
   const auto run = [&](auto element) {
     using T = decltype(element);
-    std::map<int64_t, std::shared_ptr<const RotaryTable<T>>> tables;
-    std::vector<const T*> cos(texts), sin(texts);
+    using W = Wide<T>;
+    std::map<int64_t, std::shared_ptr<const RotaryTable<W>>> tables;
+    std::vector<const W*> cos(texts), sin(texts);
     if (half) {
       const std::vector<double> frequencies = pair_frequencies(base, given, half);
       for (int64_t text = 0; text < texts; ++text) {
         auto& block = tables[position[text] / kPositions];
-        if (!block) block = rotary_table<T>(frequencies, magnitude, position[text] / kPositions);
+        if (!block) block = rotary_table<W>(frequencies, magnitude, position[text] / kPositions);
         cos[text] = block->cos.data() + position[text] % kPositions * half;
         sin[text] = block->sin.data() + position[text] % kPositions * half;
       }
     }
     const Step<T> p{data<T>(qkv), data<T>(keys), data<T>(values), data<T>(out), position.data(), cos.data(), sin.data(),
                     queries.data(), slot.data(), head.data(), groups, rows, capacity, heads, d, half, window,
-                    static_cast<T>(scale), static_cast<T>(softcap)};
+                    static_cast<W>(scale), static_cast<W>(softcap)};
     const int64_t longest = *std::max_element(position.begin(), position.end()) + 1;
     const int64_t work = 2 * longest * d * (heads / groups);
     torch::stable::parallel_for(0, texts * groups, std::max<int64_t>(1, 2 * kGrain / work), [&](int64_t begin, int64_t end) {
@@ -198,8 +211,10 @@ Tensor next_token_attention(const Tensor& qkv, const Tensor& keys, const Tensor&
   if (texts == 0 || groups == 0) return out;
   if (qkv.scalar_type() == ScalarType::Float) {
     run(float());
+  } else if (qkv.scalar_type() == ScalarType::BFloat16) {
+    run(BFloat16());
   } else {
-    STD_TORCH_CHECK(qkv.scalar_type() == ScalarType::Double, op, ": qkv must be float32 or float64");
+    STD_TORCH_CHECK(qkv.scalar_type() == ScalarType::Double, op, ": qkv must be float32, bfloat16 or float64");
     run(double());
   }
   return out;

@@ -16,6 +16,8 @@ from hybridpar.nn.placement import named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.runtime.stage import Stage
 
+_CPU = torch.device("cpu")
+
 
 def whole_model(
     model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
@@ -37,17 +39,20 @@ def whole_model(
 
 
 def load_stage(
-    full: FullWeights, tp: Axis, numbers: range, dtype: torch.dtype = torch.float32
+    full: FullWeights,
+    tp: Axis,
+    numbers: range,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _CPU,
 ) -> Stage:
-    """Return some blocks of a checkpoint's model, with this tp rank's shards of the weights, on
-    the CPU.
+    """Return some blocks of a checkpoint's model, with this tp rank's shards of the weights.
 
     Reads only these, one parameter at a time.
 
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=dtype))
+    stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device=device, dtype=dtype))
     with torch.no_grad():
         for name, parameter, place in named_placements(stage):
             parameter.copy_(full.read_part(ParameterSlot(name, place, {"tp": tp.rank})))

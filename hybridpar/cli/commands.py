@@ -23,7 +23,7 @@ from hybridpar.cli.planning import Plan, Profile
 from hybridpar.cli.proving import Conform, Replay, Verify
 from hybridpar.cli.simulating import Simulate
 from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within, as_utf8
-from hybridpar.config import Launch, Size
+from hybridpar.config import Launch, Size, TrainConfig
 from hybridpar.cores import shared_cores
 from hybridpar.errors import config_error
 
@@ -169,6 +169,8 @@ class Generate:
     """Seed of the sampling. Equal seeds give equal texts."""
     threads: Threads = 0
     """CPU threads of each process. 0 (default): all cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs if every process on a machine can have its own, else CPUs."""
     ranks: Ranks = 0
     """Number of processes to start on this machine. 0 (default): run as one process, or as the rank
     that torchrun started."""
@@ -206,7 +208,8 @@ class Generate:
         speaks = launch.rank == 0
         texts = [""] * len(prompts)
         live = speaks and len(prompts) == 1 and not self.json
-        with on_grid(self.checkpoint, self.tp, self.pp, self.threads, launch) as generator:
+        settings = TrainConfig(threads=self.threads, device=self.device)
+        with on_grid(self.checkpoint, self.tp, self.pp, settings, launch) as generator:
             if live:
                 print("" if self.chat else prompts[0], end="", flush=True)
             for i, piece in generator.generate_all(prompts, sampling, chat=self.chat):

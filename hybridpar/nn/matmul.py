@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from hybridpar.cpu import cpu_fields
 from hybridpar.nn.binding import GradientConsumer
 from hybridpar.ops import few_rows_linear
+from hybridpar.ops.generation import MOST_ROWS
 
 ONEDNN_BLOCK = 2**22
 """Elements of a weight's gradient that oneDNN computes at a time, before they are added: 16 MiB,
@@ -37,6 +38,10 @@ blocks 169."""
 ADD_BLOCK = 2**18
 """Elements of another type that are added at a time on a CPU, where torch first copies all of them
 to the sum's type: 16 million of bfloat16 take 64 MiB more, in blocks 1 MiB."""
+
+
+_GENERATED = (torch.float32, torch.bfloat16)
+"""Types of which products of a few rows have a kernel that is faster than torch's."""
 
 
 class Product(NamedTuple):
@@ -94,10 +99,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(
             weight.dtype
         )
+    if x.dim() == 3 and x.shape[1] == 1 and len(x) <= MOST_ROWS and x.dtype in _GENERATED:
+        return few_rows_linear(x, weight, bias)  # a token of each text is generated
     if _is_large(x, weight.shape[0], _onednn().product):
         return _by_onednn(x, weight, bias)
-    if x.dim() == 3 and x.shape[1] == 1 and x.dtype == torch.float32:  # generation
-        return few_rows_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -153,7 +153,7 @@ def train(
             and data.tokenizer is not None
             and not outcome.stopped_by
         ):
-            _sample(config, reporter, outcome.loss)
+            _sample(config, place.device, reporter, outcome.loss)
     return outcome
 
 
@@ -396,14 +396,20 @@ def _introduce(
         )
 
 
-def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
-    """Generate text from the saved checkpoint; show little of it if the last `loss` is high."""
+def _sample(config: Config, device: torch.device, reporter: Reporter, loss: float | None) -> None:
+    """Generate text from the saved checkpoint; show little of it if the last `loss` is high.
+
+    A GPU that is too small for a model that the ranks had in parts leaves it to the CPU.
+    """
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
-        generator = Generator.load(folder, reporter.say)
         sampling = replace(Sampling(), temperature=_SAMPLE_TEMPERATURE, seed=config.train.seed)
-        text = prompt + "".join(generator.generate(prompt, sampling))
+        try:
+            text = _generate(folder, prompt, sampling, reporter, device)
+        except torch.OutOfMemoryError:
+            reporter.say(f"{device} has no room for the whole model: the CPU writes the sample")
+            text = _generate(folder, prompt, sampling, reporter, torch.device("cpu"))
         (folder / "sample.txt").write_text(text, encoding="utf-8")
     except Exception as error:  # a failed sample must not fail the run
         reporter.say(f"no sample.txt: {in_a_line(error)}")
@@ -417,3 +423,11 @@ def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
         )
     else:
         reporter.say(f"{folder / 'sample.txt'}:\n{text}")
+
+
+def _generate(
+    folder: Path, prompt: str, sampling: Sampling, reporter: Reporter, device: torch.device
+) -> str:
+    """Return a prompt and its continuation by the newest checkpoint of a run."""
+    generator = Generator.load(folder, reporter.say, device=device)
+    return prompt + "".join(generator.generate(prompt, sampling))

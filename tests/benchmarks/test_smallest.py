@@ -34,7 +34,9 @@ QUICK = {
 """Flags of the smallest form of each benchmark; these take less than a second."""
 SLOW = {
     "host_optimizer": "--rounds 1 --shapes tiny --threads 1",
-    "generate": "--rounds 1 --models tiny --threads 1 --batches 1 --tokens 4",
+    "generate": (
+        "--rounds 1 --models tiny --dtypes fp32 --threads 1 --batches 2 --prompts 8 --tokens 4"
+    ),
     "budget": ("--rounds 1 --shapes curve host --schedules 1f1b --shares 1 --threads 1 --turns 1"),
     "checkpoint": "--rounds 1 --shapes tiny --steps 1 --load-rounds 1",
     "context_parallel": "--rounds 1 --shapes tiny --dtypes fp32",
@@ -42,6 +44,7 @@ SLOW = {
     "gpu_ops": "--device cpu --sizes tiny --rounds 2",
     "host_overlap": "--rounds 1 --batches 1",
     "kills": "--kills 1",
+    "large_import": "--shapes tiny",
     "link_peers": "--rounds 1 --shapes tiny --batches 1 --links wan=1000:1",
     "memory": "--shapes tiny --kinds gpt --schedules 1f1b --stages 2 --dtypes fp32",
     "memory_tools": "--shapes tiny --microbatches 1",

@@ -106,3 +106,46 @@ def test_misfits_are_refused() -> None:
         next_token_attention(qkv[..., :4], kept, kept.clone(), torch.tensor([0]), how)
     with pytest.raises(RuntimeError, match="weight must be"):
         torch.ops.hybridpar.few_rows_linear(torch.zeros(1, 3), torch.zeros(4, 2), None)
+
+
+@needs_native
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 4), (31, 5), (32, 4), (95, 70), (256, 103)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_few_rows_in_bfloat16_are_rounded_once(
+    inputs: int, outputs: int, biased: bool
+) -> None:
+    weight = normal(outputs, inputs, dtype=torch.bfloat16)
+    bias = normal(outputs, dtype=torch.bfloat16) if biased else None
+    for rows in (1, 2, 3, MOST_ROWS):
+        x = normal(rows, 1, inputs, dtype=torch.bfloat16)
+        found = few_rows_linear(x, weight, bias, backend="cpp")
+        exact = few_rows_linear(
+            x.double(), weight.double(), None if bias is None else bias.double(), backend="torch"
+        )
+        assert found.dtype == torch.bfloat16
+        # half a unit in the last of 8 bits; sums of float32 are a little off where terms cancel
+        torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
+        for row in range(rows):
+            alone = few_rows_linear(x[row : row + 1], weight, bias, backend="cpp")
+            assert torch.equal(alone, found[row : row + 1])
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}], ids=str)
+def test_attention_of_a_next_token_in_bfloat16(options: dict[str, Any]) -> None:
+    """As in float64, but for the kept key and value and the output, which have 8 bits."""
+    texts, groups, d = 3, (2, 3), 34
+    turn = RotarySettings(100.0, 20, "torch")
+    how = NextToken(groups, options.get("window", 0), 0.4, options.get("softcap", 0.0), turn)
+    qkv = normal(texts, 1, (sum(groups) + 2 * len(groups)) * d, dtype=torch.bfloat16)
+    keys = normal(texts, len(groups), 23, d, dtype=torch.bfloat16)
+    values = keys.flip(2).contiguous()
+    for positions in (torch.tensor([22]), torch.tensor([[0], [7], [21]])):
+        kept = keys.clone(), values.clone()
+        found = next_token_attention(qkv, *kept, positions, how, backend="cpp")
+        wide = keys.double(), values.double()
+        exact = next_token_attention(qkv.double(), *wide, positions, how, backend="torch")
+        assert found.dtype == torch.bfloat16
+        for one, other in zip(kept, wide, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)

@@ -209,8 +209,8 @@ TABLE = (
         _TRITON.check,
     ),
     *_rows("attention", "attention", others=(_HOPPER,)),
-    *_rows("next_token_attention", "generation", libraries=(replace(_CPP, dtypes=_ALL[:2]),)),
-    *_rows("few_rows_linear", "generation", libraries=(replace(_CPP, dtypes=_ALL[:2]),)),
+    *_rows("next_token_attention", "generation", libraries=(replace(_CPP, dtypes=_ALL[:3]),)),
+    *_rows("few_rows_linear", "generation", libraries=(replace(_CPP, dtypes=_ALL[:3]),)),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", libraries=(_CPP, _TRITON, _CUDA)),
     *_rows("dropout", "dropout"),
     *_rows(

@@ -41,7 +41,9 @@ class Decoder:
         self._capacity = 0
         self._layers = range(1, model.num_layers + 1)
         self._caches: dict[str, KeyValueCache] = {}
-        self._dtype = next(iter(stage.parameters())).dtype
+        weight = next(iter(stage.parameters()))
+        self.device = weight.device
+        self._dtype = weight.dtype
 
     def start(self, prompts: Sequence[Sequence[int]], room: int) -> Tensor | None:
         """Start with new texts, to each of which up to `room` tokens will be added.
@@ -101,7 +103,8 @@ class Decoder:
             cache.advance(longest)
         x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
         if x is not None:
-            x = x[torch.arange(len(x)), torch.tensor([len(text) - 1 for text in texts])][:, None]
+            last = torch.tensor([len(text) - 1 for text in texts], device=self.device)
+            x = x[torch.arange(len(x), device=self.device), last][:, None]
         return caches, self._logits(x)
 
     @torch.no_grad()
@@ -113,9 +116,11 @@ class Decoder:
         Shapes: returns [b, s, h].
         """
         pp = self.grid.pp
+        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         x = None
         if not pp.is_first:
-            x = torch.empty(*batch["tokens"].shape, self.model.hidden_size, dtype=self._dtype)
+            shape = (*batch["tokens"].shape, self.model.hidden_size)
+            x = torch.empty(shape, dtype=self._dtype, device=self.device)
             irecv(x, pp.rank - 1, pp).wait()
         for number, block in self.stage.blocks.items():
             if number in caches:

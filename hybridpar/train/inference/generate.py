@@ -27,8 +27,9 @@ from hybridpar.nn.matmul import by_float32
 from hybridpar.random import CounterBlock, random_bits, site
 from hybridpar.train.faults.errors import describe_failure
 from hybridpar.train.inference.decoder import Decoder
-from hybridpar.train.launching.launch import Job, set_threads
+from hybridpar.train.launching.launch import Job, choose_backend, choose_device, set_threads
 
+_CPU = torch.device("cpu")
 TOGETHER = 16
 """Number of prompts that are computed at once; further prompts wait."""
 
@@ -83,12 +84,15 @@ class Generator:
         self._ends = tokenizer.ends
         has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
         has_token[torch.from_numpy(tokenizer.holes)] = False
-        self._ids = has_token.nonzero().squeeze(1)
+        self._ids = has_token.nonzero().squeeze(1).to(decoder.device)
         self._has_holes = len(self._ids) < tokenizer.vocab_size
 
     @staticmethod
     def load(
-        path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None
+        path: str | Path,
+        say: Callable[[str], None],
+        grid: ProcessGrid | None = None,
+        device: torch.device = _CPU,
     ) -> Generator:
         """Load from a run folder (its newest valid checkpoint) or from a checkpoint in it.
 
@@ -96,6 +100,7 @@ class Generator:
 
         Args:
             grid: Grid of tp and pp. None: this process alone.
+            device: The device to generate on.
 
         Raises:
             CheckpointError: There is no checkpoint.
@@ -104,11 +109,13 @@ class Generator:
             DataError: The tokenizer is damaged.
         """
         return read_held(
-            path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid())
+            path,
+            say,
+            lambda folder: Generator._load(folder, str(path), grid or ProcessGrid(), device),
         )
 
     @staticmethod
-    def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
+    def _load(folder: Path, named: str, grid: ProcessGrid, device: torch.device) -> Generator:
         trained = read_manifest(folder).config
         if not trained.model.can_generate:
             rule = f"holds a {trained.model.kind}; only a GPT can generate text"
@@ -123,8 +130,8 @@ class Generator:
         loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
         numbers = inference_split(model, grid.pp.size)[grid.pp.rank]
-        dtype = inference_dtype(trained.train.dtype)
-        stage = load_stage(FullWeights(folder), grid.tp, numbers, dtype)
+        dtype = inference_dtype(trained.train.dtype, device)
+        stage = load_stage(FullWeights(folder), grid.tp, numbers, dtype, device)
         return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -198,13 +205,13 @@ class Generator:
         Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all ranks.
         """
         world = self.decoder.grid.world
-        chosen = torch.empty(len(texts), dtype=torch.int64)
+        device = self.decoder.device
+        chosen = torch.empty(len(texts), dtype=torch.int64, device=device)
         if logits is not None:
-            uniform = torch.zeros(len(texts), dtype=torch.float64)
+            numbers = [0.0] * len(texts)
             if sampling.temperature > 0:
-                uniform = torch.tensor(
-                    [_uniform(text.key, position) for text in texts], dtype=torch.float64
-                )
+                numbers = [_uniform(text.key, position) for text in texts]
+            uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
             if sampling.repetition_penalty != 1:
                 logits = penalized(
                     logits, [text.tokens for text in texts], sampling.repetition_penalty
@@ -247,12 +254,14 @@ class _Text:
 
 
 @contextmanager
-def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterator[Generator]:
+def on_grid(
+    path: str, tp: int, pp: int, settings: TrainConfig, launch: Launch
+) -> Iterator[Generator]:
     """Create a Generator on a grid of this job's tp * pp processes, and close the group on exit.
 
     Args:
         path: As for Generator.load.
-        threads: As for set_threads.
+        settings: Threads and device of the processes.
 
     Collectives: to be called by all processes.
     Raises: as Generator.load, on all processes alike; RankError if this one fails.
@@ -261,14 +270,16 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    set_threads(threads, launch)
+    set_threads(settings.threads, launch)
     job = Job.connect(launch)
+    device = choose_device(settings, launch, job.gather)
+    backend = choose_backend(settings, device)
     with ExitStack() as held:  # rank 0 protects the checkpoint until all ranks have loaded it
         folder = job.decide(lambda: str(held.enter_context(hold_found(path, say)).folder))
-        job.require_addresses("gloo")
-        job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
+        job.require_addresses(backend)
+        job.start_group(device, backend, settings.timeout_s)
         grid = ProcessGrid(tp=tp, pp=pp)
-        generator = job.together(lambda: Generator.load(folder, say, grid))
+        generator = job.together(lambda: Generator.load(folder, say, grid, device))
     assert generator is not None
     try:
         yield generator
@@ -352,12 +363,12 @@ class StopWatch:
         return held
 
 
-def inference_dtype(name: str) -> torch.dtype:
-    """Return the type that a run of train.dtype `name` generates in on this CPU: the run's, or fp32
-    where the CPU computes with it in fp32 anyway, and would convert every weight for every token.
+def inference_dtype(name: str, device: torch.device = _CPU) -> torch.dtype:
+    """Return the type that a run of train.dtype `name` generates in: the run's, or fp32 on a CPU
+    that computes with it in fp32 anyway, and would convert every weight for every token.
     """
     dtype = DTYPES[name]
-    return torch.float32 if by_float32(torch.empty(0, dtype=dtype)) else dtype
+    return torch.float32 if by_float32(torch.empty(0, dtype=dtype, device=device)) else dtype
 
 
 def penalized(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
@@ -383,10 +394,9 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     Source of top_p: arXiv 1904.09751.
     """
     # the sum of finite logits is finite, and one pass, where isfinite() is several
-    if not logits.sum(-1).isfinite().all():
-        return torch.full((len(logits),), -1)
+    is_finite = logits.sum(-1).isfinite().all()
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).where(is_finite, -1)
     scores, tokens = logits.topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
     p = torch.softmax((scores - scores[:, :1]).double() / sampling.temperature, -1)
     if sampling.top_p < 1:
@@ -394,7 +404,8 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     tokens, order = tokens.sort(-1)
     total = p.gather(-1, order).cumsum(-1)
     at = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)
-    return tokens.gather(-1, at).squeeze(-1)
+    at = at.clamp(max=tokens.shape[-1] - 1)  # beyond the end if a logit is not finite
+    return tokens.gather(-1, at).squeeze(-1).where(is_finite, -1)
 
 
 def _uniform(key: tuple[int, int, int, int], position: int) -> float:

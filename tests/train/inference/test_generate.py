@@ -17,17 +17,21 @@ import torch
 from checkpoint.exchange import make_theirs
 from data import foreign
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from train.forked import supervised
 from train.runs import run_job, write_config
 
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.cli import main
-from hybridpar.config import Launch, from_mapping, load_toml
+from hybridpar.config import Launch, ModelConfig, from_mapping, load_toml
 from hybridpar.data import Tokenizer, train_tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, DataError
-from hybridpar.grid import ProcessGrid
-from hybridpar.models.build import DTYPES
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.models.build import DTYPES, build_blocks
 from hybridpar.nn.matmul import by_float32
+from hybridpar.runtime.stage import Stage
+from hybridpar.train.inference.decoder import Decoder
 from hybridpar.train.inference.generate import (
     TOGETHER,
     Generator,
@@ -36,6 +40,7 @@ from hybridpar.train.inference.generate import (
     StopWatch,
     choose,
     inference_dtype,
+    penalized,
 )
 from hybridpar.train.job import train
 from hybridpar.train.launching import launch
@@ -537,3 +542,45 @@ def test_sampling_refuses_penalties_and_empty_stop_texts() -> None:
             Sampling(repetition_penalty=penalty)
     with pytest.raises(ConfigError, match="must have no empty text"):
         Sampling(stop=("a", ""))
+
+
+class OneDevice(TorchDispatchMode):
+    """Operators take tensors of one device, and only copies move them to another."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        devices = {x.device for x in found if x.dim()}
+        assert len(devices) < 2 or func is torch.ops.aten._to_copy.default, (func, devices)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary", "window", "grouped", "qk_norm"])
+def test_a_device_computes_all_of_a_token_without_a_wait_of_the_host(kind: str) -> None:
+    """On a device whose tensors have no values, so that reading one is an error."""
+    options: dict[str, Any] = {
+        "learned": {},
+        "rotary": {"position": "rotary"},
+        "window": {"position": "rotary", "window": 5},
+        "grouped": {"position": "rotary", "num_kv_heads": 2},
+        "qk_norm": {"position": "rotary", "qk_norm": "head"},
+    }[kind]
+    model = ModelConfig(
+        num_layers=2, hidden_size=32, num_heads=4, seq_length=16, vocab_size=40, **options
+    )
+    device = torch.device("meta")
+    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks), device=device)
+    decoder = Decoder(Stage(blocks), model, ProcessGrid())
+    with OneDevice():
+        logits = [decoder.start([[1, 2, 3], [4, 5, 6]], 13), decoder.go_on([7, 8])]
+        decoder.forget([0])
+        logits.append(decoder.go_on([9]))
+        logits.append(decoder.start([[1, 2, 3], [4]], 20))
+        logits += [decoder.go_on([7, 8]) for _ in range(14)]  # beyond the window
+        uniform = torch.empty(2, dtype=torch.float64, device=device)
+        likely = penalized(logits[-1], [[1, 2], [3]], 1.5)
+        chosen = [choose(likely, way, uniform) for way in (GREEDY, Sampling(top_p=0.9))]
+    assert [(one.device, one.shape) for one in chosen] == [(device, (2,))] * 2
+    for found in logits:
+        assert found is not None
+        assert found.device == device
+        assert found.shape[1] == 40
