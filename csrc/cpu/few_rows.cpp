@@ -1,8 +1,8 @@
 // x W^T + b for a few rows x, as when a token of each text is generated: the time that it takes to read W once.
-//
 // MKL and oneDNN read W in the order that suits many rows. A thread here reads several rows of W at once, each far apart, as
 // a core alone waits for memory between one page and the next. An element is the sum of kParts partial sums by position,
-// whatever the other rows, and the number of threads.
+// whatever the other rows, and the number of threads. Results of bfloat16 have other last bits where the CPU multiplies pairs
+// of it.
 
 #include "rows.h"
 
@@ -17,8 +17,8 @@ constexpr int64_t kMostRows = 16;
 
 template <class T>
 struct Product {
-  const Wide<T>* x;  // see Arranged
-  const T *weight, *bias;  // bias: may be null
+  const T *x, *weight, *bias;  // bias: may be null
+  const Wide<T>* arranged;  // see Arranged
   T* y;
   int64_t rows, depth, cols;
 };
@@ -71,10 +71,15 @@ HYBRIDPAR_INLINE void add_block(const float* x, const BFloat16* w, float* sum) {
   }
 }
 
+}  // namespace
+
+namespace numbers {
+namespace {
+
 template <int R, class T>
 HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col, int64_t step) {
   Wide<T> sum[R][kStreams][kParts] = {};
-  const Wide<T>* x = p.x + row * p.depth;
+  const Wide<T>* x = p.arranged + row * p.depth;
   const T* w = p.weight + col * p.depth;
   const int64_t apart = step * p.depth;
   int64_t k = 0;
@@ -86,7 +91,9 @@ HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col
       for (int r = 0; r < R; ++r) add_block(x + r * p.depth + k, w + c * apart + k, sum[r][c]);
     }
   }
+#pragma GCC unroll 4
   for (int c = 0; c < kStreams; ++c) {
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       Wide<T>* parts = sum[r][c];
       for (int64_t i = 0; k + i < p.depth; ++i)
@@ -99,30 +106,8 @@ HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col
   }
 }
 
-// All rows of y at columns col, col + step, .. (kStreams of them).
-template <class T>
-HYBRIDPAR_INLINE void columns(const Product<T>& p, int64_t col, int64_t step) {
-  int64_t row = 0;
-  for (; row + 4 <= p.rows; row += 4) dot_products<4>(p, row, col, step);
-  if (p.rows - row >= 2) {
-    dot_products<2>(p, row, col, step);
-    row += 2;
-  }
-  if (p.rows - row) dot_products<1>(p, row, col, step);
-}
+#include "few_rows_columns.h"
 
-// Columns [begin, end) of y, of which there are kStreams at least.
-template <class T>
-HYBRIDPAR_INLINE void few_rows_any(const Product<T>& p, int64_t begin, int64_t end) {
-  const int64_t step = (end - begin) / kStreams;
-  for (int64_t i = 0; i < step; ++i) columns(p, begin + i, step);
-  if (begin + kStreams * step < end) columns(p, end - kStreams, 1);  // what is left, and some of it again
-}
-
-}  // namespace
-
-namespace numbers {
-namespace {
 #define HYBRIDPAR_FEW_ROWS(T)                                                                   \
   HYBRIDPAR_CLONES void few_rows_columns(const Product<T>& p, int64_t begin, int64_t end) {     \
     few_rows_any(p, begin, end);                                                                \
@@ -132,7 +117,64 @@ HYBRIDPAR_FEW_ROWS(double)
 HYBRIDPAR_FEW_ROWS(BFloat16)
 }  // namespace
 }  // namespace numbers
+}  // namespace hybridpar
 
+#ifdef HYBRIDPAR_HAS_CLONES
+#include "vectors.h"
+
+namespace hybridpar::vectors {
+namespace {
+
+HYBRIDPAR_INLINE __m512bh load_pairs(const BFloat16* x, __mmask32 mask) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(mask, x);
+}
+
+// Pairs of bfloat16 by one instruction, which rounds otherwise than two multiply-adds of float.
+template <int R, class T>
+HYBRIDPAR_INLINE void dot_products(const Product<T>& p, int64_t row, int64_t col, int64_t step) {
+  __m512 sum[R][kStreams];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < kStreams; ++c) sum[r][c] = _mm512_setzero_ps();
+  const T* x = p.x + row * p.depth;
+  const T* w = p.weight + col * p.depth;
+  const int64_t apart = step * p.depth;
+  for (int64_t k = 0; k < p.depth; k += kBlock<T>) {
+    const int64_t rest = p.depth - k;
+    const auto mask = static_cast<__mmask32>(rest < kBlock<T> ? (1u << rest) - 1 : 0xffffffffu);
+    __m512bh pairs[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) pairs[r] = load_pairs(x + r * p.depth + k, mask);
+#pragma GCC unroll 4
+    for (int c = 0; c < kStreams; ++c) {
+      __builtin_prefetch(ahead(w + c * apart + k));
+      const __m512bh factor = load_pairs(w + c * apart + k, mask);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], pairs[r], factor);
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < kStreams; ++c) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = col + c * step;
+      const float total = _mm512_reduce_add_ps(sum[r][c]);
+      p.y[(row + r) * p.cols + at] = narrow<T>(p.bias ? total + wide(p.bias[at]) : total);
+    }
+  }
+}
+
+#include "few_rows_columns.h"
+
+void few_rows_columns(const Product<BFloat16>& p, int64_t begin, int64_t end) { few_rows_any(p, begin, end); }
+
+}  // namespace
+}  // namespace hybridpar::vectors
+#include "vectors_end.h"
+#endif
+
+namespace hybridpar {
 namespace {
 
 // x [.., depth], weight [cols, depth], bias [cols] -> [.., cols]
@@ -155,11 +197,12 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight, const Optional& bi
   Tensor y = make(shape, x.scalar_type());
   const auto run = [&](auto element) {
     using T = decltype(element);
-    const Arranged<T> arranged(data<T>(x), rows, depth);
-    const Product<T> p{arranged, data<T>(weight), data<T>(bias), data<T>(y), rows, depth, cols};
+    const bool has_pairs = std::is_same_v<T, BFloat16> && has_fast_bfloat16();
+    const Arranged<T> arranged(data<T>(x), has_pairs ? 0 : rows, depth);
+    const Product<T> p{data<T>(x), data<T>(weight), data<T>(bias), arranged, data<T>(y), rows, depth, cols};
     const int64_t steps = cols / kStreams, grain = kGrain / std::max<int64_t>(1, depth * kStreams);
     torch::stable::parallel_for(0, steps, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-      numbers::few_rows_columns(p, begin * kStreams, end == steps ? cols : end * kStreams);
+      HYBRIDPAR_RUN(has_pairs, T, few_rows_columns, p, begin * kStreams, end == steps ? cols : end * kStreams);
     });
   };
   if (x.scalar_type() == ScalarType::Float) {
