@@ -74,8 +74,8 @@ class Preprocess:
     text_key: str = "text"
     """The field or column that holds a document's text."""
     format: Literal["text", "chat"] = "text"
-    """Kind of the records. chat: conversations in JSON lines or JSON, with "messages" or with
-    "prompt" and "answer"; --tokenizer must be set."""
+    """Kind of the records. chat: conversations in JSON lines, JSON, parquet or Arrow, with
+    "messages" or with "prompt" and "answer"; --tokenizer must be set."""
     chat_template: str = ""
     """chat: path of a chat template (jinja). Empty (default): the tokenizer's own."""
     output: str = "data"

@@ -11,7 +11,8 @@ chat_template.jinja), and rendered in jinja2's sandbox. Answers are the messages
 
 The second rule needs a template that writes the beginning of a conversation the same way however it
 continues. A template that does not, because it drops the reasoning of earlier answers, say, is
-refused. The template gets no clock: the same conversation is the same text every day.
+refused. So a conversation of n messages is rendered about n times. The template gets no clock: the
+same conversation is the same text every day.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class ChatTemplate:
             if message.get("role") != ASSISTANT:
                 continue
             before = self._render(messages[:number], tools, asks=True)
-            after = self._render(messages[: number + 1], tools, asks=False)
+            is_last = number + 1 == len(messages)
+            after = full if is_last else self._render(messages[: number + 1], tools, asks=False)
             if not (after.startswith(before) and full.startswith(after) and len(before) >= end):
                 raise DataError(
                     f"{self.name}: writes the conversation before message {number + 1} differently "

@@ -192,7 +192,7 @@ def read_parts(
     Args:
         bad: Told of records that cannot be read, such as ones without text under the file's
             `text_key`. None: the first one is an error.
-        text_from: Makes the text of a record of JSON; None: it is under the file's `text_key`.
+        text_from: Makes the text of a record; None: it is under the file's `text_key`.
 
     Raises:
         DataError: A file or record cannot be read, a file that the user named is empty, or there is
@@ -243,9 +243,9 @@ def _read(
     file: SourceFile, formats: set[str], bad: BadRecords, text_from: TextFrom | None
 ) -> Iterator[Sized]:
     """Yield the documents of a file, and add its format to `formats`."""
-    if file.selects_from and text_from is None:
+    if file.selects_from:
         formats.add("Arrow by indices")
-        yield from read_saved(file.path, file.selects_from, file.text_key, bad)
+        yield from read_saved(file.path, file.selects_from, file.text_key, bad, text_from)
         return
     found = detect_format(file.path, file.text_key)
     if found is None:

@@ -1,12 +1,17 @@
 import json
+import shutil
+from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hybridpar.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.data.chat import ChatDataset, Conversations
 from hybridpar.data.chat_template import ChatTemplate, marked_text, split_marks
+from hybridpar.data.corpus import read_parts, source_files
 from hybridpar.data.prepared import CorpusOptions, prepare
 from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
@@ -197,6 +202,48 @@ def test_labels_are_the_answers_and_their_ends(tmp_path, tokenizer):
         assert (ids == loaded.vocabulary[word]).sum() == text.count(word)
 
 
+def test_tables_hold_conversations_as_json_lines_do(tmp_path):
+    """Parquet, Arrow, and rows that `datasets` selected; a null is a key that a record lacks."""
+    records = [
+        {"messages": TURNS, "source": "a"},
+        pair("Hi", "Hello"),
+        {"messages": [*TURNS[:3], {"role": "assistant", "content": "So", "name": "x"}]},
+    ]
+    message = pa.struct(dict.fromkeys(("role", "content", "name"), pa.string()))
+    columns = {"messages": pa.list_(message)}
+    columns |= dict.fromkeys(("source", "prompt", "answer"), pa.string())
+    table = pa.table(
+        {key: pa.array([one.get(key) for one in records], kind) for key, kind in columns.items()}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name, rows in {"rows": table, "chosen": pa.table({"indices": [2, 0]})}.items():
+        with pa.ipc.new_stream(saved / f"{name}.arrow", rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=2)
+    state = {"_data_files": "rows", "_indices_data_files": "chosen"}
+    names = {key: [{"filename": f"{name}.arrow"}] for key, name in state.items()}
+    (saved / "state.json").write_text(json.dumps(names))
+    shows = template("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+
+    def texts(source):
+        files = source_files(source, "text")
+        parts = read_parts(files, text_from=partial(marked_text, template=shows))
+        return [part.text for part in parts]
+
+    expected = texts(write(tmp_path / "c.jsonl", records))
+    assert len(expected) == 3
+    assert '"So", "name": "x"}' in expected[2]
+    shutil.copy(saved / "rows.arrow", tmp_path / "b.arrow")
+    assert texts(tmp_path / "a.parquet") == texts(tmp_path / "b.arrow") == expected
+    assert texts(saved) == [expected[2], expected[0]]
+    pq.write_table(pa.table({"messages": [None, None]}), tmp_path / "empty.parquet")
+    with pytest.raises(
+        DataError, match=r"empty\.parquet, row 1 of parquet: must have \"messages\""
+    ):
+        texts(tmp_path / "empty.parquet")
+
+
 def test_cut_and_left_out_conversations_are_counted_and_named(tmp_path, tokenizer):
     records = [pair("a", "b"), pair("long " * 80, "b"), pair("c", "Bye " * 80), pair("d", "e")]
     made = prepared(write(tmp_path / "chat.jsonl", records), tmp_path, tokenizer)
@@ -338,7 +385,9 @@ def test_missing_templates_tokenizers_and_wrong_sources_are_named(tmp_path, toke
         open_data(config_of(tmp_path, "", source), quiet=True)
     table = tmp_path / "chat.csv"
     table.write_text("prompt,answer\na,b\n")
-    with pytest.raises(DataError, match="is CSV; conversations must be JSON lines or JSON"):
+    with pytest.raises(
+        DataError, match="is CSV; conversations must be JSON lines, JSON, parquet or Arrow"
+    ):
         open_data(config_of(tmp_path, tokenizer, table), quiet=True)
     found = [p.field for p in problems(config_of(tmp_path, tokenizer, "stdlib"), 1)]
     assert found == ["data.corpus"]

@@ -165,6 +165,8 @@ def mean_of(grid: dict[str, int], size: int, num_microbatches: int) -> float:
         ({"dp": 1, "pp": 2}, 1, 1),
         ({"dp": 1, "tp": 2}, 2, 1),
         ({"dp": 2, "pp": 2}, 1, 1),
+        ({"dp": 1, "tp": 2, "pp": 2}, 1, 1),
+        ({"dp": 1, "sites": 2}, 1, 1),
     ],
     ids=str,
 )

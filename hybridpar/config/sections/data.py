@@ -19,8 +19,8 @@ class DataConfig:
     """Sampling weight of each entry of `corpus`. Empty: sample all documents alike."""
     format: Literal["text", "chat"] = "text"
     """Kind of the records. text: documents, of which every token is learned. chat: conversations in
-    JSON lines or JSON, with "messages" or with "prompt" and "answer", one to a sample unless
-    `packing` says otherwise; the loss counts the answers alone."""
+    JSON lines, JSON, parquet or Arrow, with "messages" or with "prompt" and "answer", one to a
+    sample unless `packing` says otherwise; the loss counts the answers alone."""
     chat_template: str = ""
     """chat: path of a chat template (jinja). Empty: the tokenizer's own."""
     tokenizer: str = ""

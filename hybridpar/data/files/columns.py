@@ -1,5 +1,5 @@
-"""Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, read with
-pyarrow (the extra [data]).
+"""Text columns or whole rows of parquet and Arrow files, and folders of Hugging Face `datasets`,
+read with pyarrow (the extra [data]).
 
 Source: https://arrow.apache.org/docs/format/Columnar.html; state.json and dataset_dict.json as
 `datasets` writes them: state.json lists the Arrow files of its folder, dataset_dict.json the
@@ -51,10 +51,11 @@ def import_pyarrow(path: Path, what: str) -> Any:
 
 
 class Row(NamedTuple):
-    """A row's number, counted from 1, and its text as UTF-8 bytes; None for null."""
+    """A row's number, counted from 1, and its text as UTF-8 bytes, None for null; or all of it, by
+    the names of its columns."""
 
     number: int
-    text: bytes | None
+    value: Any
 
 
 class SavedDataset(NamedTuple):
@@ -67,8 +68,8 @@ class SavedDataset(NamedTuple):
     indices: list[Path]
 
 
-def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Row]:
-    """Yield the texts of a column.
+def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str | None) -> Iterator[Row]:
+    """Yield the texts of a column; without `text_key`, all of each row.
 
     Raises:
         DataError: The file is damaged, or has no such text column.
@@ -82,9 +83,9 @@ def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> It
                 yield Row(number, value.as_py())
 
 
-def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterator[Row]:
-    """Yield the texts of the rows that a file of indices selects, in its order; rows are counted
-    over all `files`.
+def read_selected(indices: Path, files: Sequence[Path], text_key: str | None) -> Iterator[Row]:
+    """Yield the texts of the rows that a file of indices selects, in its order, or all of these
+    rows; they are counted over all `files`.
 
     The files are memory-mapped, since rows come in any order.
 
@@ -173,17 +174,26 @@ def _kind_of(path: Path) -> str:
         return "Arrow" if file.read(len(_MAGIC)) == _MAGIC else "Arrow stream"
 
 
-def _parquet(file: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+def _parquet(file: BoundedReader, path: Path, kind: str, text_key: str | None) -> Iterator[Any]:
     import pyarrow.parquet
 
     opened = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+    if text_key is None:
+        for batch in opened.iter_batches(_ROWS, use_threads=False):
+            yield batch.to_struct_array()
+        return
     _check_column(opened.schema_arrow, path, kind, text_key)
     for batch in opened.iter_batches(_ROWS, columns=[text_key], use_threads=False):
         yield _as_bytes(batch.column(0))
 
 
-def _arrow(file: Any, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+def _arrow(file: Any, path: Path, kind: str, text_key: str | None) -> Iterator[Any]:
     schema, batches = _opened(file, kind)
+    if text_key is None:
+        for batch in batches:
+            batch.validate(full=True)
+            yield batch.to_struct_array()
+        return
     number = _check_column(schema, path, kind, text_key)
     for batch in batches:
         column = _as_bytes(batch.column(number))

@@ -98,31 +98,38 @@ def read_file(
             lines.
     """
     place = RecordPlace(path, found, text_key, bad, text_from)
-    if text_from is not None and found.kind not in ("JSON lines", "JSON"):
-        raise DataError(f"{path}: is {found}; conversations must be JSON lines or JSON")
+    if text_from is not None and found.kind in ("plain text", "CSV"):
+        raise DataError(
+            f"{path}: is {found}; conversations must be JSON lines, JSON, parquet or Arrow"
+        )
     if bad.skips and found.kind == "plain text" and not _is_all_text(place):
         return
     with _opened(path) as raw:
         if found.kind not in _READERS:
-            yield from _rows(read_columns(raw, path, found.kind, text_key), place)
+            yield from _rows(read_columns(raw, path, found.kind, place.column), place)
             return
         with _inflated(raw, path, found.compression) as stream:
             yield from _READERS[found.kind](stream, place)
 
 
 def read_saved(
-    indices: Path, files: Sequence[Path], text_key: str, bad: BadRecords
+    indices: Path,
+    files: Sequence[Path],
+    text_key: str,
+    bad: BadRecords,
+    text_from: TextFrom | None = None,
 ) -> Iterator[Sized]:
     """Yield the documents in the rows of Arrow `files` that a file of indices selects, in its
     order, in parts.
 
+    Args:
+        bad, text_from: See `read_file`.
+
     Raises:
         DataError: As for `read_file`.
     """
-    return _rows(
-        read_selected(indices, files, text_key),
-        RecordPlace(files[0].parent, Format("Arrow"), text_key, bad),
-    )
+    place = RecordPlace(files[0].parent, Format("Arrow"), text_key, bad, text_from)
+    return _rows(read_selected(indices, files, place.column), place)
 
 
 @contextmanager
@@ -149,12 +156,15 @@ def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.B
 
 
 def _rows(rows: Iterator[Row], place: RecordPlace) -> Iterator[Sized]:
-    """Yield the documents in the rows of a column."""
+    """Yield the documents in rows."""
     for number, value in rows:
         try:
-            if value is None:
+            if place.text_from is not None:
+                text = place.text_of(_without_nulls(value), number, "row")
+            elif value is None:
                 raise place.error(number, "is null, not text", "row")
-            text = value.decode()
+            else:
+                text = value.decode()
         except UnicodeDecodeError as error:
             what = (
                 f"byte 0x{error.object[error.start]:02x} is not UTF-8; a corpus must be UTF-8 text"
@@ -164,6 +174,14 @@ def _rows(rows: Iterator[Row], place: RecordPlace) -> Iterator[Sized]:
             place.bad.add(error)
         else:
             yield from _document(text, len(text))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a row as the JSON that it was made from: a table has a null for a key that only other
+    records have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _document(text: str, num_bytes: int) -> Iterator[Sized]:

@@ -30,6 +30,11 @@ class RecordPlace:
     bad: BadRecords
     text_from: TextFrom | None = None
 
+    @property
+    def column(self) -> str | None:
+        """The column of a table with the text; None: text is made from whole rows."""
+        return self.text_key if self.text_from is None else None
+
     def error(self, line: int, what: str, unit: str = "line") -> DataError:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
 
