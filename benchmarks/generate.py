@@ -38,7 +38,7 @@ LOGITS = {"fp32": 1e-4, "bf16": 4e-2}
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-2, or with `groups` a LLaMA with so many key heads."""
+    """A GPT-2, or with `groups` a model of `family` with so many key heads."""
 
     num_layers: int
     hidden: int
@@ -46,12 +46,14 @@ class Shape:
     vocab: int
     seq_length: int = 1024
     groups: int = 0
+    family: str = "llama"
 
 
 MODELS = {
     "small": Shape(4, 256, 8, 8192),
     "gpt2": Shape(12, 768, 12, 50257),
     "llama": Shape(12, 768, 12, 32000, groups=4),
+    "qwen3": Shape(4, 256, 8, 8192, groups=4, family="qwen3"),
     "tiny": Shape(2, 64, 4, 512),
 }
 
@@ -62,11 +64,13 @@ def build(shape: Shape, dtype: str, folder: Path) -> tuple[Generator, Any]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": shape.vocab, "bos_token_id": 0, "eos_token_id": None}
     if shape.groups:
-        config = transformers.LlamaConfig(
+        config = transformers.AutoConfig.for_model(
+            shape.family,
             hidden_size=shape.hidden,
             num_hidden_layers=shape.num_layers,
             num_attention_heads=shape.num_heads,
             num_key_value_heads=shape.groups,
+            head_dim=shape.hidden // shape.num_heads,
             intermediate_size=8 * shape.hidden // 3,
             max_position_embeddings=shape.seq_length,
             **sizes,
@@ -197,7 +201,9 @@ def measure(
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5, shapes=[])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["small", "gpt2", "llama"])
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["small", "gpt2", "llama", "qwen3"]
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="prompts at once")
     parser.add_argument("--prompts", nargs="+", type=int, default=[16, 512], help="their tokens")

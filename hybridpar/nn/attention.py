@@ -391,7 +391,10 @@ class ParallelAttention(ParallelModule):
             how = NextToken(
                 tuple(self.group_sizes), self.window or 0, self._scale, self.softcap, turn
             )
-            y = ops.next_token_attention(self.qkv(x), *cache.kept, tokens.positions, how)
+            qkv = self.qkv(x)
+            if self.qk_norm is not None:
+                self._norm_heads_of(qkv)
+            y = ops.next_token_attention(qkv, *cache.kept, tokens.positions, how)
             return self.out.without_bias(y), self.out.bias
         q, k, v = self._heads(x, turn, tokens)
         mask = AttentionMask(
@@ -435,9 +438,10 @@ class ParallelAttention(ParallelModule):
         self, x: Tensor, cache: KeyValueCache, key: RandomKey | None
     ) -> bool:
         """Whether a kernel attends from one new token of each text to the cache."""
-        is_plain = self.qk_norm is None and key is None and not self.context.is_split
+        is_plain = key is None and not self.context.is_split
+        can_norm = self.qk_norm is None or self.kv_index is None
         is_next = cache.kept is not None and x.shape[1] == 1
-        return is_plain and is_next and has_kernels(x, self.kernels.attention)
+        return is_plain and can_norm and is_next and has_kernels(x, self.kernels.attention)
 
     def _turn(
         self, x: HiddenStates, cache: KeyValueCache | None, sizes: Sequence[int] | None
@@ -488,6 +492,17 @@ class ParallelAttention(ParallelModule):
                 q = turn_heads(q, turn, tokens.positions)
                 k = turn_heads(k, turn, tokens.positions)
         return q, k, v
+
+    def _norm_heads_of(self, qkv: Tensor) -> None:
+        """Normalize the queries and keys of a new token of each text, in place; groups must have
+        equally many queries. Shapes: [b, 1, (n + 2 g) d]."""
+        b = len(qkv)
+        heads = qkv.view(b, len(self.group_sizes), -1, self.layout.head_dim)
+        q = heads[:, :, :-2]
+        k = heads[:, :, -2:-1]
+        normed_q, normed_k = self._normed(q.flatten(1, 2)[:, :, None], k)
+        q.copy_(normed_q.view(q.shape))
+        k.copy_(normed_k)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norms of queries and keys. Shapes: the same."""
