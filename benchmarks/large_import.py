@@ -168,7 +168,7 @@ def measure(name: str, args: Any) -> dict[str, Any]:
         "bytes": sum(sizes),
         "largest_tensor_bytes": max(sizes),
         **found,
-        "beyond_largest_bytes": beyond,
+        "gb_beyond_largest": round(beyond / 1e9, 3),
     }
 
 
@@ -176,7 +176,7 @@ def show(entry: dict[str, Any]) -> None:
     print(
         f"{entry['case']:<6} {entry['bytes'] / 1e9:6.2f} GB in {entry['seconds']:6.1f} s   "
         f"peak {entry['peak_bytes'] / 1e9:5.2f} GB: the largest tensor and "
-        f"{entry['beyond_largest_bytes'] / 1e9:5.2f} GB",
+        f"{entry['gb_beyond_largest']:5.2f} GB",
         flush=True,
     )
 
@@ -192,7 +192,10 @@ def main() -> None:
         (measure(name, args) for name in args.shapes),
         args,
         show=show,
-        meaning="peak_bytes: resident memory that the import added at most, mapped files included",
+        meaning=(
+            "peak_bytes: resident memory that the import added at most, mapped files included; "
+            "gb_beyond_largest: without the bytes of the largest tensor"
+        ),
         shapes=SHAPES,
     )
 

@@ -135,6 +135,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     ),
     "Memory": (
         Row(
+            "importing 16 GB of weights: GB taken beyond the largest tensor",
+            "large_import",
+            "cases/8B/gb_beyond_largest",
+            "large_import --shapes 8B",
+        ),
+        Row(
             "peak memory: predicted / measured - 1", "memory", "cases/.*/stages/.*/error", "memory"
         ),
         Row(
