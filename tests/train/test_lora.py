@@ -208,12 +208,13 @@ def test_adapters_start_on_a_base_and_full_training_goes_on_from_merged_ones(
         ("fp32", {"parallel": {"pp": 2, "dp": 1}, "pipeline": TWO_BW}),
         *(("bf16", {"parallel": {"dp": 2, "zero": zero}}) for zero in (3, 2, 1)),
         ("bf16", {"parallel": {"dp": 2, "zero": 1}, "pipeline": TWO_BW}),
+        ("bf16", {"parallel": {"tp": 2, "pp": 2, "dp": 1}, "pipeline": TWO_BW}),
     ],
     ids=str,
 )
 def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, sections: dict[str, Any]) -> None:
     config = make(LLAMA, train={"dtype": dtype}, **sections)
-    run_ranks(compare_stretches, 2, config, tmp_path)
+    run_ranks(compare_stretches, config.parallel.num_ranks, config, tmp_path)
 
 
 @pytest.mark.thorough(keep=1)
