@@ -53,8 +53,10 @@ divisor of the bound."""
 _LARGE = (50, 200)
 """Divisors of the bound: large blocks and boxes are at least bound / first, medium ones at least
 bound / second."""
-_ENOUGH = 1.005
-"""Arena size in multiples of the bound that is not improved any further."""
+_MANY = 20_000
+_ENOUGH = (1.005, 1.01)
+"""Arena size in multiples of the bound that is not improved any further; with more than `_MANY`
+blocks, whose every placement takes seconds, the second one."""
 
 
 class Block(NamedTuple):
@@ -193,13 +195,17 @@ def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> I
     """Return the offsets of the best candidate."""
     best, lowest = _swept(sizes, starts, stops, bound)
     for candidate in (_boxed, _ordered):
-        if lowest > _ENOUGH * bound:
+        if lowest > _enough(sizes) * bound:
             layout = candidate(sizes, starts, stops, bound, groups)
             top = int((layout + sizes).max())
             if top < lowest:
                 best = layout
                 lowest = top
     return best
+
+
+def _enough(sizes: Ints) -> float:
+    return _ENOUGH[len(sizes) > _MANY]
 
 
 def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -> Ints:
@@ -217,7 +223,7 @@ def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints) -
         np.lexsort((starts, -length, -sizes)),
     ]
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
-    return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound)
+    return search(orders, (sizes, starts, stops), rounds, _enough(sizes) * bound)
 
 
 def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
@@ -283,7 +289,7 @@ def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, in
     offsets[large], lowest = sweep.run(0, 0, True)
     for room in _ROOMS:
         for short, best_fit in _SWEEPS:
-            if lowest + rest <= _ENOUGH * bound or lowest <= least * room:
+            if lowest + rest <= _enough(sizes) * bound or lowest <= least * room:
                 break
             found, top = sweep.run(int(least * room), short, best_fit)
             if top < lowest:
