@@ -28,7 +28,7 @@ from hybridpar.models.build import Recomputation
 from hybridpar.optim import divides_all
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.ghost_state import StateFootprint, trace_state
-from hybridpar.prediction.walk import MemoryWalk, StageMemory, together
+from hybridpar.prediction.walk import MemoryWalk, RecordedWalk, StageMemory, together
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.passes.residency import Budget, Rooms, Tide, add_residency
@@ -156,7 +156,8 @@ class _Pipeline:
         allocating = None
         if state.pools:
             allocating = self._footprints(segments, replace(buffers, allocates_each_time=True))
-        return MemoryWalk(
+        make = RecordedWalk if self._is_recorded(rank) else MemoryWalk
+        return make(
             footprints,
             self.shape,
             state,
@@ -164,6 +165,28 @@ class _Pipeline:
             self._job.send_window,
             evaluates=evaluates,
         )
+
+    def _is_recorded(self, rank: int) -> bool:
+        """Return whether the rank's micro-batches run as CUDA graphs."""
+        return (
+            self._device.type == "cuda"
+            and self._config.train.cuda_graphs
+            and not self._job.segments(rank).is_divided
+            and not unsupported(self._job, rank)
+        )
+
+    def _num_batches(self, rank: int) -> int:
+        """Return the number of batches of the plan that reaches a rank's peak.
+
+        In a pipeline that drains, two long batches show every moment of the steady state: the
+        second one begins with the unfinished sends of the first, at most `send_window`, and the
+        first one ends with the receives of the second.
+        """
+        job = self._job
+        most = batches_to_peak(job)
+        moves = job.segments(rank).is_divided or self._config.memory.host_optimizer
+        is_long = self.shape.num_microbatches >= 2 * job.send_window
+        return min(most, 2) if job.schedule.flush and is_long and not moves else most
 
     def _buffers(self, rank: int) -> Buffers:
         job = self._job
@@ -208,9 +231,7 @@ class _Pipeline:
     def memory(self, rank: int) -> StageMemory:
         """Return the peak memory of a rank."""
         job = self._job
-        config = self._config
         schedule = job.schedule
-        parts = job.segments(rank)
         found_walk = self.walk(rank)
         state = found_walk.state
         actions = lower(
@@ -218,20 +239,13 @@ class _Pipeline:
             self.shape,
             rank,
             schedule.options.sync_steps,
-            batches_to_peak(job),
+            self._num_batches(rank),
             parts=state.division,
         )
         actions = add_residency(actions, state.pools)
         found = found_walk.peak(actions)
         each = [fp for of_stage in found_walk.footprints.values() for fp in of_stage]
         held = job.held(rank)
-        if (
-            self._device.type != "cuda"
-            or not config.train.cuda_graphs
-            or parts.is_divided
-            or unsupported(job, rank)
-        ):
-            found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 
     def _footprints(self, segments: Segments, buffers: Buffers) -> dict[int, list[Footprint]]:

@@ -117,9 +117,9 @@ class MemoryWalk:
         self._allocating = allocating or footprints
         self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
+        self._shape = shape
         self._last = shape.num_stages - 1
         self._num_frozen = shape.num_frozen
-        self.num_places = num_places(shape.num_ranks, shape.virtual_stages)
         self._items = FastTiers(state.pools)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # bytes of sends that have not been waited for
@@ -130,12 +130,6 @@ class MemoryWalk:
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=send_window)
         self.num_bytes = 0  # bytes at the peak
-        self.pool = self.beside = (
-            0  # bytes of one micro-batch in a CUDA graph, and bytes outside of graphs
-        )
-        # largest number of micro-batches in flight, by stage
-        self.at_once = defaultdict[int, int](int)
-        self._in_flight_on = defaultdict[int, int](int)
         self.most = StageMemory(
             state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, ""
         )
@@ -144,8 +138,7 @@ class MemoryWalk:
         """Process all actions; return the memory at the peak."""
         for action in actions:
             self.follow(action)
-        pools = sum(min(at_once, self.num_places) for at_once in self.at_once.values()) * self.pool
-        return replace(self.most, graphs=max(0, pools + self.beside - self.num_bytes))
+        return self.most
 
     def follow(self, action: Action) -> int:
         """Process an action; return the bytes besides the state that the rank holds meanwhile."""
@@ -172,7 +165,6 @@ class MemoryWalk:
         held = self._compare(action, fp, taken)
         if action.part == 0:
             self._in_flight += row.holds
-            self._in_flight_on[action.stage] += row.holds
         if kind in (Kind.B, Kind.W):
             self._factors.after_backward(action, fp)
         elif kind in (Kind.NORM, Kind.UPDATE):
@@ -250,10 +242,12 @@ class MemoryWalk:
         communication = (
             self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
         )
-        transient = self._transient(action, fp) + self._items.unsharded_bytes()
+        transient = self._transient(action, fp)
+        if self.state.pools:
+            transient += self._items.unsharded_bytes()
         if self._num_hosted:
             transient += self.state.hosting
-        self._compare_recorded(action, communication, transient)
+        self._note(action, communication, transient)
         held = activations + communication + transient
         if held > self.num_bytes:
             self.num_bytes = held
@@ -267,25 +261,8 @@ class MemoryWalk:
             )
         return held
 
-    def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
-        """Record the memory with CUDA graphs, in which each micro-batch slot has separate
-        memory."""
-        kept = (self._kept + self._inputs) // max(1, self._in_flight)
-        others = sum(max(0, number - self.num_places) for number in self._in_flight_on.values())
-        if action.kind is Kind.F:
-            others += self._in_flight_on[action.stage] >= self.num_places
-        if action.kind in COMPUTE:
-            self.at_once[action.stage] = max(
-                self.at_once[action.stage],
-                self._in_flight_on[action.stage] + (action.kind is Kind.F),
-            )
-            self.pool = max(self.pool, transient + (action.kind is not Kind.F) * kept)
-        self.beside = max(
-            self.beside,
-            others * kept
-            + communication
-            + (transient if others or action.kind not in COMPUTE else 0),
-        )
+    def _note(self, action: Action, communication: int, transient: int) -> None:
+        """Note what an action takes in addition to activations; for subclasses."""
 
     def _transient(self, action: Action, fp: Footprint) -> int:
         """Return the additional bytes of an action while it runs."""
@@ -338,3 +315,49 @@ class MemoryWalk:
             self._handed += before.message
         elif has_input:
             self._waiting[Kind.SEND_B] = fp.returning
+
+
+class RecordedWalk(MemoryWalk):
+    """A walk whose micro-batches are recorded as CUDA graphs: each slot of a micro-batch has
+    separate memory."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        shape = self._shape
+        self._num_places = num_places(shape.num_ranks, shape.virtual_stages)
+        self._pool = 0  # bytes of one micro-batch in a CUDA graph
+        self._outside = 0  # bytes outside of graphs
+        # largest number of micro-batches in flight, by stage
+        self._at_once = defaultdict[int, int](int)
+        self._in_flight_on = defaultdict[int, int](int)
+
+    def peak(self, actions: Iterable[Action]) -> StageMemory:
+        """Process all actions; return the memory at the peak."""
+        most = super().peak(actions)
+        slots = sum(min(at_once, self._num_places) for at_once in self._at_once.values())
+        return replace(most, graphs=max(0, slots * self._pool + self._outside - self.num_bytes))
+
+    def follow(self, action: Action) -> int:
+        """Process an action; return the bytes besides the state that the rank holds meanwhile."""
+        held = super().follow(action)
+        if action.part == 0:
+            self._in_flight_on[action.stage] += ACTION_SPECS[action.kind].holds
+        return held
+
+    def _note(self, action: Action, communication: int, transient: int) -> None:
+        kept = (self._kept + self._inputs) // max(1, self._in_flight)
+        others = sum(max(0, number - self._num_places) for number in self._in_flight_on.values())
+        if action.kind is Kind.F:
+            others += self._in_flight_on[action.stage] >= self._num_places
+        if action.kind in COMPUTE:
+            self._at_once[action.stage] = max(
+                self._at_once[action.stage],
+                self._in_flight_on[action.stage] + (action.kind is Kind.F),
+            )
+            self._pool = max(self._pool, transient + (action.kind is not Kind.F) * kept)
+        self._outside = max(
+            self._outside,
+            others * kept
+            + communication
+            + (transient if others or action.kind not in COMPUTE else 0),
+        )

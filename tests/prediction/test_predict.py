@@ -30,8 +30,8 @@ from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul, moe
 from hybridpar.prediction import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
-from hybridpar.prediction.predict import default_device
-from hybridpar.prediction.walk import MemoryWalk
+from hybridpar.prediction.predict import _Pipeline, default_device
+from hybridpar.prediction.walk import RecordedWalk
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape
 from hybridpar.schedules.simulate.send_window import min_send_window
@@ -88,7 +88,7 @@ NOTHING = Footprint(
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    walk = MemoryWalk({stage: [footprint]}, PipelineShape(p, m))
+    walk = RecordedWalk({stage: [footprint]}, PipelineShape(p, m))
     return walk.peak(lower(schedule, PipelineShape(p, m), stage, 0, 6))
 
 
@@ -121,6 +121,35 @@ def test_each_action_counts_on_top_of_what_is_there(schedule: str) -> None:
     assert forward.total == 7 + 1000 + 10 * forward.in_flight
     # the micro-batch that runs forward is not among those that keep anything yet
     assert forward.in_flight == SCHEDULES[schedule].max_live_activations(PipelineShape(4, 4), 1) - 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipeline"),
+    [
+        ("gpipe", {}),
+        ("1f1b", {"split_backward": True, "zero_bubble": True}),
+        ("interleaved", {}),
+        ("1f1b", {"stage_layout": "v", "activations": "half", "split_backward": True}),
+    ],
+)
+def test_two_long_batches_of_a_pipeline_that_drains_reach_the_peak(
+    schedule: str, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Footprints()
+    for m in (16, 24):
+        job = JobPlan(
+            make(
+                pp=4,
+                model={"num_layers": 8, "hidden_size": 32, "seq_length": 8, "vocab_size": 64},
+                pipeline={"schedule": schedule, "num_microbatches": m, **pipeline},
+                train={"num_steps": 10},
+            )
+        )
+        found = predict(job, trace=trace)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Pipeline, "_num_batches", lambda self, rank: 6)
+            assert predict(job, trace=trace) == found
+    assert _Pipeline(job, CPU, trace)._num_batches(0) == 2
 
 
 def sent(part: int, whole: int) -> dict[str, int]:
