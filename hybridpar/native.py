@@ -111,7 +111,7 @@ def _load_recorder() -> str | None:
             f"the extension {_RECORDER} was built for torch {module.torch_version}, and this is "
             f"{found}"
         )
-    if not hasattr(module.Observer, "resized"):
+    if not hasattr(module.Observer, "name_tensors"):
         return (
             f"the extension {_RECORDER} was built for another version of hybridpar; build it again"
         )

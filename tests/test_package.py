@@ -128,7 +128,7 @@ def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
     assert "was built for torch 2.0.0, and this is 2" in native._load_recorder.__wrapped__()
     module.torch_version = torch.__version__.partition("+")[0]
     assert "build it again" in native._load_recorder.__wrapped__()
-    module.Observer = SimpleNamespace(resized=None)
+    module.Observer = SimpleNamespace(name_tensors=None)
     assert native._load_recorder.__wrapped__().endswith(
         "cannot be used with this torch (another fallback is there)"
     )

@@ -33,6 +33,8 @@ PYBIND11_MODULE(_C_recorder, module) {
       .def("exit", &Observer::exit)
       .def("adopt", [](Observer& o, const std::string& name, const hybridpar::Tensors& t) { o.trace->adopt(name, t); })
       .def("resized", [](Observer& o, const std::string& n, const at::Tensor& t) { o.trace->resized(n, t); })
+      .def("name_tensors", [](Observer& o, const std::vector<std::string>& names,
+                              const hybridpar::Tensors& t) { o.trace->name_tensors(names, t); })
       .def("take", [](Observer& o) { return o.trace->take(); })
       .def("close", [](Observer& o) { o.trace->close(); });
 }

@@ -8,6 +8,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/COW.h>
 
+#include <algorithm>
 #include <ctime>
 
 namespace hybridpar {
@@ -15,13 +16,13 @@ namespace {
 
 const std::string kNone = "\"\"", kOther = "\"other\"";
 
-// Calls `visit` with each storage that takes memory.
+// Calls `visit` with each storage that takes memory, and the tensor that has it.
 template <typename Visit>
 void for_storages(const Tensors& tensors, const Visit& visit) {
   for (const auto& tensor : tensors) {
     if (tensor.layout() == c10::kStrided) {
       auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-      if (storage != nullptr && storage->nbytes() != 0 && !tensor.is_meta()) visit(storage);
+      if (storage != nullptr && storage->nbytes() != 0 && !tensor.is_meta()) visit(storage, tensor);
     } else if (tensor.layout() == c10::kSparse) {
       for_storages({tensor._indices(), tensor._values()}, visit);
     }
@@ -30,6 +31,15 @@ void for_storages(const Tensors& tensors, const Visit& visit) {
 
 c10::weak_intrusive_ptr<c10::StorageImpl> weak(c10::StorageImpl* storage) {
   return c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+}
+
+// The first byte of its storage that a tensor has, and the one after the last.
+std::pair<int64_t, int64_t> extent(const at::Tensor& tensor) {
+  const int64_t item = tensor.element_size(), start = tensor.storage_offset() * item;
+  if (tensor.numel() == 0) return {start, start};
+  int64_t last = 0;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  return {start, start + (last + 1) * item};
 }
 
 // Whether nobody asks who the owner of the memory is, as those do who share or copy it later, or wait for a GPU's copy.
@@ -91,26 +101,46 @@ Block& Trace::known(Storage storage, const std::string* op, int64_t time) {
   return found->second;
 }
 
-// Each block once.
-std::vector<Block*> Trace::blocks_of(const Tensors& tensors, const std::string* op, int64_t time) {
-  std::vector<Block*> found;
+// Each tensor once.
+std::vector<Accessed> Trace::accessed(const Tensors& tensors, const std::string* op, int64_t time) {
+  std::vector<Accessed> found;
   const auto mark = ++mark_;
-  for_storages(tensors, [&](Storage storage) {
+  for_storages(tensors, [&](Storage storage, const at::Tensor& tensor) {
     Block& block = known(storage, op, time);
-    if (block.mark != mark) found.push_back(&block);
+    bool is_in_parts = false;
+    const auto named = parts_.find(storage);
+    if (named != parts_.end()) {
+      auto& parts = named->second.parts;
+      const auto [start, stop] = extent(tensor);
+      auto part = std::upper_bound(parts.begin(), parts.end(), start,
+                                   [](int64_t place, const Part& other) { return place < other.stop; });
+      for (; part != parts.end() && part->start < stop; ++part) {
+        if (part->mark != mark) found.push_back({&block, &*part});
+        part->mark = mark;
+        is_in_parts = true;
+      }
+    }
+    if (is_in_parts) return;
+    if (block.mark != mark) found.push_back({&block, nullptr});
     block.mark = mark;
   });
   return found;
+}
+
+void Trace::note(What what, const Accessed& accessed, const std::string* op, int64_t time) {
+  const auto [block, part] = accessed;
+  const auto num_bytes = part == nullptr ? block->num_bytes : part->stop - part->start;
+  events_.push_back({what, layer, block->number, num_bytes, time, op, part == nullptr ? &kNone : part->name});
 }
 
 void Trace::access(const Access& access) {
   const std::lock_guard lock(mutex_);
   look_again();
   const auto time = now();
-  const auto reads = blocks_of(access.reads, access.op, time);
-  auto writes = blocks_of(access.writes, access.op, time);
+  const auto reads = accessed(access.reads, access.op, time);
+  auto writes = accessed(access.writes, access.op, time);
   std::vector<Storage> fresh;
-  for_storages(access.made, [&](Storage storage) {
+  for_storages(access.made, [&](Storage storage, const at::Tensor&) {
     auto found = blocks_.find(storage);
     if (found != blocks_.end()) return update(storage, found->second, access.op, time);
     for (auto* other : fresh) {
@@ -121,7 +151,7 @@ void Trace::access(const Access& access) {
   if (fresh.empty() && writes.empty() && !access.made.empty()) return;  // a view
   for (auto* storage : fresh) {
     Block& block = make(storage, access.op, time, &kNone);
-    if (!access.fresh) writes.push_back(&block);
+    if (!access.fresh) writes.push_back({&block, nullptr});
   }
   if (access.scratch != 0) {
     for (const auto what : {What::kMalloc, What::kWrite, What::kRead, What::kFree}) {
@@ -129,16 +159,16 @@ void Trace::access(const Access& access) {
     }
     ++next_;
   }
-  for (const auto* block : reads) note(What::kRead, *block, access.op, time, &kNone);
-  for (const auto* block : writes) note(What::kWrite, *block, access.op, time, &kNone);
+  for (const auto& one : reads) note(What::kRead, one, access.op, time);
+  for (const auto& one : writes) note(What::kWrite, one, access.op, time);
 }
 
 void Trace::move(const at::Tensor& old, const at::Tensor& made) {
   const std::lock_guard lock(mutex_);
   look_again();
   Storage from = nullptr, to = nullptr;
-  for_storages({old}, [&](Storage storage) { from = storage; });
-  for_storages({made}, [&](Storage storage) { to = storage; });
+  for_storages({old}, [&](Storage storage, const at::Tensor&) { from = storage; });
+  for_storages({made}, [&](Storage storage, const at::Tensor&) { to = storage; });
   if (from == nullptr || to == nullptr) return;
   Block block = known(from, &kNone, now());
   if (from == to) return;
@@ -153,7 +183,7 @@ void Trace::adopt(const std::string& name, const Tensors& tensors) {
   look_again();
   const auto time = now();
   const auto* kept = &*names_.insert(name).first;
-  for_storages(tensors, [&](Storage storage) {
+  for_storages(tensors, [&](Storage storage, const at::Tensor&) {
     auto found = blocks_.find(storage);
     if (found == blocks_.end()) {
       make(storage, &kNone, time, kept);
@@ -176,6 +206,19 @@ void Trace::resized(const std::string& name, const at::Tensor& tensor) {
   if (storage->nbytes() != 0) make(storage, &kNone, time, &*names_.insert(name).first);
 }
 
+void Trace::name_tensors(const std::vector<std::string>& names, const Tensors& tensors) {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto [start, stop] = extent(tensors[i]);
+    if (start == stop) continue;
+    auto* storage = tensors[i].unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    auto& parts = parts_.try_emplace(storage, Parts{weak(storage), {}}).first->second.parts;
+    const auto place = std::upper_bound(parts.begin(), parts.end(), start,
+                                        [](int64_t at, const Part& other) { return at < other.stop; });
+    parts.insert(place, {start, stop, &*names_.insert(names[i]).first, 0});
+  }
+}
+
 std::pair<size_t, std::string> Trace::take() {
   std::vector<Event> events;
   {
@@ -196,6 +239,7 @@ void Trace::close() {
   const std::lock_guard lock(mutex_);
   is_open_ = false;
   blocks_.clear();
+  parts_.clear();
   unwatched_.clear();
 }
 

@@ -34,6 +34,25 @@ struct Block {
   uint64_t mark;  // the list of blocks in which it was seen last
 };
 
+// A named tensor in a block: bytes [start, stop). `mark`: as in Block.
+struct Part {
+  int64_t start, stop;
+  const std::string* name;  // JSON
+  uint64_t mark;
+};
+
+// The named tensors of a storage, in the order of their places.
+struct Parts {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  std::vector<Part> parts;
+};
+
+// A tensor that an operator accesses: a part of a block, or all of it.
+struct Accessed {
+  const Block* block;
+  const Part* part;
+};
+
 // What an operator did. `scratch`: bytes that it took for itself. `fresh`: it writes nothing to what it makes.
 struct Access {
   const std::string* op;
@@ -55,6 +74,8 @@ class Trace : public std::enable_shared_from_this<Trace> {
   void adopt(const std::string& name, const Tensors& tensors);
   // The storage of `tensor` was emptied, or has memory again.
   void resized(const std::string& name, const at::Tensor& tensor);
+  // Contiguous tensors that divide blocks, with their names.
+  void name_tensors(const std::vector<std::string>& names, const Tensors& tensors);
   // The number of events since the last call, and these as a JSON list.
   std::pair<size_t, std::string> take();
   // Blocks are not watched any more.
@@ -70,7 +91,8 @@ class Trace : public std::enable_shared_from_this<Trace> {
   Block& make(Storage storage, const std::string* op, int64_t time, const std::string* name);
   Block& known(Storage storage, const std::string* op, int64_t time);
   void update(Storage storage, Block& block, const std::string* op, int64_t time);
-  std::vector<Block*> blocks_of(const Tensors& tensors, const std::string* op, int64_t time);
+  std::vector<Accessed> accessed(const Tensors& tensors, const std::string* op, int64_t time);
+  void note(What what, const Accessed& accessed, const std::string* op, int64_t time);
   void watch(Storage storage);
   void look_again();
   void ended(Storage storage);
@@ -83,6 +105,7 @@ class Trace : public std::enable_shared_from_this<Trace> {
   uint64_t mark_ = 0;
   std::vector<Event> events_;
   std::unordered_map<Storage, Block> blocks_;
+  std::unordered_map<Storage, Parts> parts_;
   std::vector<Storage> unwatched_;          // blocks whose end is asked for at every operator
   std::unordered_set<std::string> names_;   // to which events point
 };

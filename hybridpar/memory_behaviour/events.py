@@ -3,7 +3,9 @@
 malloc   a block is allocated           read     an operator reads it
 free     it is freed                    write    an operator writes it
 
-A block is the memory of one storage. Views share it, and making one is no access.
+A block is the memory of one storage. Views share it, and making one is no access. A block may hold
+several named tensors, such as the weights of a stage: an operator that reads or writes a part of the
+block accesses each tensor that the part overlaps.
 
 Source of the four behaviours: Li et al., ISPASS 2021, arXiv 2104.00258.
 """
@@ -37,11 +39,14 @@ class MemoryEvent(NamedTuple):
 
     Args:
         block: Number of the block, counted from 0 in the order in which blocks are first seen.
+        num_bytes: Bytes of the block; of a read or write of a named tensor, bytes of the tensor.
         op: Operator, such as "aten::mm"; "" for a block that existed before the trace, and for a
             free.
         time: Seconds since the trace began.
         layer: Number of the model's block that runs; -1 for none.
-        name: Purpose of a block that existed before the trace, such as "weights 0" or "batch".
+        name: Purpose of a block that existed before the trace, such as "weights 0" or "batch"; of a
+            read or write, the tensor in the block, such as
+            "weights/0/blocks.3.mlp.up.weight", or "" for the whole block.
     """
 
     what: What
@@ -116,13 +121,15 @@ class Category(str, Enum):
 
 
 class Access(NamedTuple):
-    """A read or a write. Units: seconds."""
+    """A read or a write of a tensor in a block; "": of the whole block. Units: seconds, bytes."""
 
     time: float
     writes: bool
     op: str
     action: str
     step: int
+    tensor: str
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -162,6 +169,18 @@ class Life:
             span.action,
             span.step,
         )
+
+    def intervals(self) -> Iterator[tuple[Access, Access]]:
+        """Yield the ends of the access intervals: two consecutive accesses of the same tensor.
+
+        What one operator reads and writes, it accesses at one time: that is no interval.
+        """
+        last: dict[str, Access] = {}
+        for access in self.accesses:
+            before = last.get(access.tensor)
+            if before is not None and access.time > before.time:
+                yield before, access
+            last[access.tensor] = access
 
     def end(self, event: MemoryEvent, span: Span) -> None:
         """End the life with a free."""
@@ -234,6 +253,14 @@ def lives(spans: Iterable[Span], steps: Container[int] | None = None) -> Iterato
                 yield life
             elif keeps:
                 living[event.block].accesses.append(
-                    Access(event.time, event.what is What.WRITE, event.op, span.action, span.step)
+                    Access(
+                        event.time,
+                        event.what is What.WRITE,
+                        event.op,
+                        span.action,
+                        span.step,
+                        event.name,
+                        event.num_bytes,
+                    )
                 )
     yield from living.values()

@@ -171,7 +171,7 @@ def _event(fields: Any, living: dict[int, int]) -> MemoryEvent:
         living[block] = num_bytes
     elif block not in living:
         raise ValueError(f"a {behaviour} of block {block}, which does not exist")
-    elif num_bytes != living[block]:
+    elif num_bytes > living[block] or (num_bytes < living[block] and not name):
         raise ValueError(f"block {block} has {living[block]} bytes first, then {num_bytes}")
     if what is What.FREE:
         del living[block]

@@ -103,6 +103,10 @@ class StateKind(ABC):
         """Return the tensors that use memory, at least as much as `tensors` ever needs."""
         return list(self.tensors().values())
 
+    def places(self) -> dict[str, Tensor]:
+        """Return the parameters' places in `memory`, by name, whatever they hold now."""
+        return self.tensors()
+
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         """Load tensors by key, without the kind's name. `versions`: versions of the weights, oldest
         first.

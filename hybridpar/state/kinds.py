@@ -69,6 +69,14 @@ class WeightVersions(StateKind):
             store.frozen.buffers, store.frozen.is_kept
         )
 
+    def places(self) -> dict[str, Tensor]:
+        store = self.holder.weights
+        return {
+            self.key(name, str(slot)): leaf
+            for slot, leaves in enumerate(store.leaves)
+            for name, leaf in leaves.items()
+        } | {self.key(name, "frozen"): leaf for name, leaf in store.frozen.leaves.items()}
+
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for version in versions:
             self.holder.weights.restore(version, Under(f"{version}/", tensors))
@@ -99,6 +107,14 @@ class WeightShares(WeightVersions):
             for shares in (*store.shares, *store.frozen.shares)
             for tensor in shares.buffer.tensors
         ]
+
+    def places(self) -> dict[str, Tensor]:
+        store = self.holder.weights
+        return {
+            self.key(name, str(slot)): view
+            for slot, shares in enumerate(store.shares)
+            for name, view in shares.views.items()
+        } | {self.key(name, "frozen"): view for name, view in store.frozen.shared().items()}
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         store = self.holder.weights
@@ -144,6 +160,10 @@ class Gradients(StateKind):
             for tensor in buffer.tensors
         ]
         return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
+
+    def places(self) -> dict[str, Tensor]:
+        shared = self.holder.shares[0].views if self.holder.shares else {}
+        return self.tensors() | {self.key(name, "shard"): view for name, view in shared.items()}
 
 
 def _kept(buffers: Iterable[Buffer], is_kept: Callable[[BufferUsage], bool]) -> list[Tensor]:

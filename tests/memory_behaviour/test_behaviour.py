@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from memory_behaviour.traces import Rank, random_spans
 
 from hybridpar.memory_behaviour.analysis import behaviour
+from hybridpar.memory_behaviour.analysis.account import examine
 from hybridpar.memory_behaviour.analysis.behaviour import Distribution, analyse
-from hybridpar.memory_behaviour.events import Category, MemoryEvent, Span, What, lives
+from hybridpar.memory_behaviour.events import Category, Header, MemoryEvent, Span, What, lives
 from hybridpar.schedules.pipeline_shape import PipelineShape
 
 M = What.MALLOC
@@ -104,6 +105,61 @@ def test_known_answers() -> None:
         3,
     )
     assert (found.num_steps, found.stable_from, found.num_events) == (1, None, 14)
+
+
+def test_intervals_of_tensors_in_a_block_by_hand() -> None:
+    """Two weights in one block. As one block it would have intervals of 1, 1, 2 and 1 s."""
+    accesses = [
+        (1.0, R, "a"),
+        (2.0, R, "b"),
+        (3.0, R, "a"),
+        (5.0, R, "a"),
+        (5.0, W, "a"),  # one operator
+        (5.0, W, "b"),
+        (6.0, R, "b"),
+    ]
+    bytes_of = {"a": 60, "b": 40}
+    spans = [
+        Span(1, "", 0.0, 0.0, [MemoryEvent(M, 0, 100, "", 0.0, name="weights 0")]),
+        Span(
+            1,
+            "F0@0v0",
+            0.5,
+            6.0,
+            [
+                MemoryEvent(what, 0, bytes_of[name], "aten::mm", time, name=name)
+                for time, what, name in accesses
+            ],
+        ),
+    ]
+    found = analyse(spans)
+    intervals = [
+        (one.after.tensor, one.before.time, one.after.time, one.after.num_bytes)
+        for one in found.intervals.outliers
+    ]
+    assert intervals == [
+        # seconds x bytes: 120, 120, 120, 40; the first of equals first
+        ("a", 1.0, 3.0, 60),
+        ("a", 3.0, 5.0, 60),
+        ("b", 2.0, 5.0, 40),
+        ("b", 5.0, 6.0, 40),
+    ]
+    assert found.intervals.distribution.count == 4
+    assert found.intervals.distribution.total == 2.0 + 2.0 + 3.0 + 1.0
+    # between: b; nothing, and in one operator nothing; a; nothing
+    assert (found.reuse.count, found.reuse.zeros, found.reuse.total) == (5, 3, 40 + 60)
+    assert found.breakdown[Category.WEIGHTS].reads == 5
+    account = examine(Header(), found, lambda: spans)
+    assert sorted((gap.tensor, gap.seconds, gap.num_bytes) for gap in account.gaps) == [
+        ("a", 2.0, 60),
+        ("a", 2.0, 60),
+        ("b", 1.0, 40),
+        ("b", 3.0, 40),
+    ]
+    assert [(one.tensor, one.seconds, one.median) for one in account.tensors] == [
+        ("a", [2.0, 2.0], 2.0),
+        ("b", [1.0, 3.0], 2.0),
+    ]
 
 
 def test_a_first_step_that_reaches_no_more_than_others_is_not_the_one_that_is_shown() -> None:

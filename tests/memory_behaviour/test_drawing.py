@@ -27,7 +27,7 @@ from hybridpar.memory_behaviour.pictures.drawing import (
     stacked,
 )
 from hybridpar.memory_behaviour.pictures.page import html_page, perfetto
-from hybridpar.memory_behaviour.pictures.sections import Section, _swaps, as_text
+from hybridpar.memory_behaviour.pictures.sections import Section, _swaps, _tensors, as_json, as_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -92,7 +92,7 @@ def test_every_picture_has_a_title_axes_with_units_and_a_legend(account: Account
         assert "time in milliseconds, from the beginning of step 2" in said[draw]
     assert "offset in the planned arena in MiB" in said[draw_blocks]
     assert "bytes in MiB" in said[draw_strip]
-    assert {"time between two accesses of a block", "bytes of the block"} <= set(
+    assert {"time between two accesses of a tensor", "bytes of the tensor"} <= set(
         said[draw_intervals]
     )
     counted = texts(draw_strip(account_of(trace(3), timed=False)).svg())
@@ -291,3 +291,36 @@ def test_shapes_of_small_blocks_are_bounded() -> None:
     ]
     path = "".join(drawing._merged(many))
     assert path.count("z") <= drawing._BOXES
+
+
+def test_text_page_and_picture_name_the_tensors_of_a_block() -> None:
+    """A stage's weights, all read in F and B: the larger the tensor, the earlier it is listed."""
+    names = [f"weights/0/blocks.{number}.w" for number in range(1, 11)]
+    sizes = {name: KIB * (number + 1) for number, name in enumerate(names)}
+    total = sum(sizes.values())
+
+    def read(start: float) -> list[MemoryEvent]:
+        return [
+            MemoryEvent(What.READ, 0, sizes[name], "aten::mm", start + i / 100, name=name)
+            for i, name in enumerate(names)
+        ]
+
+    spans = [
+        Span(1, "", 0.0, 0.0, [MemoryEvent(What.MALLOC, 0, total, "", 0.0, name="weights 0")]),
+        Span(1, "F0@0v0", 1.0, 2.0, read(1.0)),
+        Span(1, "B0@0v0", 3.0, 4.0, read(3.0)),
+    ]
+    account = account_of(spans)
+    assert [(one.tensor, one.num_bytes, one.longest) for one in account.tensors] == [
+        (name, sizes[name], pytest.approx(2.0)) for name in reversed(names)
+    ]
+    (section,) = _tensors(account)
+    assert [row[1] for row in section.rows[1:]] == names[::-1]
+    lines = as_text([section]).splitlines()
+    assert [line.split()[1] for line in lines[2:10]] == names[:1:-1]
+    assert lines[10] == "and 2 more, which memory.html (--output) lists"
+    page = html_page(account, [section])
+    assert all(page.count(name) == 2 for name in names), "in the table, and in the picture"
+    assert [one["tensor"] for one in as_json(account, [])["tensors"]] == names[::-1]
+    assert "10 intervals" in "".join(texts(draw_intervals(account).svg()))
+    assert account.behaviour.intervals.distribution.count == 10

@@ -92,6 +92,8 @@ def event(**fields: object) -> str:
         (event(what="malloc"), "block 0 is handed out twice"),
         (event(num_bytes=-8), "num_bytes must be a whole number of at least 0, not -8"),
         (event(num_bytes=9), "block 0 has 8 bytes first, then 9"),
+        (event(num_bytes=7), "block 0 has 8 bytes first, then 7"),
+        (event(num_bytes=9, name="weights/0/w"), "block 0 has 8 bytes first, then 9"),
         (event(time="soon"), "time must be a number of seconds, not 'soon'"),
         (event(time=float("inf")), "time must be"),
         (event(time=True), "time must be"),

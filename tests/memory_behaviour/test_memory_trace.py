@@ -3,6 +3,7 @@ the byte."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -344,6 +345,32 @@ def test_models_of_users_repeat_from_iteration_1_on_and_are_predicted(
     assert analyse(predicted).stable_from == 2  # steps count from 1, iterations from 0
     assert told(record(config(8), 3))[0] == told(predicted)[0]
     assert share < intermediates(predicted) < intermediates(predict_trace(config(64), steps=2)[1])
+
+
+def test_each_weight_gradient_and_moment_has_intervals_of_its_own() -> None:
+    """A step reads a weight in F0, B0, F1, B1 and UPDATE, and its gradient in B0, B1, NORM and
+    UPDATE: over two steps these are 9 and 7 intervals, and 1 of each moment."""
+    config = config_of(({}, {}, {"num_layers": 1, "tie_embeddings": False}, {}), 2)
+    predicted = predict_trace(config, steps=2)[1]
+    found = Counter(
+        after.tensor for life in lives(predicted) for _, after in life.intervals() if after.tensor
+    )
+    weight = "blocks.1.mlp.up.weight"
+    expected = {"weights/0/{}": 9, "gradients/0/{}": 7}
+    expected |= {"optimizer/{}.exp_avg": 1, "optimizer/{}.exp_avg_sq": 1}
+    assert {name: found[name.format(weight)] for name in expected} == expected
+    engine = Engine(JobPlan(config), ProcessGrid(), CPU)
+    parameters = engine.state.placements
+    assert set(found) == {name.format(parameter) for name in expected for parameter in parameters}
+    # flat buffers hold the parameters one after the other, each once
+    sizes = {
+        (event.name, event.num_bytes)
+        for span in predicted
+        for event in span.events
+        if event.name.startswith("weights/")
+    }
+    elements = sum(leaf.numel() for leaf in engine.state.weights.leaves[0].values())
+    assert sum(num_bytes for _, num_bytes in sizes) == 4 * elements
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -98,6 +98,75 @@ def test_events_of_an_operator(run: Callable[[Tensor, Tensor], Any], expected: l
     assert told(lambda: run(a, b), a, b) == expected
 
 
+def test_named_tensors_of_a_block() -> None:
+    flat = torch.zeros(16)
+    weight = flat[:8].view(2, 4)
+    bias = flat[8:12]  # 16 bytes of padding follow
+
+    def run() -> None:
+        with torch.no_grad():
+            bias + weight.t()[:, 0]
+            weight[:, 1:3].mul_(2)  # not contiguous
+            flat[6:10].add_(1)
+            flat.zero_()
+            flat[13:].fill_(3)
+            torch._foreach_mul_([bias, weight, bias[1:]], 2)
+
+    spans, recorder = recording()
+    recorder.adopt("weights 0", [flat])
+    recorder.name_tensors({"weights/0/bias": bias, "weights/0/weight": weight})
+    with recorder:
+        run()
+    recorder.close()
+    found = [
+        (e.what.value, e.op, e.name, e.num_bytes)
+        for e in events(spans)
+        if e.block == 0 and e.what is not What.MALLOC
+    ]
+    of_bias = "weights/0/bias", 16
+    of_weight = "weights/0/weight", 32
+    assert found == [
+        ("read", "aten::add", *of_bias),
+        ("read", "aten::add", *of_weight),
+        ("read", "aten::mul_", *of_weight),
+        ("write", "aten::mul_", *of_weight),
+        ("read", "aten::add_", *of_weight),
+        ("read", "aten::add_", *of_bias),
+        ("write", "aten::add_", *of_weight),
+        ("write", "aten::add_", *of_bias),
+        ("write", "aten::zero_", *of_weight),
+        ("write", "aten::zero_", *of_bias),
+        ("write", "aten::fill_", "", 64),
+        ("read", "aten::_foreach_mul_", *of_bias),
+        ("read", "aten::_foreach_mul_", *of_weight),
+        ("write", "aten::_foreach_mul_", *of_bias),
+        ("write", "aten::_foreach_mul_", *of_weight),
+    ]
+
+
+def test_tensors_keep_their_names_in_a_block_that_comes_back() -> None:
+    flat = torch.zeros(8)
+    spans, recorder = recording()
+    recorder.name_tensors({"a": flat[:4], "b": flat[4:]})
+    with recorder:
+        recorder.resized("weights 0", flat)
+        flat[4:].add_(1)
+        flat.untyped_storage().resize_(0)
+        recorder.resized("weights 0", flat)
+        flat.untyped_storage().resize_(32)
+        recorder.resized("weights 0", flat)
+        flat[:4].zero_()
+    recorder.close()
+    assert [(e.what.value, e.block, e.name) for e in events(spans)] == [
+        ("malloc", 0, "weights 0"),
+        ("read", 0, "b"),
+        ("write", 0, "b"),
+        ("free", 0, ""),
+        ("malloc", 1, "weights 0"),
+        ("write", 1, "a"),
+    ]
+
+
 def test_a_block_from_before_is_seen_at_its_first_access() -> None:
     a = x()
     spans, recorder = recording()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, permutations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +15,10 @@ from hybridpar.memory_behaviour.analysis.behaviour import Peak, analyse
 from hybridpar.memory_behaviour.analysis.swap import (
     LINKS,
     Link,
+    across,
     away_at_peak,
     feasible,
+    num_feasible,
     saved_at_peak,
     swappable,
 )
@@ -33,7 +37,7 @@ def life(block: int, num_bytes: int, *times: float) -> Life:
         times[0],
         "F0@0",
         1,
-        accesses=[Access(time, False, "aten::mm", "F0@0", 1) for time in times],
+        accesses=[Access(time, False, "aten::mm", "F0@0", 1, "", num_bytes) for time in times],
     )
 
 
@@ -63,6 +67,34 @@ def test_intervals_that_are_long_enough() -> None:
     assert [(s.life.block, s.start, s.end, s.num_bytes, s.spare) for s in swaps] == [
         (0, 0.0, 6.0, 4, 0.0),
         (0, 11.0, 18.0, 4, 1.0),
+    ]
+
+
+def test_intervals_are_counted_as_they_are_listed() -> None:
+    made = [life(0, 4, 0.0, 6.0, 11.0, 18.0), life(1, 0, 0.0, 100.0), life(2, 1, 3.0, 3.0, 4.4)]
+    gaps = [(b.time - a.time, b.num_bytes) for one in made for a, b in one.intervals()]
+    seconds, num_bytes = np.array(gaps, np.float64).T
+    for link in (SLOW, *LINKS.values()):
+        assert num_feasible(seconds, num_bytes, link) == len(feasible(made, link))
+    assert num_feasible(seconds, num_bytes, SLOW) == 2
+    for time in (3.0, 5.0, 11.0, 17.0):
+        peak = peak_at(time)
+        assert saved_at_peak(across(made, time), SLOW, peak) == saved_at_peak(made, SLOW, peak)
+
+
+def test_tensors_of_a_block_leave_alone() -> None:
+    accesses = [(0.0, "a"), (3.0, "b"), (6.0, "a"), (9.0, "b")]
+    flat = replace(
+        life(0, 6, 0.0),
+        accesses=[
+            Access(time, False, "aten::mm", "F0@0", 1, tensor, {"a": 4, "b": 2}[tensor])
+            for time, tensor in accesses
+        ],
+    )
+    # the block would need 9 s, and is accessed every 3
+    assert [(s.start, s.end, s.num_bytes, s.spare) for s in feasible([flat], SLOW)] == [
+        (0.0, 6.0, 4, 0.0),
+        (3.0, 9.0, 2, 3.0),
     ]
 
 

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 from hybridpar.errors import DataError
 from hybridpar.memory_behaviour.analysis.arena import Arena, blocks_of, plan
-from hybridpar.memory_behaviour.analysis.behaviour import Behaviour
+from hybridpar.memory_behaviour.analysis.behaviour import Behaviour, Peak
 from hybridpar.memory_behaviour.analysis.excerpt import Level, excerpt, levels
 from hybridpar.memory_behaviour.analysis.fragmentation import Usage, replay
-from hybridpar.memory_behaviour.analysis.swap import LINKS, feasible, saved_at_peak
+from hybridpar.memory_behaviour.analysis.swap import LINKS, across, num_feasible, saved_at_peak
 from hybridpar.memory_behaviour.events import Category, Header, Life, Span, What, lives
 from hybridpar.prediction.knobs import Saving, sorted_savings
 from hybridpar.schedules.draw.svg import FORWARDS
 
 
 class Gap(NamedTuple):
-    """Time between two consecutive accesses of a block, by two operators (see behaviour.py)."""
+    """Time between two consecutive accesses of a tensor, by two operators (Life.intervals).
+
+    `tensor`: its name in the block; "" if the block is one tensor.
+    """
 
     seconds: float
     num_bytes: int
     category: Category
+    tensor: str
+
+
+@dataclass(frozen=True)
+class TensorIntervals:
+    """Access intervals of a named tensor, the shortest first. Units: bytes, seconds."""
+
+    category: Category
+    tensor: str
+    num_bytes: int
+    seconds: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def longest(self) -> float:
+        return self.seconds[-1]
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """Number of intervals in which a block could be swapped out over a link and back in time, and
+    """Number of intervals in which a tensor could be swapped out over a link and back in time, and
     bytes saved at the peak."""
 
     link: str
@@ -83,6 +108,17 @@ class Account:
         return f"{which} of {self.behaviour.num_steps} {source}"
 
     @property
+    def tensors(self) -> list[TensorIntervals]:
+        """Access intervals of each named tensor; first the ones whose longest interval times bytes
+        is the largest."""
+        found: dict[tuple[Category, str, int], list[float]] = defaultdict(list)
+        for gap in self.gaps:
+            if gap.tensor:
+                found[gap.category, gap.tensor, gap.num_bytes].append(gap.seconds)
+        tensors = [TensorIntervals(*key, sorted(seconds)) for key, seconds in found.items()]
+        return sorted(tensors, key=lambda one: (-one.longest * one.num_bytes, one.tensor))
+
+    @property
     def start(self) -> float:
         """Time at which the shown steps begin."""
         return next(span.start for span in self.spans if span.step >= self.first_step)
@@ -132,23 +168,12 @@ def examine(
         )
     }
     blocks = sorted(lives(shown), key=lambda life: order[life.block])
-    swaps = (
-        [
-            Swapped(
-                link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak)
-            )
-            for link in LINKS.values()
-        ]
-        if timed
-        else []
-    )
     usage = replay(event for span in read() for event in span.events)
     categories = {life.block: life.category for life in blocks}
     gaps = [
-        Gap(after.time - before.time, life.num_bytes, categories[life.block])
+        Gap(after.time - before.time, after.num_bytes, categories[life.block], after.tensor)
         for life in blocks
-        for before, after in pairwise(life.accesses)
-        if after.time > before.time
+        for before, after in life.intervals()
     ]
     return Account(
         header,
@@ -157,7 +182,7 @@ def examine(
         blocks,
         gaps,
         list(levels(shown, categories)),
-        swaps,
+        _swaps(blocks, gaps, behaviour.peak) if timed else [],
         usage,
         plan(blocks_of(shown)),
         timed,
@@ -165,16 +190,30 @@ def examine(
     )
 
 
+def _swaps(blocks: Sequence[Life], gaps: Sequence[Gap], peak: Peak) -> list[Swapped]:
+    """Return for each link what could be swapped."""
+    seconds = np.array([gap.seconds for gap in gaps], np.float64)
+    num_bytes = np.array([gap.num_bytes for gap in gaps], np.float64)
+    at_peak = across(blocks, peak.time)
+    return [
+        Swapped(
+            link.name,
+            num_feasible(seconds, num_bytes, link),
+            saved_at_peak(at_peak, link, peak),
+        )
+        for link in LINKS.values()
+    ]
+
+
 def offloading(timeline: Iterable[tuple[float, Mapping[Category, int]]]) -> list[Saving]:
     """Return the savings at the peak of a trace if all blocks of a category were offloaded, the
     largest first."""
-    peak = 0
-    without = dict.fromkeys(Category, 0)
-    for _, held in timeline:
-        total = sum(held.values())
-        peak = max(peak, total)
-        for category in Category:
-            without[category] = max(without[category], total - held.get(category, 0))
+    rows = [[part.get(category, 0) for category in Category] for _, part in timeline]
+    held = np.array(rows, np.int64).reshape(-1, len(Category))
+    total = held.sum(1)
+    peak = int(total.max(initial=0))
+    without = (total[:, None] - held).max(0, initial=0).tolist()
     return sorted_savings(
-        Saving(category.value, peak - left, left) for category, left in without.items()
+        Saving(category.value, peak - left, left)
+        for category, left in zip(Category, without, strict=True)
     )

@@ -4,10 +4,9 @@ length.
 peak          the owners of memory at its maximum
 timeline      bytes alive by category over time
 intervals     access time intervals: time between two consecutive accesses (reads, writes) of
-              the same block. What one operator reads and writes, it accesses at one time: that is
-              no interval
-reuse         bytes of distinct other blocks that are accessed between two consecutive accesses
-              of the same block
+              the same tensor (Life.intervals). A block is one tensor, or holds several named ones
+reuse         bytes of distinct other tensors that are accessed between two consecutive accesses
+              of the same tensor
 lifetimes     free - malloc, of blocks that are freed
 breakdown     blocks, bytes and accesses by category
 stability     the step from which on every step does the same
@@ -23,7 +22,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 
 import numpy as np
@@ -57,8 +56,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class Interval:
-    """Time between two consecutive accesses, `before` and `after`, of a block. `life` has no
-    accesses."""
+    """Time between two consecutive accesses, `before` and `after`, of a tensor in a block. `life`
+    has no accesses."""
 
     life: Life
     before: Access
@@ -140,8 +139,8 @@ class _Block:
     born_at: int
     reads: int = 0
     writes: int = 0
-    last: tuple[float, bool, str, str, int] | None = None
-    """Fields of the last Access."""
+    last: dict[str, tuple[float, bool, str, str, int, str, int]] = field(default_factory=dict)
+    """Fields of the last Access of each tensor."""
 
 
 class _Pass:
@@ -187,7 +186,8 @@ class _Pass:
             self._lifetimes[self._ended(block, self._timeline.now)].add(
                 max(event.time - block.life.born, 0.0)
             )
-            self._distances.remove(event.block)
+            for tensor in block.last:
+                self._distances.remove((event.block, tensor))
         else:
             self._access(self._living[event.block], span, event)
 
@@ -195,12 +195,14 @@ class _Pass:
         writes = event.what is What.WRITE
         time = event.time
         # a plain tuple, of which few become an Access: there are millions
-        access = (time, writes, event.op, span.action, span.step)
+        tensor = event.name
+        access = (time, writes, event.op, span.action, span.step, tensor, event.num_bytes)
         block.reads = block.reads + (not writes)
         block.writes = block.writes + writes
-        distance = self._distances.access(event.block, event.num_bytes)
-        if block.last is not None and distance is not None:
-            seconds = max(time - block.last[0], 0.0)
+        distance = self._distances.access((event.block, tensor), event.num_bytes)
+        last = block.last.get(tensor)
+        if last is not None and distance is not None:
+            seconds = max(time - last[0], 0.0)
             self._reuse.add(distance)
             if seconds > 0:
                 self._intervals.add(seconds)
@@ -212,10 +214,10 @@ class _Pass:
                     (
                         product,
                         -self._num_events,
-                        Interval(block.life, Access(*block.last), Access(*access)),
+                        Interval(block.life, Access(*last), Access(*access)),
                     ),
                 )
-        block.last = access
+        block.last[tensor] = access
 
     def _note_peak(self) -> None:
         """Record the living blocks if they are the most so far; called before the first of them is

@@ -1,7 +1,7 @@
-"""Blocks that could be swapped from a device to the host between two accesses, and be back in time,
-at no cost in time.
+"""Tensors that could be swapped from a device to the host between two accesses, and be back in
+time, at no cost in time. A block is one tensor, or holds several named ones (events.py).
 
-S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the block; ATI: seconds between the accesses
+S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the tensor; ATI: seconds between the accesses
 
 Source: Li et al., ISPASS 2021, arXiv 2104.00258. Units: bytes, seconds, bytes/s.
 """
@@ -9,8 +9,7 @@ Source: Li et al., ISPASS 2021, arXiv 2104.00258. Units: bytes, seconds, bytes/s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ class Link:
     h2d: float
 
     def round_trip(self, num_bytes: float) -> float:
-        """Return the seconds of swapping a block out and back."""
+        """Return the seconds of swapping a tensor out and back."""
         return num_bytes / self.d2h + num_bytes / self.h2d
 
 
@@ -52,7 +51,7 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Time between two accesses in which a full block could be swapped out and back. `spare`:
+    """Time between two accesses in which a full tensor could be swapped out and back. `spare`:
     seconds left over."""
 
     life: Life
@@ -67,6 +66,28 @@ def swappable(seconds: float, link: Link) -> int:
     return max(0, int(seconds / (1 / link.d2h + 1 / link.h2d)))
 
 
+def num_feasible(seconds: _Floats, num_bytes: _Floats, link: Link) -> int:
+    """Return the number of access intervals in which the tensor could be swapped, as `feasible`.
+
+    Args:
+        seconds: Length of each interval.
+        num_bytes: Bytes of the tensor of each.
+        link: The link.
+    """
+    needed = num_bytes / link.d2h + num_bytes / link.h2d
+    return int(((seconds >= needed) & (num_bytes > 0)).sum())
+
+
+def across(lives: Iterable[Life], time: float) -> list[Life]:
+    """Return a life for each access interval that has this time in it, with no other accesses."""
+    return [
+        replace(life, accesses=[before, after])
+        for life in lives
+        for before, after in life.intervals()
+        if before.time <= time <= after.time
+    ]
+
+
 def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
     """Return all swaps that fit between two consecutive accesses, each with exclusive use of the
     link.
@@ -78,10 +99,11 @@ def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
     """
     found = []
     for life in lives:
-        needed = link.round_trip(life.num_bytes)
-        for before, after in pairwise(life.accesses):
-            if life.num_bytes and (spare := after.time - before.time - needed) >= 0:
-                found.append(Swap(life, before.time, after.time, life.num_bytes, spare))
+        for before, after in life.intervals():
+            num_bytes = after.num_bytes
+            spare = after.time - before.time - link.round_trip(num_bytes)
+            if num_bytes and spare >= 0:
+                found.append(Swap(life, before.time, after.time, num_bytes, spare))
     return found
 
 
@@ -92,8 +114,8 @@ def saved_at_peak(lives: Iterable[Life], link: Link, peak: Peak, *, shared: bool
         lives: The blocks.
         link: The link.
         peak: The peak.
-        shared: Whether copies share the link: it copies one block at a time in each direction, and
-            blocks are chosen by deadline or largest first, whichever saves more. Otherwise each has
+        shared: Whether copies share the link: it copies one tensor at a time in each direction, and
+            tensors are chosen by deadline or largest first, whichever saves more. Otherwise each has
             the link to itself.
     """
     away = away_at_peak(lives, link, peak) if shared else _candidates(lives, link, peak)
@@ -119,7 +141,7 @@ def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
 
 
 def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
-    """Return swaps, at most one per block, that could be away at the peak if they were alone."""
+    """Return swaps, at most one per tensor, that could be away at the peak if they were alone."""
     return [
         swap
         for swap in feasible(lives, link)
@@ -133,7 +155,7 @@ class _Queue:
     """Copies in one direction, one at a time. `seconds`: of each. `deadlines`: times from the peak
     by which each must end.
 
-    Copies to the host all end by the peak, and none begins before its block's last access: seen
+    Copies to the host all end by the peak, and none begins before its tensor's last access: seen
     backwards in time, they form such a queue, too. In the order of their deadlines all are in time
     if any order is (Jackson, 1955).
     """

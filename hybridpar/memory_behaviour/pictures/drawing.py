@@ -3,9 +3,10 @@ access intervals."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import cycle, pairwise
 
 import numpy as np
@@ -61,6 +62,8 @@ _TICKS = 20_000
 _CELL = 4
 """Largest number of blocks and accesses that are drawn separately; pixels of a cell in which
 intervals are drawn as one dot."""
+_NAMES = 12
+"""Most tensors that the title of a dot names."""
 _SEEN = 0.3
 """Smallest width of a visible action in pixels."""
 _ROW = 2
@@ -200,14 +203,14 @@ def draw_strip(account: Account) -> Picture:
 
 
 def draw_intervals(account: Account) -> Picture:
-    """Draw access intervals by length and bytes of the block; below a link's line the block could
+    """Draw access intervals by length and bytes of the tensor; below a link's line the tensor could
     be swapped out during the interval."""
     points = account.gaps
     unit = "time" if account.timed else f"time in {account.time_unit}"
     shortest, longest = (f((p.seconds for p in points), default=1.0) for f in (min, max))
     least, most = (f((p.num_bytes for p in points), default=1) for f in (min, max))
     x = Axis(
-        f"{unit} between two accesses of a block",
+        f"{unit} between two accesses of a tensor",
         shortest / 1.5,
         longest * 1.5,
         _LEFT,
@@ -215,14 +218,15 @@ def draw_intervals(account: Account) -> Picture:
         lasting if account.timed else "{:g}".format,
         10,
     )
-    y = Axis("bytes of the block", max(1, least) / 2, most * 2, _TOP + _PLOT, _TOP, sized, 4)
+    y = Axis("bytes of the tensor", max(1, least) / 2, most * 2, _TOP + _PLOT, _TOP, sized, 4)
     shapes = [*_heading("access intervals", account, f"{len(points):,} intervals"), *axes(x, y)]
-    cells = Counter(
-        (int(x(p.seconds) // _CELL), int(y(p.num_bytes) // _CELL), p.category) for p in points
-    )
-    for (column, row, category), count in sorted(cells.items(), key=lambda item: -item[1]):
+    cells: dict[tuple[int, int, Category], list[str]] = defaultdict(list)
+    for p in points:
+        cells[int(x(p.seconds) // _CELL), int(y(p.num_bytes) // _CELL), p.category].append(p.tensor)
+    for (column, row, category), tensors in sorted(cells.items(), key=lambda item: -len(item[1])):
+        count = len(tensors)
         radius = min(3 + count**0.5 / 3, 9)
-        tip = f"{count:,} interval{'s' * (count > 1)} of {category.value}"
+        tip = escape(f"{count:,} interval{'s' * (count > 1)} of {category.value}{_names(tensors)}")
         shapes.append(
             f'<circle cx="{(column + 0.5) * _CELL:.1f}" cy="{(row + 0.5) * _CELL:.1f}" '
             f'r="{radius:.1f}" '
@@ -240,6 +244,15 @@ def draw_intervals(account: Account) -> Picture:
         lines, bottom = _swap_lines(points, x, y, bottom)
         shapes += lines
     return Picture(bottom + 12, shapes)
+
+
+def _names(tensors: Iterable[str]) -> str:
+    """Return the names of the named tensors, each once; empty if there are none."""
+    names = [name for name in dict.fromkeys(tensors) if name]
+    more = len(names) - _NAMES
+    if more > 0:
+        names = [*names[:_NAMES], f"{more:,} more"]
+    return f": {', '.join(names)}" if names else ""
 
 
 def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[list[str], float]:
@@ -263,7 +276,7 @@ def _swap_lines(points: Sequence[Gap], x: Axis, y: Axis, top: float) -> tuple[li
         shapes += [
             rect(Area(_LEFT, top + 4, 22, 2), colour),
             note(
-                f"{link.name}: in {under:,} intervals, below its line, a block could leave and be "
+                f"{link.name}: in {under:,} intervals, below its line, a tensor could leave and be "
                 "back without "
                 f"costing time; in {len(points) - under:,}, above it, not",
                 _LEFT + 30,

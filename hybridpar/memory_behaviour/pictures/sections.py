@@ -31,12 +31,14 @@ class Section:
         rows: Rows of a table, starting with its heading.
         num_left: Number of text columns.
         notes: Lines below the table.
+        most: Rows that a text has, without the heading; a page has all of them. 0: all.
     """
 
     title: str
     rows: Sequence[Sequence[str]] = ()
     num_left: int = 1
     notes: Sequence[str] = ()
+    most: int = 0
 
 
 def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> list[Section]:
@@ -53,6 +55,7 @@ def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> 
         *_knobs(memory, savings),
         *_offloading(account),
         _lifetimes(account),
+        *_tensors(account),
         *_swaps(account),
         _fragmentation(account),
         _stability(account.behaviour),
@@ -100,6 +103,17 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
         },
         "knobs": [asdict(saving) for saving in savings],
         "offloaded": [asdict(saving) for saving in offloading(account.levels)],
+        "tensors": [
+            {
+                "category": one.category.value,
+                "tensor": one.tensor,
+                "bytes": one.num_bytes,
+                "intervals": len(one.seconds),
+                "median": one.median,
+                "longest": one.longest,
+            }
+            for one in account.tensors
+        ],
         "swaps": [asdict(swap) for swap in account.swaps],
         "fragmentation": {
             "largest_live": usage.largest_live,
@@ -115,9 +129,12 @@ def as_text(sections: Iterable[Section]) -> str:
 
 
 def _lines(section: Section) -> list[str]:
+    rows = section.rows[: section.most + 1] if section.most else section.rows
+    more = len(section.rows) - len(rows)
     return [
         section.title,
-        *([aligned(section.rows, section.num_left)] if section.rows else []),
+        *([aligned(rows, section.num_left)] if rows else []),
+        *([f"and {more:,} more, which memory.html (--output) lists"] if more else []),
         *section.notes,
     ]
 
@@ -197,7 +214,7 @@ def _saving(one: Saving) -> list[str]:
 
 
 def _lifetimes(account: Account) -> Section:
-    """Return a section of percentiles; a gap is the time between two accesses of a block."""
+    """Return a section of percentiles; a gap is the time between two accesses of a tensor."""
     gaps: dict[Category, Distribution] = defaultdict(Distribution)
     for gap in account.gaps:
         gaps[gap.category].add(gap.seconds)
@@ -238,9 +255,28 @@ def _lifetimes(account: Account) -> Section:
         rows,
         notes=[
             "Half of the blocks live no longer, 90 % no longer; intervals are between two "
-            f"accesses of a block.{unit}"
+            f"accesses of a tensor: a block, or a weight or gradient in it.{unit}"
         ],
     )
+
+
+def _tensors(account: Account) -> Iterator[Section]:
+    """Yield a section on the named tensors, if there are any."""
+    time = lasting if account.timed else "{:.3g}".format
+    rows = [
+        [
+            one.category.value,
+            one.tensor,
+            _mib(one.num_bytes),
+            f"{len(one.seconds):,}",
+            time(one.median),
+            time(one.longest),
+        ]
+        for one in account.tensors
+    ]
+    if rows:
+        heading = ["category", "tensor", "MiB", "intervals", "50 %", "longest"]
+        yield Section("access intervals of tensors", [heading, *rows], 2, most=_MOST)
 
 
 def _swaps(account: Account) -> Iterator[Section]:

@@ -83,6 +83,7 @@ class EngineRecorder:
         for kind in state.kinds:
             for i, tensor in enumerate(kind.memory()):
                 self._recorder.adopt(f"{kind.column} {i}", [tensor])
+            self._recorder.name_tensors(kind.places())
         self._told: list[tuple[list[Any], Callable[[Any], None]]] = [
             (engine.moves.accesses.memory.listeners, self._chunk_came_or_went),
             (engine.moves.activations.listeners, self._kept_came_or_went),

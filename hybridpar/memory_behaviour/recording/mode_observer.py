@@ -8,10 +8,11 @@ makes in place; this mode makes them in place.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ class _Block(weakref.ref[Any]):
     num_bytes: int
 
 
+class _Part(NamedTuple):
+    """Bytes [start, stop) of a block, which hold the tensor `name`."""
+
+    start: int
+    stop: int
+    name: str
+
+
+_Tensor = tuple[int, _Part | None]
+"""A tensor: the owner of its block, and its part of the block; None: the whole block."""
 _Raw = tuple[What, int, int, str, Any, int, str]
 """A memory event whose time is a clock's stamp."""
 
@@ -50,6 +61,7 @@ class ModeObserver(QuietMode):
         self._operators: dict[int, Operator] = {}
         self._blocks: dict[int, _Block] = {}  # by owner
         self._freed: deque[_Block] = deque()  # by other threads
+        self._parts: dict[int, _Parts] = {}  # by owner
         self._thread = get_ident()
         self._next = 0
         self._events: list[_Raw] = []
@@ -97,6 +109,15 @@ class ModeObserver(QuietMode):
             self._free(block, now)
         if num_bytes := _num_bytes(tensor):
             self._malloc(key, tensor, num_bytes, "", now, name)
+
+    def name_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            owner = _owner(tensor)
+            known = self._parts.get(id(owner))
+            if known is None or known.owner() is not owner:
+                known = self._parts[id(owner)] = _Parts(owner)
+            if tensor.numel():
+                known.add(_Part(*_extent(tensor), name))
 
     def take(self) -> Reading | None:
         self._note_freed()
@@ -178,12 +199,41 @@ class ModeObserver(QuietMode):
                 self._events.append((what, self._next, scratch, op, now, layer, ""))
             self._next += 1
         note = self._events.append
-        for key in reads:
-            block = blocks[key]
-            note((What.READ, block.number, block.num_bytes, op, now, layer, ""))
-        for key in [*writes, *(() if fresh else new)]:
+        for what, given, tensors in (
+            (What.READ, reads, use.reads),
+            (What.WRITE, writes, use.writes),
+        ):
+            for key, part in self._accessed(given, tensors):
+                block = blocks[key]
+                num_bytes = block.num_bytes if part is None else part.stop - part.start
+                name = "" if part is None else part.name
+                note((what, block.number, num_bytes, op, now, layer, name))
+        for key in () if fresh else new:
             block = blocks[key]
             note((What.WRITE, block.number, block.num_bytes, op, now, layer, ""))
+
+    def _accessed(self, owned: Collection[int], tensors: Iterable[Tensor]) -> Iterable[_Tensor]:
+        """Return the tensors of an operator, each once.
+
+        Args:
+            owned: The owners of their blocks.
+            tensors: Its arguments.
+        """
+        if self._parts.keys().isdisjoint(owned):
+            return [(key, None) for key in owned]
+        found: dict[_Tensor, None] = {}
+        for tensor in _dense(tensors):
+            owner = _owner(tensor)
+            key = id(owner)
+            if key not in owned:
+                continue
+            known = self._parts.get(key)
+            parts: list[_Part] = []
+            if known is not None and known.owner() is owner:
+                parts = known.overlapping(*_extent(tensor))
+            for part in parts or (None,):
+                found[key, part] = None
+        return found
 
     def _move(self, old: Tensor, new: Tensor) -> None:
         """Assign the block of `old` to `new` from now on."""
@@ -227,6 +277,30 @@ class ModeObserver(QuietMode):
             self._free(self._freed.popleft(), self._now())
 
 
+class _Parts:
+    """The named tensors of a block, in the order of their places."""
+
+    def __init__(self, owner: Any):
+        self.owner = weakref.ref(owner)
+        self._parts: list[_Part] = []
+        self._stops: list[int] = []
+
+    def add(self, part: _Part) -> None:
+        index = bisect_right(self._stops, part.start)
+        self._parts.insert(index, part)
+        self._stops.insert(index, part.stop)
+
+    def overlapping(self, start: int, stop: int) -> list[_Part]:
+        """Return the parts that overlap bytes [start, stop)."""
+        found = []
+        for number in range(bisect_right(self._stops, start), len(self._parts)):
+            part = self._parts[number]
+            if part.start >= stop:
+                break
+            found.append(part)
+        return found
+
+
 def _read(events: list[_Raw], since: Callable[[Any], float]) -> list[MemoryEvent]:
     stamp = None
     seconds = 0.0
@@ -254,17 +328,30 @@ def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
     """Return one tensor and the bytes for each block that takes memory, in order, by the block's
     owner."""
     found: dict[int, tuple[Tensor, int]] = {}
-    for tensor in tensors:
-        if isinstance(tensor, Ghost):
-            if tensor.block.num_bytes:
-                found[id(tensor.block)] = tensor, tensor.block.num_bytes
-        elif tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            if (num_bytes := storage.nbytes()) and not tensor.is_meta:
-                found[id(storage)] = tensor, num_bytes
-        elif tensor.layout is torch.sparse_coo:
-            found |= _owned([tensor._indices(), tensor._values()])
+    for tensor in _dense(tensors):
+        if num_bytes := _num_bytes(tensor):
+            found[id(_owner(tensor))] = tensor, num_bytes
     return found
+
+
+def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors with memory of their own, and the dense parts of sparse ones."""
+    for tensor in tensors:
+        if isinstance(tensor, Ghost) or (tensor.layout is torch.strided and not tensor.is_meta):
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from _dense((tensor._indices(), tensor._values()))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its block that a tensor has, and the one after the last."""
+    plain = tensor.meta if isinstance(tensor, Ghost) else tensor
+    item = plain.itemsize
+    start = int(plain.storage_offset()) * item
+    if not plain.numel():
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
+    return start, start + (int(last) + 1) * item
 
 
 def _is_on_cpu(args: Any) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,7 @@ class Observer(Protocol):
     def exit(self) -> None: ...
     def adopt(self, name: str, tensors: list[Tensor]) -> None: ...
     def resized(self, name: str, tensor: Tensor) -> None: ...
+    def name_tensors(self, tensors: Mapping[str, Tensor]) -> None: ...
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
     def take(self) -> Reading | None:
         """Return a reader of the events since the last call, to be called when the time is over;
@@ -115,6 +116,9 @@ class _NativeObserver:
 
     def resized(self, name: str, tensor: Tensor) -> None:
         self._inner.resized(json.dumps(name), tensor)
+
+    def name_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self._inner.name_tensors(list(map(json.dumps, tensors)), list(tensors.values()))
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         raise AssertionError(f"{op}: dispatch sees all messages of real tensors")
@@ -192,6 +196,11 @@ class Recorder:
         """
         if self.is_active:
             self._observer.resized(name, tensor)
+
+    def name_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Name contiguous tensors that divide a block, such as the weights in a flat buffer. From
+        now on an access of a part of the block is an access of each tensor that it overlaps."""
+        self._observer.name_tensors(tensors)
 
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """Record an operator that does not go through the dispatcher."""
