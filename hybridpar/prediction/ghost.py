@@ -158,9 +158,10 @@ class Tracker(QuietMode):
             out = func(*args, **kwargs)
             self._note_real(out, [] if _is_fresh(func, out) else found)
         if not in_place:
-            self._forget_dead()
             scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)
-            self.peak = max(self.peak, self.current + scratch)
+            if self.current + scratch > self.peak:
+                self._forget_dead()
+                self.peak = max(self.peak, self.current + scratch)
         return out
 
     def _run_on_ghosts(
