@@ -278,6 +278,31 @@ def test_a_long_trace_is_a_short_one_extended(
     assert all(stretch.short < stretch.long == m for stretch in traced)
 
 
+@pytest.mark.parametrize(
+    ("case", "m"),
+    [
+        (({"pp": 2}, {"schedule": "1f1b", "zero_bubble": True, **SPLIT}, {}, {}), 6),
+        pytest.param(CASES[5], 41, marks=pytest.mark.thorough),
+        pytest.param(CASES[8], 8, marks=pytest.mark.thorough),
+        pytest.param(({"dp": 2}, {"schedule": "gpipe"}, {}, {}), 3, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_equal_batches_of_a_pipeline_that_drains_are_traced_once(
+    case: tuple[dict[str, Any], ...], m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = []
+    monkeypatch.setattr(
+        memory_trace, "extend", lambda *args: traced.append(args[3]) or extend(*args)
+    )
+    config = config_of(case, m)
+    each = config.parallel.num_ranks // config.parallel.pp
+    for rank in range(0, config.parallel.num_ranks, each):
+        times = simulated_times(preview(JobPlan(config), 5).timeline, rank // each)
+        assert predict_timed_trace(config, rank, times, steps=5) == in_full(config, rank, times, 5)
+    assert [stretch.batches for stretch in traced] == [(3, 5)] * config.parallel.pp
+
+
 @pytest.mark.thorough
 def test_short_batches_and_state_that_moves_are_traced_in_full(
     monkeypatch: pytest.MonkeyPatch,

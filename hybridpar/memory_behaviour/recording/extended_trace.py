@@ -9,9 +9,12 @@ one before it of its kind did, to blocks that are as many micro-batches away. So
 the action that allocated them, relative to the action that accesses them, and the events of the
 long trace are the short one's with these names resolved again.
 
-Nothing is assumed: the short trace must show that its micro-batches in between are alike, the long
-plan must have every action behind the same one as the short plan, and every name must resolve to a
-living block. Otherwise there is no long trace.
+The short trace must show that its micro-batches in between are alike, the long plan must have every
+action behind the same one as the short plan, and every name must resolve to a living block.
+Otherwise there is no long trace.
+
+If the pipeline drains, batches in between are alike, too: each begins with the same state and with
+the unfinished sends of the batch before. Then the short trace has three batches.
 """
 
 from __future__ import annotations
@@ -37,23 +40,27 @@ class NotAlikeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """How the micro-batches of a batch are numbered in the short trace and in the long one.
+    """How batches and their micro-batches are numbered in the short trace and in the long one.
 
     Attributes:
         short: Micro-batches of a short batch.
         long: Micro-batches of a long batch.
         edge: Micro-batches at each end of a batch that are unlike those in between.
         period: Micro-batches after which actions repeat.
+        batches: Batches of the short trace and of the long one, whose first and last batches are
+            unlike those in between.
     """
 
     short: int
     long: int
     edge: int
     period: int
+    batches: tuple[int, int] = (1, 1)
 
     @classmethod
     def to(cls, long: int, edge: int, period: int) -> Stretch | None:
-        """Return the shortest stretch that shows a repetition; None if it would not be shorter."""
+        """Return the shortest stretch of micro-batches that shows a repetition; None if it would
+        not be shorter."""
         edge = -(-edge // period) * period
         least = 2 * edge + 2 * period
         short = least + (long - least) % period
@@ -67,6 +74,13 @@ class Stretch:
         if number >= self.long - self.edge:
             return number - self.long + self.short
         return self.edge + (number - self.edge) % self.period
+
+    def short_batch(self, batch: int) -> int:
+        """Return the batch of the short trace that is like `batch` of the long one."""
+        short, long = self.batches
+        if short == long or not batch:
+            return batch
+        return short - 1 if batch == long - 1 else 1
 
 
 _Maker = tuple[str, int, int]
@@ -124,11 +138,10 @@ def extend(
     stretch: Stretch,
     times: Times,
 ) -> list[Span]:
-    """Return the trace of a rank whose batches have `stretch.long` micro-batches, at these times,
-    as `retimed` has them.
+    """Return the long trace of a rank, at these times, as `retimed` has them.
 
     Args:
-        spans: The trace of the same rank with `stretch.short` micro-batches.
+        spans: The short trace of the same rank.
         short: The rank's plan of that trace.
         long: The rank's plan for the long batches.
         stretch: How the two number their micro-batches.
@@ -174,7 +187,8 @@ def _check_order(short: Sequence[Action], long: Sequence[Action], stretch: Stret
     """
     links = dict(_links(short, stretch.short))
     for (kind, stage, part, batch, number), link in _links(long, stretch.long):
-        key = (kind, stage, part, batch, number if number < 0 else stretch.short_number(number))
+        place = stretch.short_batch(batch), number if number < 0 else stretch.short_number(number)
+        key = (kind, stage, part, *place)
         before = links.get(key)
         if before is None or not before.is_like(link, stretch):
             raise NotAlikeError(f"{key} follows another action than in the short plan")
@@ -257,9 +271,10 @@ class _Templates:
 
     def of(self, action: Action, place: Place) -> _Template:
         """Return what an action of the long plan does. Raises: NotAlikeError."""
-        batch, number = place
+        batch = self._stretch.short_batch(place[0])
+        number = place[1]
         if number < 0:
-            return self._found.get(_key(action, place), _NOTHING)
+            return self._found.get(_key(action, (batch, number)), _NOTHING)
         key = _key(action, (batch, self._stretch.short_number(number)))
         found = self._found.get(key, _NOTHING)
         if self._is_between(key[4]) and key not in self._checked:

@@ -284,30 +284,31 @@ def predict_timed_trace(
 ) -> tuple[Header, list[Span]]:
     """Return what `predict_trace` returns, at these times (see `retimed`).
 
-    If a batch has many micro-batches that are alike, only few of them are traced.
+    Of batches and micro-batches that are alike only few are traced.
 
     Raises: ConfigError as `predict_trace`.
     """
     job = JobPlan(config)
     place = place_of(rank, sizes_of(config.parallel))["pp"]
-    if (stretch := _stretch(job, place)) is not None:
+    if (stretch := _stretch(job, place, steps)) is not None:
         pipeline = replace(config.pipeline, num_microbatches=stretch.short)
         few = replace(config, pipeline=pipeline)
         done: list[Action] = []
         # a batch that short may break a rule
         with suppress(NotAlikeError, ConfigError, PlanError):
             short = JobPlan(few)
-            header, spans = predict_trace(few, rank, steps=steps, done=done)
-            if done == list(lower(short.schedule, short.shape, place, 0, steps)):
+            batches = stretch.batches[0]
+            header, spans = predict_trace(few, rank, steps=batches, done=done)
+            if done == list(lower(short.schedule, short.shape, place, 0, batches)):
                 planned = list(lower(job.schedule, job.shape, place, 0, steps))
                 return header, extend(spans, done, planned, stretch, times)
     header, spans = predict_trace(config, rank, steps=steps)
     return header, list(retimed(spans, times))
 
 
-def _stretch(job: JobPlan, rank: int) -> Stretch | None:
-    """Return how many micro-batches of a pipeline rank show all that the others do; None if all of
-    them are traced.
+def _stretch(job: JobPlan, rank: int, steps: int) -> Stretch | None:
+    """Return how many batches and micro-batches of a pipeline rank show all that the others do;
+    None if all of them are traced.
     """
     shape = job.shape
     m = shape.num_microbatches
@@ -316,9 +317,15 @@ def _stretch(job: JobPlan, rank: int) -> Stretch | None:
     if moves or job.options.sync_steps or job.schedule.order:
         return None
     edge = (ahead if ahead < m else 0) + job.send_window + _BESIDE
-    return Stretch.to(m, edge, shape.num_ranks if shape.virtual_stages > 1 else 1)
+    found = Stretch.to(m, edge, shape.num_ranks if shape.virtual_stages > 1 else 1)
+    # so that a batch leaves no sends unfinished but its own
+    if job.schedule.flush and steps > _BATCHES and m >= job.send_window:
+        return replace(found or Stretch(m, m, m, 1), batches=(_BATCHES, steps))
+    return found and replace(found, batches=(steps, steps))
 
 
+_BATCHES = 3
+"""Batches of a trace that shows all: the first one, one in between, and the last one."""
 _BESIDE = 2
 """Micro-batches at the ends of a batch that are unlike the others beside the warm-up: receives are
 posted ahead, and the first and the last micro-batch find and leave other gradients."""
