@@ -35,6 +35,7 @@ from hybridpar.memory_behaviour.pictures.sections import (
 from hybridpar.memory_behaviour.recording.memory_trace import predict_timed_trace
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.prediction import check_size, predict
+from hybridpar.prediction.garbage import without_collections
 from hybridpar.prediction.knobs import Saving, knobs, savings
 from hybridpar.prediction.walk import StageMemory
 from hybridpar.reading import runs_near
@@ -54,6 +55,7 @@ _LARGE_TRACE = 1 << 23
 """Bytes of a predicted trace from which on it is written compressed."""
 
 
+@without_collections()
 def report_memory(flags: Memory, launch: Launch) -> int:
     """Print what makes up a rank's memory, predicted or recorded. Return the exit code."""
     names = (_SVG, _HTML, _PERFETTO, *([] if flags.measured else [_TRACE]))

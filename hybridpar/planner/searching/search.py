@@ -16,7 +16,6 @@ So candidates that are left out are slower, if the bounds hold. Axes that the us
 
 from __future__ import annotations
 
-import gc
 import heapq
 import math
 from bisect import insort
@@ -43,6 +42,7 @@ from hybridpar.planner.searching.candidates import (
     sharing_samples,
 )
 from hybridpar.planner.searching.explain import nothing_to_try, why_not
+from hybridpar.prediction.garbage import without_collections
 from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
@@ -74,24 +74,13 @@ class Result:
     limit: float
 
 
+@without_collections()
 def search(config: Config, machine: Machine, request: Request) -> Result:
     """Return the best candidates.
 
     Raises:
         ConfigError: No grid has that many devices and divides the batch.
     """
-    collects = gc.isenabled()
-    # the garbage collector would look for cycles in millions of plan objects, for an eighth of the
-    # time
-    gc.disable()
-    try:
-        return _found(config, machine, request)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _found(config: Config, machine: Machine, request: Request) -> Result:
     found = list(candidates(config, machine, request))
     found += sharing_experts(config, machine, request)
     shared = [] if found else list(sharing_samples(config, machine, request))
