@@ -41,6 +41,7 @@ class ItemMemory(ShardedMemory):
     An item has whole pages, which `padding` counts.
     """
 
+    padding: int
     _uses: Callable[[str], BufferUsage]
 
     @property
