@@ -6,7 +6,8 @@ process takes for it, a thread each.
 Sides: ours gathers keys and values (parallel.cp_comm = "all_gather"), `ring` and `ulysses` are its
 other ways; `apart` is one process with the whole sample on each core, whose weights stay apart, so
 that both sides have the same two busy cores. The claim is `apart` over ours of at least 2 / 1.12 =
-1.79. A step is an optimizer step on one micro-batch of one sample.
+1.79, in fp32; in bf16 the sum of fp32 gradients takes as long, and the rest half the time. A step
+is an optimizer step on one micro-batch of one sample.
 
 torch's context parallelism (torch.distributed.tensor.experimental.context_parallel, 2.13) knows no
 attention of CPUs: "Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have
