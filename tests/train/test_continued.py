@@ -224,7 +224,7 @@ def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(
         rates = [row["lr"] for row in metrics(config.run.folder) if "loss" in row]
         assert (rates[:32] == [0.01] * 32) == (decay == "wsd")
     loop.train(from_mapping({"train": {"num_steps": 42}}, config), ALONE)
-    assert "move the checkpoints after that away" in capsys.readouterr().err, (
+    assert "move the later checkpoints away" in capsys.readouterr().err, (
         "its decay began after step 32"
     )
 
