@@ -299,9 +299,17 @@ def gpu_tests(
 
 
 def test_files(*folders: str) -> list[str]:
-    """Return the files with GPU tests under these folders of tests/, sorted."""
+    """Return the files with GPU tests under these folders of tests/, sorted.
+
+    Raises: FileNotFoundError if there is no such folder, or no file in it.
+    """
     marked = re.compile(r"mark\.gpu|import places")
-    found = (path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py"))
+    found = []
+    for folder in folders:
+        inside = list((ROOT / "tests" / folder).rglob("test_*.py"))
+        if not inside:
+            raise FileNotFoundError(f"tests/{folder}: has no tests. Name a folder of tests/")
+        found += inside
     return sorted(str(path.relative_to(ROOT)) for path in found if marked.search(path.read_text()))
 
 
@@ -315,7 +323,7 @@ def launch_files() -> list[str]:
 
 def run_files() -> list[str]:
     """Return the files that test whole runs, without LAUNCH_TESTS."""
-    return [path for path in test_files("train", "memory") if path != LAUNCH_TESTS]
+    return [path for path in test_files("train") if path != LAUNCH_TESTS]
 
 
 def starts_nccl(path: str) -> bool:
@@ -324,19 +332,19 @@ def starts_nccl(path: str) -> bool:
     return 'backend="nccl"' in (ROOT / path).read_text()
 
 
-def pipeline_files() -> list[str]:
+def graph_files() -> list[str]:
     """Return the files with tests of CUDA graphs in one process."""
-    return [path for path in test_files("pipeline") if not starts_nccl(path)]
+    return [path for path in test_files("runtime") if not starts_nccl(path)]
 
 
 def nccl_files() -> list[str]:
     """Return the files that test NCCL without the launcher. Tests of CUDA graphs come first."""
-    return [*filter(starts_nccl, test_files("pipeline")), *run_files()]
+    return [*filter(starts_nccl, test_files("runtime")), *run_files()]
 
 
 def operator_files() -> list[str]:
     """Return all other files with GPU tests."""
-    others = {*test_files("train", "memory", "pipeline"), LAUNCH_TESTS}
+    others = {*test_files("train", "runtime"), LAUNCH_TESTS}
     return [path for path in test_files(".") if path not in others]
 
 
@@ -386,7 +394,7 @@ GROUPS: tuple[Group, ...] = (
         1,
         95,
         (
-            gpu_tests("graphs", 150, pipeline_files, workers=3, test_limit=60),
+            gpu_tests("graphs", 150, graph_files, workers=3, test_limit=60),
             gpu_tests(
                 "moves",
                 150,

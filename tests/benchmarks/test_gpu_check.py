@@ -106,6 +106,21 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+def test_every_selection_names_files() -> None:
+    """Without a file pytest would run all tests."""
+    context = Context("cpu", "cpu", Path("out"))
+    for step in STEPS:
+        if step.runs_tests:
+            files = [part for part in step.commands(context)[0] if part.startswith("tests/")]
+            assert files, step.name
+            assert all((ROOT / name).is_file() for name in files)
+
+
+def test_a_folder_without_tests_is_refused() -> None:
+    with pytest.raises(FileNotFoundError, match="tests/pipeline: has no tests"):
+        gpu_check.test_files("pipeline")
+
+
 @pytest.mark.thorough
 def test_no_selection_of_tests_is_empty() -> None:
     """Checks collected like a rehearsal's, but in one process."""
