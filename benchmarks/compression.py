@@ -372,11 +372,11 @@ def losses(
             "seed": seed,
             "steps": steps,
         },
-        **_shares_sent(engine, steps),
+        **shares_sent(engine, steps),
     }
 
 
-def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
+def shares_sent(engine: Engine, steps: int) -> dict[str, float]:
     """Elements and bytes that a rank has sent, of those of the gradients of as many steps."""
     site = engine.grid.site
     compression = engine.state.compression

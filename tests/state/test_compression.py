@@ -18,7 +18,7 @@ from engines import start
 from ranks import run_ranks
 from torch import Tensor
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.job import JobPlan
 from hybridpar.ops import quantize
 from hybridpar.ops.quantize import dequantize_
@@ -153,22 +153,34 @@ def rounded(
     return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
 
 
-def thresholds(
-    batch: int, wanted: list[Tensor], memory: dict[str, Any]
-) -> tuple[Tensor, list[Tensor]]:
-    sent = []
-    for replica, x in enumerate(wanted):
-        sizes = x.abs().view(-1).sort(descending=True).values
-        k = ceil(DCT["gradients_kept"] * x.numel())
-        if batch % DCT["gradients_period"] == 0:
-            memory[f"next {replica}"] = sizes[k - 1]
-        else:
-            memory[f"next {replica}"] = memory[replica]
-        least = max(memory[f"next {replica}"], sizes[2 * k - 1])
-        mask = (x.abs() >= least) & (x != 0)
-        mask.view(-1)[mask.view(-1).nonzero()[2 * k :]] = False  # of equal ones the first
-        sent.append(x * mask)
-    return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+def thresholds_of(settings: CompressionConfig) -> Method:
+    """Thresholds that are set every period, and in each batch of a warm-up."""
+    kept = settings.gradients_kept
+    warmup = settings.gradients_warmup
+
+    def found(
+        batch: int, wanted: list[Tensor], memory: dict[str, Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        done = batch - settings.gradients_start
+        sent = []
+        for replica, x in enumerate(wanted):
+            sizes = x.abs().view(-1).sort(descending=True).values
+            share = (
+                (1 / 8) ** (1 - done / warmup) * kept ** (done / warmup) if done < warmup else kept
+            )
+            k = ceil(share * x.numel())
+            before = memory.get(replica)
+            if done <= warmup or batch % settings.gradients_period == 0 or before is None:
+                before = sizes[k - 1]
+            memory[f"next {replica}"] = before
+            most = max(k, 2 * ceil(kept * x.numel()))
+            least = max(before, sizes[most - 1])
+            mask = (x.abs() >= least) & (x != 0)
+            mask.view(-1)[mask.view(-1).nonzero()[most:]] = False  # of equal ones the first
+            sent.append(x * mask)
+        return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
+
+    return found
 
 
 def in_order(tensors: list[Tensor]) -> Tensor:
@@ -204,7 +216,12 @@ def whole_until(start: int, method: Method) -> Method:
     return found
 
 
-ORACLES: dict[str, Method] = {"bf16": rounded, "dct": thresholds, "int4": integers}
+def oracle_of(settings: CompressionConfig) -> Method:
+    """What two replicas do with these settings."""
+    if settings.gradients == "dct":
+        return whole_until(settings.gradients_start, thresholds_of(settings))
+    method = {"bf16": rounded, "int4": integers}[settings.gradients]
+    return whole_until(settings.gradients_start, method)
 
 
 def check_against_oracle(ran: list[Ran], method: Method, skipped: int = -1) -> Iterator[str]:
@@ -242,6 +259,12 @@ DEEP = {
 }
 CASES = {
     "dct, three replicas, a step is skipped": (DCT, {"dp": 3}, "2bw", {}),
+    "dct, a warm-up from the second batch on": (
+        DCT | {"gradients_start": 1, "gradients_warmup": 3, "gradients_period": 100},
+        {"dp": 2},
+        "2bw",
+        {},
+    ),
     "dct, tied weights, bf16": (
         DCT,
         {"dp": 2, "pp": 2},
@@ -289,7 +312,7 @@ CASES = {
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
@@ -298,7 +321,7 @@ def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
     skips = "skipped" in case
     ran = run_ranks(run, config.parallel.num_ranks, config, 5, Skips if skips else BatchPolicy)
     assert {one.diverged for one in ran} == {""}
-    oracle = whole_until(config.compression.gradients_start, ORACLES[config.compression.gradients])
+    oracle = oracle_of(config.compression)
     compared = set(check_against_oracle(ran, oracle, SKIPPED if skips else -1))
     assert len(compared) >= 4 * config.model.num_layers
     assert all(any(x.any() for x in one.kept[-1].values()) for one in ran)

@@ -67,6 +67,10 @@ class CompressionConfig:
     before is made."""
     gradients_start: Count = 0
     """First batch that is compressed; earlier batches send full gradients."""
+    gradients_warmup: Count = 0
+    """dct: batches, from gradients_start on, in which the share that is sent falls from an eighth to
+    gradients_kept, by the same factor in each batch. Message buffers hold an eighth of the
+    gradients then."""
     gradients_smallest: Count = 1024
     """Tensors with fewer elements than this are sent uncompressed."""
 

@@ -3,17 +3,20 @@ the feedback.
 
     threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of
                 the elements
+    warm-up     for `gradients_warmup` batches k falls from WARMUP_SHARE of the elements, and every
+                batch sets the threshold
     wire        header: int32, elements of each compressed tensor; then tensors that are sent whole,
                 values, places (ops/sparse.py has the form of places)
     limit       if an old threshold lets more than LIMIT k through, this batch takes a higher one
 
-Settings: gradients_kept, gradients_period, gradients_values; messages_kept,
+Settings: gradients_kept, gradients_period, gradients_values, gradients_warmup; messages_kept,
 messages_values.
 
 Messages between stages (`TopK`, `FixedIndices`) have the largest features of each token.
 
 Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times
-as many as intended pass a new threshold.
+as many as intended pass a new threshold. The warm-up is that of Deep Gradient Compression (arXiv
+1712.01887, section 3.3).
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ from hybridpar.state.compression.wire import Reader
 
 LIMIT = 2.0
 """Most elements that a batch sends of a tensor, in multiples of gradients_kept."""
+WARMUP_SHARE = 1 / 8
+"""Share of the elements that the first batch of a warm-up sends."""
 _THRESHOLD = "threshold"
 _COUNT = torch.int32
 
@@ -55,15 +60,15 @@ class Thresholds(Method):
 
     def most_bytes(self) -> tuple[int, int]:
         return sum(
-            self._most(entry) * self._values.itemsize
-            + most_place_bytes(entry.numel, self._most(entry))
+            self._room(entry) * self._values.itemsize
+            + most_place_bytes(entry.numel, self._room(entry))
             for entry in self.packed
         ), _COUNT.itemsize * len(self.packed)
 
     @classmethod
     def element_bytes(cls, config: Config, item: int) -> float:
-        """Return the mean bytes over a period, in which a batch sends up to LIMIT times the
-        configured share. See Method.
+        """Return the mean bytes over a period after the warm-up, in which a batch sends up to LIMIT
+        times the configured share. See Method.
         """
         settings = config.compression
         kept = min(1.0, settings.gradients_kept * (1 + LIMIT) / 2)
@@ -74,11 +79,24 @@ class Thresholds(Method):
     def _values(self) -> torch.dtype:
         return torch.bfloat16 if self.settings.gradients_values == "bf16" else self.dtype
 
-    def _wanted(self, entry: Entry) -> int:
-        return ceil(self.settings.gradients_kept * entry.numel)
+    def _share(self, batch: int) -> float:
+        """Return the share of a tensor's elements that a threshold set in this batch lets pass."""
+        kept = self.settings.gradients_kept
+        warmup = self.settings.gradients_warmup
+        done = batch - self.settings.gradients_start
+        if done >= warmup or kept >= WARMUP_SHARE:
+            return kept
+        return WARMUP_SHARE * float((kept / WARMUP_SHARE) ** (done / warmup))
 
     def _most(self, entry: Entry) -> int:
-        return min(entry.numel, ceil(LIMIT * self._wanted(entry)))
+        """Return the most elements that a batch after the warm-up sends."""
+        return min(entry.numel, ceil(LIMIT * ceil(self.settings.gradients_kept * entry.numel)))
+
+    def _room(self, entry: Entry) -> int:
+        """Return the most elements that any batch sends."""
+        if not self.settings.gradients_warmup:
+            return self._most(entry)
+        return max(self._most(entry), ceil(WARMUP_SHARE * entry.numel))
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: one broadcast of its header for each rank, then one of its
@@ -110,10 +128,16 @@ class Thresholds(Method):
         passes = sparse(x, self.kernels.sparse)
         threshold = self.feedback.next_learned[key]
         threshold.copy_(self.feedback.learned[key])
-        if batch % self.settings.gradients_period == 0 or not threshold > 0:  # 0: it was never set
-            threshold.copy_(passes.threshold(x, self._wanted(entry)))
+        wanted = ceil(self._share(batch) * entry.numel)
+        most = max(wanted, self._most(entry))
+        done = batch - self.settings.gradients_start
+        if (
+            batch % self.settings.gradients_period == 0
+            or done <= self.settings.gradients_warmup
+            or not threshold > 0  # it was never set
+        ):
+            threshold.copy_(passes.threshold(x, wanted))
         count = passes.count(x, threshold)
-        most = self._most(entry)
         if count <= most:
             return threshold, count
         higher = passes.threshold(x, most)
