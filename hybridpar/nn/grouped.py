@@ -5,23 +5,33 @@
 
 The products write into one tensor, and one autograd Function covers them all: a layer of 64 experts
 has as many nodes as a layer of one. An expert without rows multiplies nothing.
+
+Each product is a call of its own. On a Hopper or Blackwell GPU a bfloat16 x takes one call of
+`torch.nn.functional.grouped_mm` instead, if the weights are equally far apart in memory, as the
+weights of a layer's experts in the training state are: so none is copied. Gradients of weights are
+added to their sums one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.nn import functional as F
 
 from hybridpar.autograd import once_differentiable
 from hybridpar.nn import matmul
 from hybridpar.nn.binding import GradientConsumer
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from hybridpar.nn.recomputable import HiddenStates, RecomputeFn, recompute_fn_of, value_of
+
+_ALIGN_BYTES = 16
+"""Addresses and rows of factors must be multiples of this for `grouped_mm`."""
 
 
 def grouped_linear(
@@ -58,12 +68,53 @@ class _Group:
 
 def _products(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """Return x W^T of each group of rows. Shapes: as `grouped_linear`."""
+    if _has_grouped_mm(x):
+        stack = _stacked(weights)
+        if stack is not None:
+            return _by_grouped_mm(x, counts, stack)
     y = x.new_empty(len(x), weights[0].shape[0])
     parts = zip(x.split(list(counts)), y.split(list(counts)), weights, counts, strict=True)
     for rows, out, weight, count in parts:
         if count:
             matmul.linear_into(rows, weight, out)
     return y
+
+
+def _has_grouped_mm(x: Tensor) -> bool:
+    """Return whether torch has a kernel for all groups: bfloat16 from sm_90 to sm_100. On other
+    GPUs its `grouped_mm` is a loop that waits for the numbers of rows."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return one tensor of all weights, which shares their memory; None if they are not equally far
+    apart there, or not where the kernel can read them.
+
+    Shapes: [o, i] each -> [n, o, i].
+    """
+    first, *others = weights
+    if not others:
+        return None
+    step = others[0].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for number, weight in enumerate(weights):
+        same = weight.untyped_storage().data_ptr() == storage
+        at = first.storage_offset() + number * step
+        if not same or weight.storage_offset() != at or weight.stride() != first.stride():
+            return None
+    lengths = (step, *first.shape)
+    aligned = all(length * first.element_size() % _ALIGN_BYTES == 0 for length in lengths)
+    if step <= 0 or not aligned or first.data_ptr() % _ALIGN_BYTES:
+        return None
+    return first.detach().as_strided((len(weights), *first.shape), (step, *first.stride()))
+
+
+def _by_grouped_mm(x: Tensor, counts: Sequence[int], stack: Tensor) -> Tensor:
+    """Return x W^T of each group by one kernel. Shapes: x [rows, i], stack [n, o, i] -> [rows, o]."""
+    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, device=x.device)
+    return F.grouped_mm(x.contiguous(), stack.transpose(1, 2), offs=ends)
 
 
 class _GroupedLinear(Function):
