@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 2e-3, "betas": [0.9, 0.95]},
     "muon": {"name": "muon", "lr": 8e-3, "betas": [0.9, 0.95], "momentum": 0.95, "nesterov": True},
 }
-"""Settings of [optim] by name; the rates are the convergence study's, the best for whole gradients."""
+"""Settings of [optim] by name; rates as in the convergence study, the best for whole gradients."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ VARIANTS: dict[str, Variant] = {
     "muon": Variant("muon"),
     "muon-dct": Variant("muon", DCT | {"gradients_kept": 0.01}),
     "muon-dct-warmup": Variant("muon", DCT | {"gradients_kept": 0.008}, start=0.015, warmup=0.3),
-    "muon-dct-100": Variant("muon", DCT | {"gradients_kept": 0.006}, start=0.001, warmup=0.02),
+    "muon-dct-short": Variant("muon", DCT | {"gradients_kept": 0.006}, start=0.001, warmup=0.02),
+    "muon-dct-100": Variant("muon", DCT | {"gradients_kept": 0.008}, warmup=0.1),
     "adamw-dct-warmup": Variant("adamw", DCT | {"gradients_kept": 0.008}, start=0.015, warmup=0.3),
 }
 
