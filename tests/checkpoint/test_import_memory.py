@@ -1,4 +1,4 @@
-"""An import takes the memory of a few tensors, whatever the size of the model."""
+"""An import takes the memory of its largest tensor, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -84,8 +84,16 @@ def peak_of(small: Path, large: Path, sent: multiprocessing.connection.Connectio
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pickled", [False, True])
-def test_an_import_takes_the_memory_of_a_few_tensors(tmp_path: Path, pickled: bool) -> None:
-    """In a process of its own, whose resident memory counts the pages of mapped files, too."""
+def test_an_import_takes_the_memory_of_its_largest_tensor(
+    tmp_path: Path, pickled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, whose resident memory counts the pages of mapped files, too. A
+    second copy of the largest tensor would be too much.
+
+    By default glibc keeps some freed memory, up to several tensors' here, and how much varies. With
+    a fixed threshold it returns tensors to the system as soon as they are freed.
+    """
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     write(tmp_path / "small", 1, pickled=pickled)
     total = write(tmp_path / "large", 12, pickled=pickled)
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -96,7 +104,7 @@ def test_an_import_takes_the_memory_of_a_few_tensors(tmp_path: Path, pickled: bo
     peak = receiver.recv()
     assert process.exitcode == 0
     assert total > 13 * LARGEST
-    assert peak < 4 * LARGEST, (peak / LARGEST, total / LARGEST)
+    assert peak < 1.75 * LARGEST, (peak / LARGEST, total / LARGEST)
     saved = tmp_path / "large" / "ours" / "checkpoints" / "step_00000000"
     assert read_manifest(saved).config.transformer.num_layers == 12
     found = FullWeights(saved).read("blocks.12.mlp.down.weight")

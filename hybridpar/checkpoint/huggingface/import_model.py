@@ -29,7 +29,7 @@ from hybridpar.reading import nearest_path
 
 _BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
-_TOGETHER = 2**22
+_TOGETHER = 2**20
 """Elements that a pass over a tensor looks at together."""
 
 
