@@ -19,7 +19,7 @@ from hybridpar.comm import broadcast
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.chat_template import ChatTemplate
 from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
-from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
+from hybridpar.errors import CheckpointError, ConfigError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
 from hybridpar.job.stage_split import inference_split
 from hybridpar.models.build import DTYPES
@@ -272,7 +272,7 @@ def on_grid(
 
     set_threads(settings.threads, launch)
     job = Job.connect(launch)
-    device = choose_device(settings, launch, job.gather)
+    device = _device(settings, launch, job)
     backend = choose_backend(settings, device)
     with ExitStack() as held:  # rank 0 protects the checkpoint until all ranks have loaded it
         folder = job.decide(lambda: str(held.enter_context(hold_found(path, say)).folder))
@@ -288,6 +288,14 @@ def on_grid(
         raise
     except Exception as error:
         raise describe_failure(error, grid.describe()) from error
+
+
+def _device(settings: TrainConfig, launch: Launch, job: Job) -> torch.device:
+    """Return this process's device. Raises: ConfigError that names the command's option."""
+    try:
+        return choose_device(settings, launch, job.gather)
+    except ConfigError as error:
+        raise config_error("device", settings.device, error.problems[0].rule, "cpu") from None
 
 
 class Pieces:

@@ -464,8 +464,8 @@ def choose_device(
         return device
     if config.device == "cuda":
         rule = (
-            f"requires one GPU per process; this machine has {gpus} GPUs for "
-            f"{launch.local_world_size} processes"
+            f"requires one GPU per process; GPUs on this machine: {gpus}, "
+            f"processes: {launch.local_world_size}"
         )
         raise config_error(
             "train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu"

@@ -584,3 +584,12 @@ def test_a_device_computes_all_of_a_token_without_a_wait_of_the_host(kind: str) 
         assert found is not None
         assert found.device == device
         assert found.shape[1] == 40
+
+
+def test_without_a_gpu_the_option_of_the_command_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["generate", "--checkpoint", "run", "--device", "cuda"]) == 1
+    rule = "requires one GPU per process; GPUs on this machine: 0, processes: 1"
+    assert capsys.readouterr().err == f"hybridpar: device = 'cuda': {rule}; try cpu\n"

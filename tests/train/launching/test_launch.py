@@ -134,7 +134,7 @@ def test_without_gpus_auto_is_the_cpu_and_cuda_is_refused() -> None:
         assert choose_device(
             TrainConfig(share_gpus=share), launch, lambda mine: [mine] * 2
         ) == torch.device("cpu")
-        with pytest.raises(ConfigError, match="0 GPUs for 2 processes"):
+        with pytest.raises(ConfigError, match="GPUs on this machine: 0, processes: 2"):
             choose_device(
                 TrainConfig(device="cuda", share_gpus=share), launch, lambda mine: [mine] * 2
             )
@@ -152,14 +152,16 @@ def test_without_gpus_auto_is_the_cpu_and_cuda_is_refused() -> None:
         pytest.param(
             [["a", "b"]] * 4,
             False,
-            "2 GPUs for 4 processes; try cpu, or train.share_gpus = true",
+            "machine: 2, processes: 4; try cpu, or train.share_gpus = true",
             id="too few",
         ),
-        pytest.param([["a"]] * 2, False, "1 GPUs for 2 processes", id="all are shown the same one"),
+        pytest.param(
+            [["a"]] * 2, False, "machine: 1, processes: 2; try cpu", id="all are shown the same one"
+        ),
         pytest.param(
             [["a", "b"]] * 2 + [[]] * 2,
             True,
-            "GPUs for 2 processes; try cpu",
+            "processes: 2; try cpu",
             id="a machine without",
         ),
     ],
@@ -187,7 +189,7 @@ def test_a_gpu_for_each_process(
         found = choose_device(TrainConfig(share_gpus=share), launch, gather)
         if isinstance(expected, str):
             assert found == torch.device("cpu")
-            with pytest.raises(ConfigError, match=re.escape(expected) if seen else "0 GPUs"):
+            with pytest.raises(ConfigError, match=re.escape(expected) if seen else "machine: 0"):
                 choose_device(TrainConfig(device="cuda", share_gpus=share), launch, gather)
         else:
             assert found == torch.device("cuda", expected[rank]) == chosen[-1]
