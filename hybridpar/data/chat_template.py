@@ -87,8 +87,8 @@ class ChatTemplate:
         if text is None:
             raise DataError(
                 f"{tokenizer.name}: has no chat template (chat_template in {SETTINGS}, or "
-                f"{TEMPLATE} beside it); set data.chat_template (--chat_template of "
-                f"hybridpar preprocess) to a file with one"
+                f"{TEMPLATE} beside it); write one there, or set data.chat_template "
+                f"(--chat_template of hybridpar preprocess) to a file with one"
             )
         return ChatTemplate(text, f"the chat template of {tokenizer.name}", words)
 
@@ -125,7 +125,7 @@ class ChatTemplate:
         pieces = []
         end = 0
         for number, message in enumerate(messages):
-            if message.get("role") != ASSISTANT:
+            if not _is_answer(message):
                 continue
             before = self._render(messages[:number], tools, asks=True)
             is_last = number + 1 == len(messages)
@@ -213,7 +213,7 @@ def marked_text(record: object, template: ChatTemplate) -> str:
 
     Raises:
         DataError: The record is no conversation, or the template cannot write it, or writes nothing
-            for its answers.
+            of its answers.
     """
     messages, tools = conversation_of(record)
     if any(mark in json.dumps(record, ensure_ascii=False) for mark in (BEGIN_ANSWER, END_ANSWER)):
@@ -221,12 +221,30 @@ def marked_text(record: object, template: ChatTemplate) -> str:
             "contains U+FDD0 or U+FDD1, which Unicode keeps out of texts; remove these characters"
         )
     marked = template.render_marked(messages, tools=tools)
-    if not split_marks(marked)[1]:
+    if not _has_answers(marked, messages):
         raise DataError(
-            f"has nothing to learn: {template.name} writes no text for its answers. They must not be "
-            f'empty, and the template must write the messages of the role "{ASSISTANT}"'
+            f"has nothing to learn: {template.name} writes nothing of its answers. They must not be "
+            f'empty, and the template must write the content of messages of the role "{ASSISTANT}"'
         )
     return marked
+
+
+def _has_answers(marked: str, messages: Sequence[Message]) -> bool:
+    """Return whether what is marked has any word of the answers.
+
+    A template that reads other keys than the messages have writes their roles and ends alone.
+    Templates may leave out parts of answers, such as their reasoning. An answer may have no words,
+    but a call of a tool.
+    """
+    text, spans = split_marks(marked)
+    learned = [text[first:last] for first, last in spans]
+    contents = [message.get("content") or "" for message in messages if _is_answer(message)]
+    words = [word for content in contents for word in content.split()]
+    return any(word in piece for word in words for piece in learned) if words else bool(learned)
+
+
+def _is_answer(message: Message) -> bool:
+    return message.get("role") == ASSISTANT
 
 
 def split_marks(marked: str) -> tuple[str, list[Span]]:

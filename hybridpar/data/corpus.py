@@ -32,7 +32,7 @@ from hybridpar.reading import errors_as, nearest_path
 
 STDLIB = "stdlib"
 TEXT_KEY = "text"
-_ANY = "name a file or folder that contains text, or stdlib"
+_ANY = "name a file or folder that has text or conversations, or stdlib"
 _LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test"}
 """Folders of the standard library that are not text to learn from: tables of character codes, help
 texts as data, and Python's own tests, which are half of the source and which some systems install
@@ -216,9 +216,11 @@ def read_parts(
         skipped = (
             f"; {bad.count} bad records were left out, such as {bad.first[0]}" if bad.count else ""
         )
+        kind = "conversations" if text_from else "text"
+        where = "it" if len(files) == 1 else f"{len(files)} files"
         raise DataError(
-            f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} "
-            f"files{what}{skipped}"
+            f"{', '.join(file.name for file in files[:3])}: no {kind} in {where}{what}{skipped}; "
+            f"{_ANY}"
         )
 
 

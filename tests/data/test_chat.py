@@ -104,6 +104,12 @@ def test_a_template_whose_prefixes_change_is_refused_by_name():
             "has nothing to learn: the temp",
         ),
         ("{{ messages[0].content }}", "b", "has nothing to learn"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.value }}<|end|>{% endfor %}",  # no such key
+            "b c",
+            "writes nothing of its answers",
+        ),
+        ("{{ messages[1].content }}{% generation %}<|end|>{% endgeneration %}", "b", "has nothing"),
         ("{% generation %}{% endgeneration %}", "b", "has nothing to learn"),
         (
             "{% generation %}a{% generation %}b{% endgeneration %}c{% endgeneration %}",
@@ -115,6 +121,16 @@ def test_a_template_whose_prefixes_change_is_refused_by_name():
 def test_a_conversation_without_text_of_answers_is_refused(text, answer, message):
     with pytest.raises(DataError, match=message):
         marked_text(pair("a", answer), template(text))
+
+
+def test_a_call_of_a_tool_is_an_answer():
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+    text = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or m.tool_calls | tojson }}{% endfor %}"
+    )
+    found = answers(marked_text({"messages": turns}, template(text)))
+    assert found == [f"<assistant>{json.dumps(calls)}"]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_files_folders_patterns_and_json_lines(tmp_path):
         ("a.txt", b"caf\xe9", r"line 1 of plain text: byte 0xe9"),
         ("a.txt", b"ok\n\0\0", r"line 2 of plain text: contains a zero byte"),
         ("a.txt", b"", "is empty"),
-        ("a.jsonl", b"\n \n", r"a\.jsonl: no text in 1 files \(JSON lines\)"),
-        ("a.jsonl", b'{"text": ""}', r"no text in 1 files \(JSON lines\)"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl: no text in it \(JSON lines\); name a file or folder"),
+        ("a.jsonl", b'{"text": ""}', r"no text in it \(JSON lines\)"),
     ],
 )
 def test_unreadable_text_is_named(tmp_path, name, content, message):
@@ -98,7 +98,11 @@ def test_key_changes_with_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.txt", b"", "a.txt: is empty; name a file or folder that contains text, or stdlib"),
+        (
+            "a.txt",
+            b"",
+            "a.txt: is empty; name a file or folder that has text or conversations, or stdlib",
+        ),
         (
             "a.txt",
             b"fine\ncaf\xe9\n",
@@ -133,7 +137,7 @@ def test_damage_is_named_with_its_place(
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("txt.a", "name a file or folder that contains text, or stdlib"),
+        ("txt.a", "name a file or folder that has text or conversations, or stdlib"),
         ("folder/B.TXT", "try folder/b.txt"),
         ("foldr/b.txt", "try folder/b.txt"),
         ("stdlb", "try stdlib"),

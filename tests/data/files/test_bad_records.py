@@ -238,7 +238,7 @@ def test_number_of_records_is_said_if_all_are_bad(tmp_path: Path) -> None:
     path.write_bytes(b'{"body": "a"}\n' * 7)
     with pytest.raises(
         DataError,
-        match=r"no text in 1 files \(JSON lines\); 7 bad records were left out, such as .*a."
+        match=r"no text in it \(JSON lines\); 7 bad records were left out, such as .*a."
         r"jsonl, line 1 of JSON lines: .*set data\.text_key to one of \['body'\]",
     ):
         taken(path)
