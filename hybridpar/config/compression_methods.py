@@ -85,7 +85,7 @@ METHODS: Mapping[str, CompressionMethod] = MappingProxyType(
         "dct": CompressionMethod(
             f"{_METHODS}.dct",
             GradientCompression(
-                depends_on_values=True, value_types=("full", "bf16"), loss_percent=16.0
+                depends_on_values=True, value_types=("full", "bf16"), loss_percent=23.0
             ),
             MessageCompression(loss_percent=19.0),
         ),
