@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from benchmarks.blocking_simulation import BlockingSimulation
 from hybridpar.config import ModelConfig
 from hybridpar.models.cost import layer_matmul_parameters
 from hybridpar.planner.machines.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
@@ -46,7 +47,7 @@ from hybridpar.planner.machines.kernel_times import (
 from hybridpar.schedules.passes.lowering import make_plan
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
-from hybridpar.schedules.simulate.simulator import Costs, simulate
+from hybridpar.schedules.simulate.simulator import Costs, Simulation
 
 MICRO_BATCH = 8
 SIZES = {
@@ -322,7 +323,8 @@ def _simulated(
     costs = pipeline_costs(setting, machine, system)
     if not update:
         costs = Costs(costs.forward, costs.backward)
-    timeline = simulate(plan, replace(costs, network=network, blocking=not ours))
+    simulation = Simulation if ours else BlockingSimulation
+    timeline = simulation(plan, replace(costs, network=network)).timeline()
     return timeline.step_time(num_microbatches) if num_batches > 1 else timeline.makespan
 
 

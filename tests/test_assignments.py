@@ -29,7 +29,6 @@ SIMULATED = {
     "send_window.py",
     "simulator.py",
     "collectives.py",
-    "exchanges.py",
     "transfers.py",
 }
 """Files of the simulation, whose ranks and channels are records that several of them fill."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.blocking_simulation import BlockingSimulation
 from benchmarks.paper import (
     CLAIMS,
     FIGURES,
@@ -32,6 +33,7 @@ from benchmarks.paper_systems import (
     throughput,
 )
 from hybridpar.models.cost import forward_flops_per_token
+from hybridpar.planner.machines.hardware import DEVICES, Cluster, Link
 from hybridpar.planner.machines.kernel_times import (
     MEGATRON_2020,
     BlockTime,
@@ -39,7 +41,9 @@ from hybridpar.planner.machines.kernel_times import (
     block_times,
 )
 from hybridpar.schedules.passes.lowering import make_plan
+from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, find_schedule
+from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import simulate
 
 
@@ -132,6 +136,26 @@ def test_on_one_server_the_plain_simulator_says_the_same(system: str, schedule: 
     timeline = simulate(plan, costs)
     step = timeline.step_time(m) if num_batches > 1 else timeline.makespan
     assert m * MICRO_BATCH / step == pytest.approx(throughput(setting, system, machine), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("half_duplex", "period"), [(False, 1 + 2 + 2 * 2), (True, 1 + 2 + 2 * 2 * 2)]
+)
+def test_blocking_exchanges_add_to_the_period(half_duplex: bool, period: float) -> None:
+    """A rank pays for both exchanges of a micro-batch, and for both directions where they share the
+    card."""
+    card = Link("", 1.0, 0.0, 1.0, half_duplex=half_duplex)
+    network = Cluster(DEVICES["v100-16gb"], 1, 4, card, card).network([[0], [1], [2], [3]], 2.0)
+    plan = make_plan(replace(find_schedule("2bw"), receive_ahead=0), PipelineShape(4, 4), 0, 12)
+    timeline = BlockingSimulation(plan, Costs(1, 2, network=network)).timeline()
+    assert timeline.step_time(4) == pytest.approx(4 * period)
+
+
+def test_a_blocking_reduction_takes_the_ranks_time() -> None:
+    plan = make_plan(ScheduleOptions("2bw", clip=False), PipelineShape(1, 2), 0, 6)
+    costs = Costs(1, 2, reduce=5)
+    assert simulate(plan, costs).step_time(2) == pytest.approx(6)
+    assert BlockingSimulation(plan, costs).timeline().step_time(2) == pytest.approx(11)
 
 
 @pytest.mark.parametrize("setting", MEMORY, ids=lambda s: s.name)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
 from hybridpar.schedules.simulate.costs import Costs, expand
-from hybridpar.schedules.simulate.exchanges import Exchanges
 from hybridpar.schedules.simulate.simulated_rank import Rank, Wake
 
 
@@ -29,7 +28,6 @@ class Collectives:
 
     Args:
         ready: By rank, the time at which it has its first weights. None: at once.
-        exchanges: Given if ranks compute nothing while they communicate.
         wake: Resumes a waiting rank.
     """
 
@@ -38,7 +36,6 @@ class Collectives:
         ranks: Sequence[Rank],
         costs: Costs,
         ready: Sequence[float] | None,
-        exchanges: Exchanges | None,
         wake: Wake,
     ):
         p = len(ranks)
@@ -47,7 +44,6 @@ class Collectives:
         self._norm_time = costs.norm
         self._gather_times = expand(costs.gather, p)
         self._tied = costs.tied and p > 1
-        self._exchanges = exchanges
         self._wake = wake
         self._meetings: dict[tuple[Kind, int, int], Meeting] = {}  # the number is the first rank
         self._normed: list[set[int]] = [set() for _ in ranks]  # batches whose NORM it has issued
@@ -123,8 +119,6 @@ class Collectives:
         for member, step in meeting.issued:
             member.ends[step] = meeting.end
             self._wake(member, meeting)
-            if self._exchanges is not None and meeting.kind is Kind.REDUCE:
-                self._exchanges.complete(member, meeting.end)
 
     def _reduction(self, rank: Rank, batch: int) -> Meeting:
         """Return the rank's REDUCE of a batch; tied, the first and the last rank share one."""

@@ -57,8 +57,7 @@ class Costs:
     alike. None: each has its own. transfer_work: work on a transfer before it occupies the link, on
     a thread of its own on these cores.
 
-    network: links that transfers share, instead of transfer, transfer_back and latency. blocking:
-    ranks wait for what they send and receive, and for a REDUCE, before they do anything else.
+    network: links that transfers share, instead of transfer, transfer_back and latency.
     """
 
     forward: PerStage = 1.0
@@ -89,7 +88,6 @@ class Costs:
     variation: Mapping[Kind, Sequence[Sequence[float]]] = field(default_factory=dict)
     backward_input: PerStage | None = None
     network: Network | None = None
-    blocking: bool = False
 
     def durations(self, kind: Kind, homes: Sequence[int]) -> list[Sequence[float]]:
         """Return the rank's time of actions of a kind, by stage and micro-batch; the sequence

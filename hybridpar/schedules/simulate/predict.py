@@ -96,14 +96,7 @@ def _batch(options: ScheduleOptions, shape: PipelineShape, costs: Costs) -> tupl
     far = max(expand(costs.latency, shape.num_links), default=0.0) > min(
         expand(costs.forward, shape.num_stages)
     )
-    others = (
-        costs.cores
-        or costs.network
-        or costs.blocking
-        or costs.variation
-        or options.offload
-        or options.host
-    )
+    others = costs.cores or costs.network or costs.variation or options.offload or options.host
     if not options.clip or calls or far or others:
         timeline = predict_timeline(options, shape, costs)
         return timeline, timeline.step_time(shape.num_microbatches)

@@ -26,7 +26,7 @@ class Rank:
     stalls: dict[int, float] = field(default_factory=dict)
     clock: float = 0.0
     waits_for: Any = None
-    """The Channel, Meeting, HostEngines, Exchange or queue of sends that it waits for."""
+    """The Channel, Meeting, HostEngines or queue of sends that it waits for."""
 
 
 Dependency = Callable[[Rank, Action, float], float | None]

@@ -39,7 +39,6 @@ from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.schedules.simulate.collectives import Collectives, Meeting
 from hybridpar.schedules.simulate.copy_engines import MemoryMoves
 from hybridpar.schedules.simulate.costs import Costs
-from hybridpar.schedules.simulate.exchanges import Exchange, Exchanges
 from hybridpar.schedules.simulate.hosts import HostEngines, Hosts
 from hybridpar.schedules.simulate.send_window import SendWindow
 from hybridpar.schedules.simulate.simulated_rank import Dependency, Effect, Rank
@@ -63,19 +62,7 @@ def simulate(
 
     Raises: StuckError, if a rank waits for something that never comes.
     """
-    assert sorted(plan) == list(range(len(plan))), f"ranks of a plan count from 0: {sorted(plan)}"
-    machine = _Machine(plan, costs or Costs(), pools or {}, ready)
-    machine.run()
-    ranks = machine.ranks
-    makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
-    return Timeline(
-        plan,
-        {r.index: r.starts for r in ranks},
-        {r.index: r.ends for r in ranks},
-        makespan,
-        {r.index: r.returns for r in ranks},
-        {r.index: r.stalls for r in ranks},
-    )
+    return Simulation(plan, costs or Costs(), pools, ready).timeline()
 
 
 def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
@@ -87,10 +74,10 @@ def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
 
     Raises: StuckError if a rank waits for something that never comes, however wide the window is.
     """
-    machine = _Machine(plan, costs or Costs(), {}, limit_sends=True)
-    machine.run()
-    assert machine.window is not None
-    return machine.window.width
+    simulation = Simulation(plan, costs or Costs(), limit_sends=True)
+    simulation.run()
+    assert simulation.window is not None
+    return simulation.window.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +119,11 @@ class _OfLastPart:
             self.effect(rank, action, step)
 
 
-class _Machine:
+class Simulation:
     """A graph: ranks, the resources beside them, and the rules by kind of action.
 
     ranks ------ transfers ---- cores or wires, which these share
           |----- collectives    REDUCE, NORM, gather
-          |----- exchanges      only where communication blocks a rank
           |----- hosts          only where a host makes the weights
           |----- moves          only where state or activations move
           '----- window         only where unfinished sends are limited
@@ -147,12 +133,16 @@ class _Machine:
         self,
         plan: Plan,
         costs: Costs,
-        pools: Mapping[int, Sequence[Pool]],
+        pools: Mapping[int, Sequence[Pool]] | None = None,
         ready: Sequence[float] | None = None,
         *,
         limit_sends: bool = False,
     ):
+        assert sorted(plan) == list(range(len(plan))), (
+            f"ranks of a plan count from 0: {sorted(plan)}"
+        )
         p = len(plan)
+        self._plan = plan
         self.costs = costs
         self.ranks = [Rank(r, plan[r]) for r in range(p)]
         self.shape = PipelineShape.found(
@@ -161,32 +151,29 @@ class _Machine:
         self.shape = replace(self.shape, num_frozen=_num_frozen(plan, self.shape))
         self.homes = [self.shape.rank_of(stage) for stage in range(self.shape.num_stages)]
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
-        self.transfers = Transfers(self.ranks, self.shape, self.homes, costs, self._arrived)
+        self.transfers = Transfers(self.ranks, self.shape, self.homes, costs, self.arrived)
         self.cores = self.transfers.cores
-        self.exchanges = Exchanges(self.ranks, self._wake) if costs.blocking else None
-        self.collectives = Collectives(self.ranks, costs, ready, self.exchanges, self._wake)
-        self.hosts = Hosts(self.ranks, costs, self.parts, self.cores, self.collectives, self._wake)
-        self.moves = MemoryMoves(self.ranks, costs, pools)
+        self.collectives = Collectives(self.ranks, costs, ready, self.wake)
+        self.hosts = Hosts(self.ranks, costs, self.parts, self.cores, self.collectives, self.wake)
+        self.moves = MemoryMoves(self.ranks, costs, pools or {})
         self.window = None
         if limit_sends:
-            self.window = SendWindow(self.ranks, self.transfers.outgoing, self._wake)
+            self.window = SendWindow(self.ranks, self.transfers.outgoing, self.wake)
         self.waits_for_gather = self.collectives.gathers or bool(ready)
         self.rules = {
-            kind: _Rule(self._dependencies(kind), self._durations(kind), self._effects(kind))
+            kind: _Rule(self.dependencies(kind), self._durations(kind), self.effects(kind))
             for kind in ACTION_SPECS
         }
         self.runnable = deque(self.ranks)
 
     # -- rules
 
-    def _dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
+    def dependencies(self, kind: Kind) -> tuple[Dependency, ...]:
         """Return what an action of a kind waits for; what sets the clock comes first."""
         row = ACTION_SPECS[kind]
         found: list[Dependency] = []
         if self.window is not None:
             found.append(self.window.oldest_send_finished)
-        if self.exchanges is not None:
-            found.append(self.exchanges.finished)
         if row.receive:
             found.append(self._once_for_all_parts(kind, self.transfers.received))
         if kind is Kind.F and self.waits_for_gather:
@@ -201,14 +188,12 @@ class _Machine:
             found.append(self.moves.ready)
         return tuple(found)
 
-    def _effects(self, kind: Kind) -> tuple[Effect, ...]:
+    def effects(self, kind: Kind) -> tuple[Effect, ...]:
         """Return the effects of an action of a kind."""
         row = ACTION_SPECS[kind]
         found: list[Effect] = []
         if row.matching_recv and self.window is not None:
             found.append(self.window.note_send)
-        if self.exchanges is not None and (row.peer_offset or kind is Kind.REDUCE):
-            found.append(self.exchanges.join)
         if row.matching_recv:
             found.append(self.transfers.send)
         elif row.peer_offset:
@@ -248,6 +233,20 @@ class _Machine:
         if any(self.parts) and ACTION_SPECS[kind].cut:
             return _OfLastPart(effect, self.parts)
         return effect
+
+    def timeline(self) -> Timeline:
+        """Simulate the plan. Raises: StuckError."""
+        self.run()
+        ranks = self.ranks
+        makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
+        return Timeline(
+            self._plan,
+            {r.index: r.starts for r in ranks},
+            {r.index: r.ends for r in ranks},
+            makespan,
+            {r.index: r.returns for r in ranks},
+            {r.index: r.stalls for r in ranks},
+        )
 
     # -- events
 
@@ -309,16 +308,13 @@ class _Machine:
             effect(rank, action, step)
         self.runnable.append(rank)
 
-    def _arrived(self, channel: Channel, when: float) -> None:
+    def arrived(self, channel: Channel) -> None:
         """Wake both ends of a transfer that has arrived."""
-        self._wake(channel.receiver, channel)
+        self.wake(channel.receiver, channel)
         if self.window is not None:
             self.window.arrived(channel.sender)
-        if self.exchanges is not None:
-            self.exchanges.complete(channel.sender, when)
-            self.exchanges.complete(channel.receiver, when)
 
-    def _wake(self, rank: Rank, waited_for: object) -> None:
+    def wake(self, rank: Rank, waited_for: object) -> None:
         if rank.waits_for is waited_for:
             rank.waits_for = None
             self.runnable.append(rank)
@@ -334,8 +330,6 @@ class _Machine:
             return f"{action} waits for transfer {n} from rank {sender} ({what})"
         if isinstance(missing, HostEngines):
             return f"{action} waits for the host"
-        if isinstance(missing, Exchange):
-            return f"{action} waits for {missing.left} transfers of its own rank"
         assert isinstance(missing, Meeting), f"rank {rank.index} is not waiting"
         there = {member.index for member, _ in missing.issued}
         absent = [r.index for r in self.ranks if r.index not in there]

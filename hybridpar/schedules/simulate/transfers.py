@@ -48,7 +48,7 @@ class Transfers:
 
     Args:
         costs: Durations. Shared cores or links decide how long transfers take.
-        arrived: Called with the channel and the time of each arrival.
+        arrived: Called with the channel at each arrival.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Transfers:
         shape: PipelineShape,
         homes: Sequence[int],
         costs: Costs,
-        arrived: Callable[[Channel, float], None],
+        arrived: Callable[[Channel], None],
     ):
         self.ranks = ranks
         self.shape = shape
@@ -192,4 +192,4 @@ class Transfers:
         )
         sender.ends[sent] = receiver.ends[posted] = arrival = over + channel.latency
         channel.arrivals.append(arrival)
-        self.arrived(channel, arrival)
+        self.arrived(channel)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hybridpar.planner.machines.hardware import DEVICES, Cluster, Level, Link
 from hybridpar.schedules.action import parse_actions
 from hybridpar.schedules.passes.lowering import make_plan
-from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, find_schedule
 from hybridpar.schedules.simulate.network import Network, Route
 from hybridpar.schedules.simulate.simulator import Costs, StuckError, simulate
@@ -20,8 +19,8 @@ from hybridpar.schedules.simulate.simulator import Costs, StuckError, simulate
 seconds = st.floats(0, 3)
 
 
-def simulate_on(network: Network, plan, costs: Costs, blocking: bool = False):
-    return simulate(plan, replace(costs, network=network, blocking=blocking))
+def simulate_on(network: Network, plan, costs: Costs):
+    return simulate(plan, replace(costs, network=network))
 
 
 def links_of_their_own(p: int, transfer: float, latency: float = 0.0) -> Network:
@@ -101,20 +100,6 @@ def test_transfers_share_a_card() -> None:
     assert timeline.starts[1][3] == pytest.approx(9.0)
 
 
-@pytest.mark.parametrize(
-    ("half_duplex", "period"), [(False, 1 + 2 + 2 * 2), (True, 1 + 2 + 2 * 2 * 2)]
-)
-def test_blocking_exchanges_add_to_the_period(half_duplex: bool, period: float) -> None:
-    """A rank pays for both exchanges of a micro-batch, and for both directions where they share the
-    card."""
-    card = Link("", 1.0, 0.0, 1.0, half_duplex=half_duplex)
-    network = Cluster(DEVICES["v100-16gb"], 1, 4, card, card).network([[0], [1], [2], [3]], 2.0)
-    plan = make_plan(replace(find_schedule("2bw"), receive_ahead=0), PipelineShape(4, 4), 0, 12)
-    assert simulate_on(network, plan, Costs(1, 2), blocking=True).step_time(4) == pytest.approx(
-        4 * period
-    )
-
-
 def test_replicas_of_a_stage_share_the_card_of_their_server() -> None:
     network = two_by_two().network([[0, 1], [2, 3]], 3.0)
     assert network.forward[0].load == {(0, 0, "out"): 6.0, (0, 1, "in"): 6.0}
@@ -136,15 +121,6 @@ def test_half_duplex_cards_and_links_inside_a_server() -> None:
         network.backward[2].load,
     ]
     assert len(set().union(*inside)) == 4  # none shared
-
-
-def test_a_blocking_reduction_takes_the_ranks_time() -> None:
-    plan = make_plan(ScheduleOptions("2bw", clip=False), PipelineShape(1, 2), 0, 6)
-    costs = Costs(1, 2, reduce=5)
-    assert simulate_on(links_of_their_own(1, 1), plan, costs).step_time(2) == pytest.approx(6)
-    assert simulate_on(links_of_their_own(1, 1), plan, costs, blocking=True).step_time(
-        2
-    ) == pytest.approx(11)
 
 
 def test_endless_flows_are_said() -> None:

@@ -11,7 +11,7 @@ from hybridpar.schedules.proof.liveness import Live, peak_live
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, find_schedule
 from hybridpar.schedules.simulate.costs import Costs
-from hybridpar.schedules.simulate.simulator import StuckError, _Machine, simulate
+from hybridpar.schedules.simulate.simulator import Simulation, StuckError, simulate
 
 
 def relative_step(name, p, m, num_batches=12, gather=False, **costs):
@@ -260,7 +260,7 @@ PLANS = st.builds(
 
 
 def run_machine(plan, costs, reverse):
-    machine = _Machine(plan, costs, {})
+    machine = Simulation(plan, costs, {})
     if reverse:
         machine.runnable.reverse()
     machine.run()
