@@ -47,8 +47,6 @@ from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.state.residency.store import DiskStore
-from hybridpar.state.residency.tiered import TieredMemory
-from hybridpar.state.residency.tiers import Traffic
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 from hybridpar.train.forecasts.host_forecast import host_speeds
@@ -148,7 +146,7 @@ def train(shape: Shape, config: Config, steps: int) -> Run:
     nothing."""
     engine = Engine(JobPlan(config), ProcessGrid(), torch.device("cpu"))
     memory = engine.state.memory
-    traffic = memory.tiers.traffic if isinstance(memory, TieredMemory) else Traffic()
+    traffic = memory.tiers.traffic
     losses: list[float] = []
     seen: list[tuple[float, float, int, int]] = []
 

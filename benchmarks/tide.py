@@ -35,7 +35,6 @@ from hybridpar.prediction.predict import predict
 from hybridpar.schedules.action import PER_ITEM, Kind
 from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.residency import add_residency
-from hybridpar.state.residency.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 from hybridpar.train.forecasts.tier_forecast import forecast
@@ -85,7 +84,6 @@ def bounds_of(config: Config) -> Bounds:
 def counted(config: Config, shape: Shape) -> int:
     """Bytes that a steady step of a run moves."""
     engine = Engine(JobPlan(config), ProcessGrid(), torch.device("cpu"))
-    assert isinstance(engine.state.memory, TieredMemory)
     tiers = engine.state.memory.tiers
     loader = FixedLoader(shape, MICROBATCHES)
     totals: list[int] = []

@@ -14,7 +14,8 @@ from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import ghost_memory
 from hybridpar.runtime.stage import Stage, build_held_blocks
-from hybridpar.schedules.passes.residency import Budget, Pool
+from hybridpar.schedules.passes.residency import Pool
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.passes.segments import WHOLE, Division
 from hybridpar.schedules.pipeline_shape import PipelineShape
 from hybridpar.state import RankState
@@ -62,7 +63,7 @@ class StateFootprint:
     Args:
         hosting: Peak of the host's step of a segment, if the host updates state in place.
         division: Division of the rank's plan into segments.
-        pools: Items that are sharded over replicas, and with memory.budget then also the tiers.
+        pools: Items that are sharded over replicas, and then also the tiers if their room is constant.
         whole: Upper bound of the bytes of chunks that are unsharded at once.
         hosted: Bytes of master weights and optimizer state that a host optimizer keeps on the host.
 
@@ -83,7 +84,7 @@ class StateFootprint:
 
 
 def trace_state(
-    job: JobPlan, rank: int, shape: PipelineShape, device: torch.device
+    job: JobPlan, rank: int, shape: PipelineShape, device: torch.device, room: Room
 ) -> StateFootprint:
     """Build the state of rank `rank`, run an update, and return its footprint, without allocating
     or computing anything.
@@ -93,8 +94,8 @@ def trace_state(
         rank: The first replica of a pipeline rank. The replica with the most state counts.
         shape: The shape of the pipeline.
         device: The device, whose type this machine need not have.
+        room: The room of the state.
     """
-    budget = job.config.memory.budget
     dp_cp = job.config.parallel.dp_cp
     tp = job.config.parallel.tp
     with Tracker(device) as tracker:
@@ -128,14 +129,22 @@ def trace_state(
             state.update(0, lr=1.0, factor=0.5, group=group)
             updates.append(taken(start))
         accesses = ghost.accesses(shape)
-        has_tiers = budget and accesses.chunks and accesses.least_budget() <= budget
         return StateFootprint(
             **state.num_bytes(),
             norm=norm,
             updates=tuple(updates),
             division=state.division,
-            pools=accesses.pools(Budget(budget) if has_tiers else None),
+            pools=_walked_pools(accesses, room),
             whole=accesses.unsharded_bytes,
             hosted=state.host.held(),
             hosting=hosting,
         )
+
+
+def _walked_pools(accesses: AccessMap, room: Room) -> list[Pool]:
+    """Return the pools whose moves the walk of a rank's memory follows. A room that is not constant
+    is itself found by that walk.
+    """
+    sharded = accesses.sharded_pools()
+    has_room = room.is_constant and room.can_hold(accesses.least_budget())
+    return accesses.pools(room) if sharded and has_room else sharded

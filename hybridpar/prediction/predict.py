@@ -31,7 +31,8 @@ from hybridpar.prediction.ghost_state import StateFootprint, trace_state
 from hybridpar.prediction.walk import MemoryWalk, RecordedWalk, StageMemory, together
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
-from hybridpar.schedules.passes.residency import Budget, Rooms, Tide, add_residency
+from hybridpar.schedules.passes.residency import add_residency
+from hybridpar.schedules.passes.rooms import UNLIMITED, Budget, Rooms, Tide
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
 from hybridpar.state.residency.segments import Segments
 
@@ -73,23 +74,18 @@ def rooms_of(
     *,
     device: torch.device | None = None,
 ) -> Rooms:
-    """Return the room of a rank's state: memory.budget, or what memory.limit leaves.
+    """Return the room of a rank's state: memory.budget, what memory.limit leaves, or all there is.
 
     Args:
-        job: A job with one of them.
+        job: The job.
         rank: The pipeline rank.
         shape: The shape of the pipeline that the plans will be of. None: the job's.
         device: As for `predict`.
     """
-    memory = job.config.memory
-    if memory.budget:
-        return Rooms(Budget(memory.budget), Budget(memory.budget))
     pipeline = _Pipeline(job, device or default_device(job.config), trace_stage, shape or job.shape)
-    pipeline.walk(rank)  # traces everything now, while gradients are enabled
-    return Rooms(
-        Tide(memory.limit, lambda: pipeline.walk(rank).follow),
-        Tide(memory.limit, lambda: pipeline.walk(rank, evaluates=True).follow),
-    )
+    rooms = pipeline.rooms(rank)
+    rooms.training.follow()  # traces everything now, while gradients are enabled
+    return rooms
 
 
 def check_size(config: Config) -> None:
@@ -146,6 +142,17 @@ class _Pipeline:
         self.shape = _enough(job.schedule, job.shape) if shape is None else shape
         self._traced: dict[object, Footprint] = {}
         self._states: dict[object, StateFootprint] = {}
+
+    def rooms(self, rank: int) -> Rooms:
+        """Return the room of a rank's state."""
+        memory = self._config.memory
+        if memory.limit:
+            return Rooms(
+                Tide(memory.limit, lambda: self.walk(rank).follow),
+                Tide(memory.limit, lambda: self.walk(rank, evaluates=True).follow),
+            )
+        room = Budget(memory.budget) if memory.budget else UNLIMITED
+        return Rooms(room, room)
 
     def walk(self, rank: int, *, evaluates: bool = False) -> MemoryWalk:
         """Return the walk of a rank's memory, at its start."""
@@ -224,7 +231,9 @@ class _Pipeline:
                 )
             )
             if (key := (alike, buffers)) not in self._states:
-                self._states[key] = trace_state(job, first, self.shape, self._device)
+                self._states[key] = trace_state(
+                    job, first, self.shape, self._device, self.rooms(rank).training
+                )
             return self._states[key]
         return together(fp for of_stage in footprints.values() for fp in of_stage)
 
@@ -246,7 +255,12 @@ class _Pipeline:
         found = found_walk.peak(actions)
         each = [fp for of_stage in found_walk.footprints.values() for fp in of_stage]
         held = job.held(rank)
-        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
+        placed = self._placed(found, state)
+        return replace(
+            placed,
+            moved=sum(fp.moved for fp in each) // len(held),
+            file=self.rooms(rank).training.excess(placed.state + state.whole, placed.total),
+        )
 
     def _footprints(self, segments: Segments, buffers: Buffers) -> dict[int, list[Footprint]]:
         """Return the footprints of the segments of a rank's stages."""
@@ -284,8 +298,7 @@ class _Pipeline:
         return self._traced[pattern]
 
     def _placed(self, memory: StageMemory, state: StateFootprint) -> StageMemory:
-        """Return the memory with state moved to host memory or a file, and with the copy for
-        checkpoints."""
+        """Return the memory with state moved to host memory, and with the copy for checkpoints."""
         config = self._config
         on_gpu = self._device.type == "cuda"
         if config.saves_beside_training:
@@ -299,10 +312,6 @@ class _Pipeline:
                 master=memory.master - master,
                 optimizer=memory.optimizer - optimizer,
             )
-        if config.memory.budget:
-            memory = replace(memory, file=max(memory.state + state.whole - config.memory.budget, 0))
-        elif config.memory.limit:
-            memory = replace(memory, file=max(memory.total - config.memory.limit, 0))
         return memory
 
 

@@ -19,11 +19,11 @@ from hybridpar.runtime.activation_offloader import ActivationOffloader
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import ACTION_SPECS, Kind
 from hybridpar.schedules.passes.fast_tier import FastTiers, Reductions
-from hybridpar.schedules.passes.residency import Access, Mode, Rooms, Tide, add_residency
+from hybridpar.schedules.passes.residency import Access, Mode, add_residency
+from hybridpar.schedules.passes.rooms import Rooms
 from hybridpar.schedules.proof.check import PlanError
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.state.residency.shares import FROZEN
-from hybridpar.state.residency.tiers import Tiers
 
 
 class StateMoves:
@@ -34,21 +34,26 @@ class StateMoves:
     shard stays until the reduce-scatters into it are complete.
 
     Args:
-        rooms: The size of the fast tier; None: items do not move between tiers.
+        rooms: The size of the fast tier.
 
     Raises:
         ConfigError: Memory is too small for any plan.
     """
 
-    def __init__(self, accesses: AccessMap, rooms: Rooms | None, activations: ActivationOffloader):
+    def __init__(self, accesses: AccessMap, rooms: Rooms, activations: ActivationOffloader):
         self.accesses = accesses
         self.activations = activations
         self._state = accesses.state
         self._memory = accesses.memory
+        self._tiers = accesses.memory.tiers
         self._chunks = accesses.chunks
         self._first = accesses.first
         self._rooms = rooms
-        self._room = self._idle_room = 0
+        copies = 2 * max(accesses.num_bytes[self._first :], default=0)
+        self._room_at_rest = rooms.training.at_rest(
+            self._tiers.budget, copies, accesses.least_budget()
+        )
+        self._room = self._room_at_rest
         # all-gathers in progress, by chunk
         self._arriving: dict[int, Works] = {}
         self._reductions: Reductions[Works] = Reductions(accesses.shards)
@@ -56,18 +61,13 @@ class StateMoves:
         # its shard
         self._batches: dict[int, int] = {}
         self._reduced: dict[int, int] = {}
-        if rooms is not None:
-            self._idle_room = self._tiers.budget
-            if isinstance(rooms.training, Tide):  # initial weights and checkpoints take copies
-                copies = 2 * max(accesses.num_bytes[self._first :])
-                self._idle_room = max(self._idle_room - copies, accesses.least_budget())
-            accesses.require(rooms.training)
-            self.rest()
+        accesses.require(rooms.training)
+        self.rest()
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes of state in the fast tier so far; 0 if memory is not limited."""
-        return 0 if self._rooms is None else self._tiers.traffic.peak
+        """Largest number of bytes of state in the fast tier so far; 0 if none of it moves."""
+        return self._tiers.traffic.peak
 
     def plan(self, actions: Iterator[Action], *, evaluates: bool = False) -> Iterator[Action]:
         """Add FETCH, RELEASE and DROP to the actions of a drained rank, on which no chunk is
@@ -76,15 +76,13 @@ class StateMoves:
         Raises: ConfigError if memory is too small.
         """
         self._drain()
-        room = resident = None
-        if self._rooms is not None:
-            self._tiers.settle()  # complete moves that a batch left when it was cut off
-            room = self._rooms.evaluation if evaluates else self._rooms.training
-            resident = {
-                i: self._tiers.items[i - self._first].changed
-                for i in self.accesses.moving
-                if self._is_here(i)
-            }
+        self._tiers.settle()  # complete moves that a batch left when it was cut off
+        room = self._rooms.evaluation if evaluates else self._rooms.training
+        resident = {
+            i: self._tiers.items[i - self._first].changed
+            for i in self.accesses.moving
+            if self._is_here(i)
+        }
         pools = self.accesses.pools(room, resident)
         if not pools:
             yield from actions
@@ -99,9 +97,8 @@ class StateMoves:
 
     def rest(self) -> None:
         """Note that no plan runs: all room of the tiers is for state, except the room of copies."""
-        if self._rooms is not None:
-            self._room = self._idle_room
-            self._tiers.shrink(self._room)
+        self._room = self._room_at_rest
+        self._tiers.shrink(self._room)
 
     # -- called by the executor
 
@@ -162,7 +159,7 @@ class StateMoves:
                 self._await(item)
         created = self._created(chunks)
         self._complete(self._reductions.num_due(action, created))
-        is_resized = self._rooms is not None and self._tiers.budget != self._room
+        is_resized = self._tiers.budget != self._room
         # room may depend on a shard that waits to leave
         if is_resized or not all(self._is_here(item) for item, _ in items):
             self._complete(self._reductions.num_into_leaving())
@@ -214,11 +211,6 @@ class StateMoves:
                     self._hold(i, arriving)
 
     # -- items of the tiers
-
-    @property
-    def _tiers(self) -> Tiers:
-        assert self._memory.tiers is not None
-        return self._memory.tiers
 
     def _split(self, action: Action) -> tuple[list[Access], list[Access]]:
         """Return the accesses of an action to unsharded chunks, and to items of the tiers.

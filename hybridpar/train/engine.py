@@ -140,7 +140,7 @@ class Engine:
         warn_of_unquantized_layers(config, grid, self.stage)
         self.moves = StateMoves(
             AccessMap(memory, self.state, self.shape),
-            rooms_of(job, grid.pp.rank, device=device) if memory.tiers else None,
+            rooms_of(job, grid.pp.rank, device=device),
             residency.offloader or build_offloader(job, grid.pp.rank, device),
         )
         self.state.initialize(config.train.seed)

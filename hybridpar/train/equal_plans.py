@@ -147,7 +147,7 @@ def plan_digest(engine: Engine) -> str:
     memory.
     """
     accesses = engine.moves.accesses
-    actions = add_residency(engine.plan(_BATCHES), accesses.pools())
+    actions = add_residency(engine.plan(_BATCHES), accesses.sharded_pools())
     sizes = [chunk.num_bytes for chunk in accesses.chunks]
     digest = hashlib.sha256(repr(sizes).encode())
     for action in islice(actions, _MOST_ACTIONS):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hybridpar.schedules.action import PER_BATCH, Action, Kind
 from hybridpar.schedules.passes.lowering import make_plan
-from hybridpar.schedules.passes.residency import Access, Budget, Mode, Pool, add_residency
+from hybridpar.schedules.passes.residency import Access, Mode, Pool, add_residency
+from hybridpar.schedules.passes.rooms import Budget
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, find_schedule
 

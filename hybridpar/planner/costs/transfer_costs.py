@@ -171,7 +171,7 @@ class Moves:
         overlap."""
         sizes = [
             pool.num_bytes[item]
-            for pool in self.ghosts[rank].accesses(self.job.shape).pools()
+            for pool in self.ghosts[rank].accesses(self.job.shape).sharded_pools()
             for item in pool.items
             if pool.away is away
         ]

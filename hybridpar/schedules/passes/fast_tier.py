@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import PER_ITEM, Kind
-from hybridpar.schedules.passes.residency import CREATING, Access, Away, Mode, Pool, RoomOf
+from hybridpar.schedules.passes.residency import CREATING, Access, Away, Mode, Pool
+from hybridpar.schedules.passes.rooms import RoomOf
 
 _T = TypeVar("_T")
 

@@ -13,7 +13,7 @@ lacks an item. Then it places each eviction right after the item's last use, and
 as there is room.
 
 The fast tier's room is a constant budget, or what a limit leaves beside the memory of each action
-(`Tide`): items leave ahead of an action with many activations, and come back when these are freed.
+(rooms.py): items leave ahead of an action with many activations, and come back when these are freed.
 
 Sources: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
 Journal 5 (1966); PatrickStar, arXiv 2108.05818, for chunks that use the memory that activations
@@ -27,11 +27,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import PER_ITEM, Kind
+from hybridpar.schedules.passes.rooms import Room
 
 
 class Mode(Enum):
@@ -54,62 +55,6 @@ class Access(NamedTuple):
 
     item: int
     mode: Mode
-
-
-RoomOf = Callable[[Action], int]
-"""Returns the bytes of the fast tier while an action runs. It is called with each action in order."""
-
-
-class Room(Protocol):
-    """The size of the fast tier, which may change from action to action.
-
-    Attributes:
-        most: Bytes that it never exceeds.
-        field: The setting that decides it.
-    """
-
-    @property
-    def most(self) -> int: ...
-    @property
-    def field(self) -> str: ...
-    def follow(self) -> RoomOf:
-        """Return the room along a plan that begins with nothing in flight."""
-
-
-class Rooms(NamedTuple):
-    """The room of a rank's state in training, and in evaluations."""
-
-    training: Room
-    evaluation: Room
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Room of a constant size."""
-
-    most: int
-    field: str = "memory.budget"
-
-    def follow(self) -> RoomOf:
-        return lambda action: self.most
-
-
-@dataclass(frozen=True)
-class Tide:
-    """Room that a limit leaves beside the memory that each action takes for other purposes.
-
-    Attributes:
-        most: The limit.
-        others: Returns a function that returns this other memory (bytes) for each action in order.
-    """
-
-    most: int
-    others: Callable[[], Callable[[Action], int]]
-    field: str = "memory.limit"
-
-    def follow(self) -> RoomOf:
-        others = self.others()
-        return lambda action: self.most - others(action)
 
 
 class Away(Enum):
@@ -172,6 +117,11 @@ class Pool:
             return accesses
         return [access for access in accesses if access.item in self.own]
 
+    def needed_bytes(self, accesses: Iterable[Access]) -> int:
+        """Return the bytes of the fast tier that an action with these accesses needs."""
+        accessed = (item for item, mode in accesses if mode is not Mode.RENEW)
+        return sum(self.num_bytes[item] for item in {*self.pinned, *accessed})
+
     @property
     def items(self) -> list[int]:
         """Numbers of the items."""
@@ -203,17 +153,6 @@ def add_residency(
     for pool in pools:
         actions = _Pass(actions, pool, ahead, batches).run()
     return iter(actions)
-
-
-def least_room(actions: Iterable[Action], pool: Pool) -> int:
-    """Return the smallest limit or budget with which these actions run."""
-    room_of = pool.room.follow()
-    free = pool.room.most - pool.start_bytes
-    for action in actions:
-        accesses = pool.accessed(action)
-        needed = {*pool.pinned, *(a.item for a in accesses if a.mode is not Mode.RENEW)}
-        free = min(free, room_of(action) - sum(pool.num_bytes[item] for item in needed))
-    return pool.room.most - free
 
 
 @dataclass(slots=True, eq=False)
@@ -295,7 +234,7 @@ class _Pass:
             )
             for item, mode in accesses:
                 self._upcoming[item].append((step.number, mode))
-            self._free = min(self._free, step.room - self._needed(step))
+            self._free = min(self._free, step.room - self._pool.needed_bytes(accesses))
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
@@ -328,11 +267,6 @@ class _Pass:
             live |= {item for item, mode in modes.items() if mode is not Mode.WRITE}
             counts = counts or step.ends_batch  # all items are accessed in the batch behind it
         return True
-
-    def _needed(self, step: _Step) -> int:
-        """Return the bytes of the fast tier that an action needs."""
-        accessed = (item for item, mode in step.accesses if mode is not Mode.RENEW)
-        return self._pinned_bytes + sum(self._pool.num_bytes[item] for item in accessed)
 
     def _decide(self, step: _Step) -> None:
         """Evict items until the items that the step lacks fit, and fetch these. Items that the step

@@ -11,7 +11,8 @@ from itertools import product
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import PER_ITEM, Action, Kind
-from hybridpar.schedules.passes.residency import Access, Away, Budget, Mode, Pool, Room
+from hybridpar.schedules.passes.residency import Access, Away, Mode, Pool
+from hybridpar.schedules.passes.rooms import Budget, Room
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
 from hybridpar.state.compression.feedback import FEEDBACK
@@ -109,29 +110,27 @@ class AccessMap:
         return self.unsharded_bytes + sum(self.num_bytes[i] for i in self.pinned) + most
 
     def require(self, room: Room) -> None:
-        """Check the size of the fast tier. What a limit must be, a plan alone says (least_room).
-
-        Raises:
-            ConfigError: A budget is too small for any plan.
-        """
-        if isinstance(room, Budget) and (least := self.least_budget()) > room.most:
+        """Check the size of the fast tier. Raises: ConfigError if it is too small for any plan."""
+        if not room.can_hold(least := self.least_budget()):
             rule = f"too small: one segment of this rank needs {least} bytes at a time"
             raise config_error(room.field, room.most, rule, str(least))
 
-    def pools(
-        self, room: Room | None = None, resident: Mapping[int, bool] | None = None
-    ) -> list[Pool]:
+    def pools(self, room: Room, resident: Mapping[int, bool] | None = None) -> list[Pool]:
         """Return all items that move, in the order in which their moves are added to a plan.
+        Arguments as for `tiers`.
+        """
+        sharded = self.sharded_pools()
+        tiers = self.tiers(room, resident)
+        return [*sharded, tiers] if tiers.items else sharded
+
+    def sharded_pools(self) -> list[Pool]:
+        """Return the items that replicas shard.
 
         Gradients have space for one segment besides the ones being reduced, weights for two.
-
-        Args:
-            room: As for `tiers`; None: items do not move between tiers.
-            resident: As for `tiers`.
         """
         weights, gradients = self.state.unsharded_bytes(gradients=1)
         others = frozenset(range(self.first)) - self.reduced
-        found = [
+        return [
             Pool(self, self.num_bytes, Budget(most), own=own, away=away, shards=self.shards)
             for most, own, away in (
                 (gradients, self.reduced, Away.REDUCED),
@@ -139,7 +138,6 @@ class AccessMap:
             )
             if own
         ]
-        return found if room is None else [*found, self.tiers(room, resident)]
 
     def tiers(self, room: Room, resident: Mapping[int, bool] | None = None) -> Pool:
         """Return what moves between tiers.
@@ -148,16 +146,14 @@ class AccessMap:
         leaves.
 
         Args:
-            room: The size of the fast tier. A budget also has to hold the unsharded chunks.
+            room: The size of the fast tier and of the space of unsharded chunks.
             resident: As in Pool; None: all items are in the slow tier.
         """
         num_bytes = self.num_bytes
-        if isinstance(room, Budget):
-            room = Budget(room.most - self.unsharded_bytes)
         return Pool(
             self,
             num_bytes,
-            room,
+            room.beside(self.unsharded_bytes),
             self.pinned,
             resident or {},
             self.void,

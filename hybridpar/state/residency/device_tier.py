@@ -22,7 +22,7 @@ from hybridpar.state.residency.chunks import Chunk, HostMemory
 from hybridpar.state.residency.pages import Spare
 from hybridpar.state.residency.region import TensorRegion, on, taken
 from hybridpar.state.residency.shares import ShardedMemory
-from hybridpar.state.residency.store import padded
+from hybridpar.state.residency.store import Store, padded
 from hybridpar.state.residency.tiered import TieredMemory, slow_folder
 from hybridpar.state.residency.tiers import Tiers
 
@@ -42,7 +42,7 @@ def _is_late(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class HostStore:
+class HostStore(Store):
     """Host memory for items of these sizes (bytes), allocated once; pinned for a GPU."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
@@ -52,19 +52,14 @@ class HostStore:
         self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
 
     def read(self, item: int, into: Tensor) -> None:
-        """Copy an item to `into`; return once the copy is complete."""
         self._copy("in", into, self._items[item])
 
     def write(self, item: int, content: Tensor) -> None:
-        """Store an item's content; return once the copy is complete."""
         self._copy("out", self._items[item], content)
 
     def item(self, number: int) -> Tensor:
         """Return the memory of an item."""
         return self._items[number]
-
-    def close(self) -> None:
-        """Do nothing: the memory is freed with this object."""
 
     @torch.no_grad()
     def _copy(self, way: str, target: Tensor, source: Tensor) -> None:

@@ -21,6 +21,7 @@ from hybridpar.comm import Works
 from hybridpar.state.reduction.partition import Partition
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, Chunk, Memory, StateItem, cut
 from hybridpar.state.residency.region import TensorRegion, taken
+from hybridpar.state.residency.store import Store
 from hybridpar.state.residency.tiers import Tiers
 
 SHARES = "shares/"
@@ -87,10 +88,8 @@ class ShardedMemory(Memory):
         listeners: As in WholeChunk.
         items: State that can move between tiers.
         padding: Bytes of the items that hold nothing.
-        tiers: Moves the items; None: they stay.
+        tiers: Moves items; the base class has none.
     """
-
-    tiers: Tiers | None = None
 
     def __init__(
         self,
@@ -103,6 +102,7 @@ class ShardedMemory(Memory):
         self.items: list[StateItem] = []
         self.padding = 0
         self.listeners: list[Callable[[WholeChunk], object]] = []
+        self.tiers = Tiers((), frozenset(), 0, Store())
         self._sharded = sharded
         self._chunk = chunk
 

@@ -1,4 +1,4 @@
-"""The slow tier of a rank's state on a machine without a GPU: one file, read and written past the
+"""The slow tier of a rank's state; on a machine without a GPU one file, read and written past the
 page cache.
 
 The file has no name, so a killed run leaves nothing behind, and a restart does not depend on it.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from hybridpar.errors import HybridparError
 
@@ -28,7 +29,22 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-class DiskStore:
+class Store:
+    """The slow tier; the base class is a slow tier without items."""
+
+    def read(self, item: int, into: Any) -> None:
+        """Read an item."""
+        raise NotImplementedError
+
+    def write(self, item: int, content: Any) -> None:
+        """Write an item's content."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free the space."""
+
+
+class DiskStore(Store):
     """Space for items of these sizes (bytes) in a file in `folder`, zeros until written.
 
     Reads and writes are of whole pages, in pieces that several threads move at a time.
@@ -112,7 +128,6 @@ class DiskStore:
         return HybridparError(f"{self.folder}: cannot {what}: {error}{room}")
 
     def close(self) -> None:
-        """Free the space."""
         self._threads.shutdown()
         if self._file >= 0:
             os.close(self._file)

@@ -16,25 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybridpar.comm import Waitable
 from hybridpar.state.residency.pages import Region, Spare, SparePages
 from hybridpar.state.residency.region import TensorRegion
+from hybridpar.state.residency.store import Store
 
 AnyRegion = Region | TensorRegion
 _LOOKS_S = 2e-4
 """Seconds between looks at what holds an item: collectives do not report their end."""
-
-
-class Store(Protocol):
-    """The slow tier."""
-
-    def read(self, item: int, into: Any) -> None: ...
-    def write(self, item: int, content: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 class Where(Enum):
@@ -123,6 +115,7 @@ class Tiers:
                 target=self._work, args=(where,), daemon=True, name=f"{where.value} state"
             )
             for where in self._queues
+            if self.items
         ]
         for mover in self._movers:
             mover.start()

@@ -10,7 +10,8 @@ from hybridpar.prediction.ghost_state import GhostState
 from hybridpar.prediction.predict import default_device, rooms_of
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.passes.lowering import lower
-from hybridpar.schedules.passes.residency import Pool, Room, add_residency
+from hybridpar.schedules.passes.residency import Pool, add_residency
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.schedule_options import ScheduleOptions
 from hybridpar.schedules.schedule_table import PipelineShape, make_schedule
 
@@ -42,14 +43,12 @@ class GhostRank(GhostState):
         Raises: ConfigError if memory is too small for any plan.
         """
         accesses = self.accesses(shape)
-        if not self.job.config.memory.is_limited:
-            return accesses.pools()
         room = self.room(shape)
         accesses.require(room)
         return accesses.pools(room)
 
     def room(self, shape: PipelineShape) -> Room:
-        """Return the room of its state; requires memory.limit or memory.budget."""
+        """Return the room of its state."""
         return rooms_of(self.job, self.rank, shape).training
 
     def actions(

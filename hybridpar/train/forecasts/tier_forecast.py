@@ -11,7 +11,8 @@ from hybridpar.job import JobPlan
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import Kind
 from hybridpar.schedules.passes.fast_tier import FastTiers
-from hybridpar.schedules.passes.residency import Room, Tide, add_residency, least_room
+from hybridpar.schedules.passes.residency import add_residency
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.state.residency.access_map import AccessMap
 from hybridpar.train.forecasts.ghost_rank import GhostRank
 
@@ -178,14 +179,14 @@ class _RankPlan:
         accesses.require(room)
         num_batches = _BEGUN + _STEPS + _LEFT
         actions = ghost.actions(job.options, job.shape, num_batches)
-        return _RankPlan(accesses, room, list(add_residency(actions, accesses.pools())))
+        return _RankPlan(accesses, room, list(add_residency(actions, accesses.sharded_pools())))
 
     @cached_property
     def least(self) -> int:
         """The smallest limit or budget with which the actions run."""
-        if isinstance(self.room, Tide):
-            return least_room(self.actions, self.accesses.tiers(self.room))
-        return self.accesses.least_budget()
+        tiers = self.accesses.tiers(self.room)
+        along = ((one, tiers.needed_bytes(tiers.accessed(one))) for one in self.actions)
+        return self.room.least(self.accesses.least_budget(), along)
 
     def forecast(self) -> TierForecast:
         """Return the forecast. Raises: ConfigError if memory is smaller than the least possible."""

@@ -19,7 +19,8 @@ from hybridpar.errors import ConfigError
 from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.lowering import lower, make_plan
-from hybridpar.schedules.passes.residency import Access, Budget, Pool, add_residency
+from hybridpar.schedules.passes.residency import Access, Pool, add_residency
+from hybridpar.schedules.passes.rooms import Budget
 from hybridpar.schedules.proof.check import PlanError, check
 from hybridpar.schedules.schedule_table import PipelineShape
 

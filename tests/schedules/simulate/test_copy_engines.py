@@ -10,7 +10,8 @@ from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.draw.perfetto import trace_entries, waits
 from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.schedules.passes.fast_tier import FastTiers
-from hybridpar.schedules.passes.residency import Access, Budget, Pool, add_residency
+from hybridpar.schedules.passes.residency import Access, Pool, add_residency
+from hybridpar.schedules.passes.rooms import Budget
 from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.hosts import HostEngines
