@@ -34,11 +34,10 @@ def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
     changed = _changed(saved, wanted)
     if saved.parallel.sites == 1 or changed in ([], _NUMBER):
         return ""
-    timeline = OuterTimeline.of(saved.outer, manifest.state.outer_start)
-    mix = saved.outer.mix
-    if timeline.is_common(step, mix):
+    timeline = OuterTimeline(saved.outer, manifest.state.outer_start)
+    if timeline.is_common(step):
         return ""
-    ahead = timeline.next_common(step, mix)
+    ahead = timeline.next_common(step)
     remedy = (
         f"they next are after step {ahead}: train on until then as before"
         if ahead is not None

@@ -84,7 +84,7 @@ class OuterStep:
     ):
         self.settings = settings
         self.site = site
-        self.timeline = OuterTimeline.of(settings)
+        self.timeline = OuterTimeline(settings)
         layout = FlatLayout([slot.name for slot in slots], [slot.shape for slot in slots], dtype)
         self._form = Precision(settings.precision, dtype)
         kinds = ["anchor", "outer", *["remainder"] * self._form.is_lossy]
@@ -195,7 +195,7 @@ class OuterStep:
 
         Collectives: if a fragment leaves, all-gathers of it and of the notes over `site`.
         """
-        at_once = self.timeline.delay == 0
+        at_once = self.settings.delay == 0
         arriving = self.timeline.taken(version)
         leaving = self.timeline.leaving(version)
         if arriving is not None and not at_once:

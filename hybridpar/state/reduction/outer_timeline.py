@@ -24,44 +24,37 @@ class OuterTimeline:
     nothing leaves up to then.
     """
 
-    every: int
-    fragments: int
-    delay: int
+    settings: OuterConfig
     since: int = 0
-
-    @staticmethod
-    def of(settings: OuterConfig, since: int = 0) -> OuterTimeline:
-        """Create the timeline of a configuration."""
-        return OuterTimeline(settings.every, settings.fragments, settings.delay, since)
 
     def leaving(self, version: int) -> int | None:
         """Return the fragment whose differences leave while a version is made."""
-        phase = version % self.every or self.every
-        found = [
-            f for f in range(self.fragments) if (f + 1) * self.every // self.fragments == phase
-        ]
+        every = self.settings.every
+        fragments = self.settings.fragments
+        phase = version % every or every
+        found = [f for f in range(fragments) if (f + 1) * every // fragments == phase]
         return found[0] if found and version > self.since else None
 
     def taken(self, version: int) -> int | None:
         """Return the fragment whose averages are applied while a version is made."""
-        return self.leaving(version - self.delay)
+        return self.leaving(version - self.settings.delay)
 
     def under_way(self, version: int) -> int | None:
         """Return the fragment that has left by a version, and that a later version applies."""
-        starts = (self.leaving(v) for v in range(max(version - self.delay + 1, 1), version + 1))
+        first = max(version - self.settings.delay + 1, 1)
+        starts = (self.leaving(v) for v in range(first, version + 1))
         return next((fragment for fragment in starts if fragment is not None), None)
 
-    def is_common(self, version: int, mix: float = 0.0) -> bool:
+    def is_common(self, version: int) -> bool:
         """Return whether all sites have the same weights at a version."""
-        at_once = self.fragments == 1 and self.delay == 0 and mix == 0
+        settings = self.settings
+        at_once = settings.fragments == 1 and settings.delay == 0 and settings.mix == 0
         return version <= self.since or (at_once and self.leaving(version) is not None)
 
-    def next_common(self, version: int, mix: float = 0.0) -> int | None:
+    def next_common(self, version: int) -> int | None:
         """Return the next version that all sites have in common; None if there will be none."""
-        return next(
-            (v for v in range(version + 1, version + self.every + 1) if self.is_common(v, mix)),
-            None,
-        )
+        following = range(version + 1, version + self.settings.every + 1)
+        return next(filter(self.is_common, following), None)
 
 
 def fragment_of(parameter: str, tied: str, fragments: int) -> int:

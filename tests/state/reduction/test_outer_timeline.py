@@ -3,9 +3,12 @@ the version alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridpar.config import OuterConfig
 from hybridpar.state.reduction.outer_timeline import OuterTimeline, fragment_of
 
 
@@ -13,21 +16,21 @@ from hybridpar.state.reduction.outer_timeline import OuterTimeline, fragment_of
 def timelines(draw: st.DrawFn) -> OuterTimeline:
     every = draw(st.integers(1, 12))
     fragments = draw(st.integers(1, every))
-    return OuterTimeline(
-        every, fragments, draw(st.integers(0, every // fragments)), draw(st.integers(0, 20))
-    )
+    delay = draw(st.integers(0, every // fragments))
+    settings = OuterConfig(every=every, fragments=fragments, delay=delay)
+    return OuterTimeline(settings, draw(st.integers(0, 20)))
 
 
 @given(timelines())
 def test_each_fragment_leaves_once_and_is_taken_before_the_next(timeline: OuterTimeline) -> None:
     start = timeline.since + 1
-    left = [timeline.leaving(v) for v in range(start, start + timeline.every)]
-    assert sorted(f for f in left if f is not None) == list(range(timeline.fragments))
+    left = [timeline.leaving(v) for v in range(start, start + timeline.settings.every)]
+    assert sorted(f for f in left if f is not None) == list(range(timeline.settings.fragments))
     under_way = None
-    for version in range(1, timeline.since + 4 * timeline.every):
+    for version in range(1, timeline.since + 4 * timeline.settings.every):
         taken = timeline.taken(version)
         leaving = timeline.leaving(version)
-        if timeline.delay == 0:
+        if timeline.settings.delay == 0:
             assert taken == leaving
             assert timeline.under_way(version) is None
             continue
@@ -45,13 +48,16 @@ def test_each_fragment_leaves_once_and_is_taken_before_the_next(timeline: OuterT
 def test_sites_have_the_same_weights_only_where_all_is_taken_at_once(
     timeline: OuterTimeline, version: int
 ) -> None:
-    at_once = timeline.fragments == 1 and timeline.delay == 0
-    expected = version <= timeline.since or (at_once and version % timeline.every == 0)
+    at_once = timeline.settings.fragments == 1 and timeline.settings.delay == 0
+    expected = version <= timeline.since or (at_once and version % timeline.settings.every == 0)
     assert timeline.is_common(version) == expected
     ahead = timeline.next_common(version)
     if version >= timeline.since:
-        assert ahead == ((version // timeline.every + 1) * timeline.every if at_once else None)
-        assert timeline.next_common(version, mix=0.5) is None
+        assert ahead == (
+            (version // timeline.settings.every + 1) * timeline.settings.every if at_once else None
+        )
+        mixed = replace(timeline, settings=replace(timeline.settings, mix=0.5))
+        assert mixed.next_common(version) is None
 
 
 def test_a_fragment_has_every_so_many_th_block_and_tied_weights_together() -> None:
