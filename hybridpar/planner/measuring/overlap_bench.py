@@ -186,7 +186,7 @@ class InFile(Moving):
         self.num_bytes = 2 * sum(taken) - taken[0]
         self.tiers = Tiers(regions, frozenset(), _ROOM * max(taken), store, SparePages())
         for i, region in enumerate(regions):
-            with self.tiers.using([i], changing=True):
+            with self.tiers.changing([i]):
                 region.tensor.fill_(1)
             self.tiers.release(i)
         self.end()

@@ -14,6 +14,10 @@ from hybridpar.schedules.kinds import COMPUTE, PER_BATCH, Kind
 from hybridpar.schedules.simulate.simulator import simulate
 from hybridpar.schedules.simulate.timeline import Timeline
 
+_MOST_RANKS = 8
+_STEPS = 9
+"""Most ranks that are drawn, and steps of each."""
+
 
 def as_timeline(drawn: Plan | Timeline) -> Timeline:
     """Return the timeline to draw; a plan is simulated first."""
@@ -87,9 +91,7 @@ def _text_row(row: list[tuple[str, float, float]], unit: float, width: int) -> s
     return "".join(line)
 
 
-def draw_steps(
-    plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8
-) -> str:
+def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = ()) -> str:
     """Draw the lists of some ranks around the marked (rank, step) cells, which are in >brackets<.
 
     A rank without a mark shows the steps that are related to the first mark's action.
@@ -101,22 +103,20 @@ def draw_steps(
     centre = plan[centre_rank][marked[0][1]] if marked and plan[centre_rank] else None
     order = sorted(plan, key=lambda rank: (abs(rank - centre_rank), rank))
     lines = []
-    for rank in sorted(order[:num_ranks]):
+    for rank in sorted(order[:_MOST_RANKS]):
         actions = plan[rank]
         middle = 0
         if marks[rank]:
             middle = marks[rank][0]
         elif centre:
             middle = related_step(actions, centre)
-        start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
+        start = max(0, min(middle - _STEPS // 2, len(actions) - _STEPS))
         cells = [
             f">{action}<" if step in marks[rank] else f" {action} "
-            for step, action in enumerate(actions[start : start + num_steps], start)
+            for step, action in enumerate(actions[start : start + _STEPS], start)
         ]
         far = [
-            f"... step {s}: >{actions[s]}<"
-            for s in marks[rank]
-            if not start <= s < start + num_steps
+            f"... step {s}: >{actions[s]}<" for s in marks[rank] if not start <= s < start + _STEPS
         ]
         lines.append((f"rank {rank}, step {start}:", cells, " ".join(far)))
     heading = max(len(line[0]) for line in lines)

@@ -15,7 +15,7 @@ from hybridpar.optim.norm import counted, sums_of_squares
 from hybridpar.state.factored import FactoredGradient, multiplied_out
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.reduction.partition import Partition
-from hybridpar.state.residency.chunks import Buffer, BufferUsage, block_of
+from hybridpar.state.residency.chunks import Buffer, block_of
 from hybridpar.state.residency.shares import Shares
 from hybridpar.state.residency.uses import layout_run
 
@@ -64,7 +64,7 @@ class Squares:
         uses = partition.uses
 
         def home(i: int) -> tuple[FlatLayout, int]:
-            return _home(gradients, uses(slots[i].name), starts[i])
+            return gradients.home(uses(slots[i].name), starts[i])
 
         def run(i: int) -> object:
             name = slots[i].name
@@ -122,16 +122,3 @@ class Squares:
             return sums[0].sum()
         found = torch.cat(sums)
         return found[self._order.to(found.device)].sum()
-
-
-def _home(gradients: Buffer | Shares, use: BufferUsage, start: int) -> tuple[FlatLayout, int]:
-    """Return the layout of gradients of a use, and the element at which their memory starts. start:
-    offset of one of them in the flat buffer.
-    """
-    if isinstance(gradients, Shares):
-        if gradients.has(use):
-            return gradients.buffer.layout, gradients.base(use)
-        gradients = gradients.whole
-    return gradients.layout, max(
-        c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop
-    )

@@ -245,6 +245,13 @@ class Buffer:
                 found |= {name: self[start:stop].view(shape) for name, shape, start, stop in inside}
         return found
 
+    def home(self, use: BufferUsage, start: int) -> tuple[FlatLayout, int]:
+        """Return the layout of a use, and the element at which the memory of element `start`
+        starts.
+        """
+        within = (c for c in self.chunks if c.use == use and c.start <= start <= c.stop)
+        return self.layout, max(chunk.start for chunk in within)
+
     def group(self, group: int) -> list[int]:
         """Return the numbers of the chunks that are updated together."""
         return [i for i, chunk in enumerate(self.chunks) if chunk.use.group == group]

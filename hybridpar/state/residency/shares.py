@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
+from hybridpar.state.layout import FlatLayout
 from hybridpar.state.reduction.partition import Partition
 from hybridpar.state.residency.chunks import Buffer, BufferUsage, Chunk, Memory, StateItem, cut
 from hybridpar.state.residency.region import TensorRegion, taken
@@ -227,11 +228,16 @@ class Shares:
         """Return whether there are shards of a use."""
         return self._of_all or not use.stays
 
-    def base(self, use: BufferUsage) -> int:
-        """Return the element of the buffer at which the memory of a use starts."""
+    def home(self, use: BufferUsage, start: int) -> tuple[FlatLayout, int]:
+        """Return the layout of a use, and the element at which its memory starts; of unsharded
+        chunks as Buffer.home.
+        """
+        if not self.has(use):
+            return self.whole.home(use, start)
         if self._of_all:
-            return 0
-        return next(chunk.start for chunk in self.buffer.chunks if chunk.use == use)
+            return self.buffer.layout, 0
+        starts = (chunk.start for chunk in self.buffer.chunks if chunk.use == use)
+        return self.buffer.layout, next(starts)
 
     def owned(self) -> list[Tensor]:
         """Return the parameters that this rank updates, in the order of the partition: shards, and

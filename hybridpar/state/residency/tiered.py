@@ -139,7 +139,7 @@ class TieredMemory(ItemMemory):
     def writing(self, *views: Tensor) -> Iterator[None]:
         self._copy = None
         own = {number for number in map(self.number_of, views) if number is not None}
-        with self.tiers.using(sorted(own), changing=True), super().writing(*views):
+        with self.tiers.changing(sorted(own)), super().writing(*views):
             yield
 
     def read(self, view: Tensor) -> Tensor:

@@ -209,9 +209,9 @@ class Tiers:
     # -- requests outside plans
 
     @contextmanager
-    def using(self, numbers: Sequence[int], *, changing: bool = False) -> Iterator[None]:
-        """Make items resident while in this context, evicting the least recently used ones. Do not
-        use it while a plan runs.
+    def changing(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Make items resident to change them in this context, evicting the least recently used ones.
+        Do not use it while a plan runs.
         """
         for number in numbers:
             self._use(self.items[number])
@@ -222,7 +222,7 @@ class Tiers:
             if item.where is Where.ABSENT:
                 self._make_room(self.budget - item.num_bytes, frozenset(numbers))
                 self.fetch(number)
-            self.await_item(number, changing=changing)
+            self.await_item(number, changing=True)
         yield
 
     def shrink(self, budget: int) -> None:

@@ -41,9 +41,9 @@ class TierForecast:
     written: int
 
     @property
-    def moved(self) -> tuple[int, int]:
-        """Mean bytes per step from and to the slow tier."""
-        return self.read, self.written
+    def moved(self) -> int:
+        """Mean bytes per step between the tiers."""
+        return self.read + self.written
 
     def __str__(self) -> str:
         state, least, read, written = (
@@ -90,20 +90,17 @@ def search_segments(job: JobPlan, rank: int = 0) -> list[SegmentForecast]:
         one = JobPlan(replace(config, memory=replace(config.memory, parts=parts)))
         try:
             plan = _RankPlan.of(GhostRank.of(one, rank))
-            forecasted = plan.forecast()
+            tier = plan.forecast()
         except ConfigError:
             continue
-        found.append(
-            SegmentForecast(
-                parts, sum(forecasted.moved), plan.accesses.memory.padding, forecasted.least
-            )
-        )
+        padding = plan.accesses.memory.padding
+        found.append(SegmentForecast(parts, tier.moved, padding, tier.least))
     return sorted(found, key=lambda one: (one.moved, one.padding))
 
 
 def segments_line(job: JobPlan, tiers: Sequence[TierForecast]) -> str:
     """Return a line on the best number of segments for the rank that moves most, or ""."""
-    moved = [sum(tier.moved) for tier in tiers]
+    moved = [tier.moved for tier in tiers]
     if not any(moved):
         return ""
     parallel = job.config.parallel

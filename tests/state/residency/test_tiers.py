@@ -160,7 +160,7 @@ def test_beside_a_plan_the_oldest_make_room() -> None:
     tiers = tiers_of(3, SlowStore(), pinned=frozenset({5}))
     user = User(tiers)
     for item in (0, 1, 0, 2, 3, 0):
-        with tiers.using([item], changing=True):
+        with tiers.changing([item]):
             user.check(item)
             user.change(item)
     assert user.here() == [0, 3]
