@@ -312,7 +312,7 @@ def issued(config: Config, rank: int, steps: int) -> list[Event]:
 
         job = JobPlan(config)
         states = job.state_policy(1, 1)
-        memory = ghost_memory(config, tracker.device, states)
+        memory = ghost_memory(states, tracker.device, stays=True)
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=Residency(memory))
         take = engine.batch_actions.results.take
 

@@ -114,4 +114,4 @@ class JobPlan:
         """Return which state a rank keeps, given its number of weight versions and gradient
         buffers.
         """
-        return StatePolicy.of(self.config, num_versions, num_gradient_buffers)
+        return StatePolicy(self.config, num_versions, num_gradient_buffers)

@@ -236,7 +236,7 @@ class TracedStage:
         segments = Segments({0: cut_into_parts(config, blocks)}, is_divided=policy.moves)
         self.state = RankState(self.stage, grid, policy, Memory(device), segments=segments)
         self.state.allocate()
-        self._last_microbatch = policy.num_microbatches - 1
+        self._last_microbatch = config.pipeline.num_microbatches - 1
         self.shared = frozenset(
             name
             for name in self.state.gradients.layout.names

@@ -4,11 +4,11 @@ and 3, and activations."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config
 from hybridpar.prediction.ghost import Ghost
 from hybridpar.runtime.activation_offloader import Storages
 from hybridpar.state import StatePolicy
@@ -30,10 +30,22 @@ class _GhostChunk(WholeChunk):
         _ghost(self.tensor).block.resize(num_bytes)
 
 
-def ghost_memory(config: Config, device: torch.device, policy: StatePolicy) -> ShardedMemory:
-    """Create the memory of a rank's state for ghosts. Its items do not move between tiers."""
-    of_config = ItemMemory if config.memory.is_limited else ShardedMemory
-    return of_config(device, policy.moved_kinds, _GhostChunk)
+class _ResidentItems(ItemMemory):
+    """Memory of items that all stay."""
+
+    def seal(self, allocate: Callable[[], object], unsharded: int) -> None:
+        super().seal(allocate, unsharded)
+        self.items.clear()
+
+
+def ghost_memory(
+    policy: StatePolicy, device: torch.device, *, stays: bool = False
+) -> ShardedMemory:
+    """Create the memory of a rank's state for ghosts. stays: nothing moves between tiers."""
+    of_policy: type[ShardedMemory] = ShardedMemory
+    if policy.config.memory.is_limited:
+        of_policy = _ResidentItems if stays else ItemMemory
+    return of_policy(device, policy.moved_kinds, _GhostChunk)
 
 
 def _ghost(tensor: Tensor) -> Ghost:

@@ -40,9 +40,9 @@ class GhostState:
         grid = silent_grid(config, rank)
         place = grid.pp.rank
         policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
-        memory = ghost_memory(config, tracker.device, policy)
+        memory = ghost_memory(policy, tracker.device)
         segments = job.segments(place)
-        stage = Stage(build_held_blocks(config, grid, segments, policy))
+        stage = Stage(build_held_blocks(policy, grid, segments))
         state = RankState(stage, grid, policy, memory, segments=segments)
         return cls(job, state, memory)
 

@@ -32,7 +32,7 @@ from hybridpar.prediction.walk import MemoryWalk, RecordedWalk, StageMemory, tog
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.passes.lowering import lower
 from hybridpar.schedules.passes.residency import add_residency
-from hybridpar.schedules.passes.rooms import UNLIMITED, Budget, Rooms, Tide
+from hybridpar.schedules.passes.rooms import UNLIMITED, Room, Rooms, Tide
 from hybridpar.schedules.schedule_table import PipelineShape, Schedule
 from hybridpar.state.residency.segments import Segments
 
@@ -82,10 +82,8 @@ def rooms_of(
         shape: The shape of the pipeline that the plans will be of. None: the job's.
         device: As for `predict`.
     """
-    pipeline = _Pipeline(job, device or default_device(job.config), trace_stage, shape or job.shape)
-    rooms = pipeline.rooms(rank)
-    rooms.training.follow()  # traces everything now, while gradients are enabled
-    return rooms
+    device = device or default_device(job.config)
+    return _Pipeline(job, device, trace_stage, shape or job.shape).rooms(rank)
 
 
 def check_size(config: Config) -> None:
@@ -151,7 +149,7 @@ class _Pipeline:
                 Tide(memory.limit, lambda: self.walk(rank).follow),
                 Tide(memory.limit, lambda: self.walk(rank, evaluates=True).follow),
             )
-        room = Budget(memory.budget) if memory.budget else UNLIMITED
+        room = Room(memory.budget) if memory.budget else UNLIMITED
         return Rooms(room, room)
 
     def walk(self, rank: int, *, evaluates: bool = False) -> MemoryWalk:

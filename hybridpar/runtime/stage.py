@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridpar.autograd import recomputed
-from hybridpar.config import Config, ModelSpec
+from hybridpar.config import ModelSpec
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import BlockOptions, Recomputation, build_blocks
@@ -90,9 +90,10 @@ class Stage(nn.Module):
 
 
 def build_held_blocks(
-    config: Config, grid: ProcessGrid, segments: Segments, states: StatePolicy
+    states: StatePolicy, grid: ProcessGrid, segments: Segments
 ) -> dict[int, nn.Module]:
     """Build the blocks of this rank's stages on the meta device, keyed by block number."""
+    config = states.config
     numbers = [n for ranges in segments.of_stage.values() for blocks in ranges for n in blocks]
     options = BlockOptions.of(config, grid)
     return build_blocks(config.model, grid.tp, numbers, options=options, dtype=states.dtype)

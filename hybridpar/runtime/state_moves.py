@@ -62,6 +62,8 @@ class StateMoves:
         self._batches: dict[int, int] = {}
         self._reduced: dict[int, int] = {}
         accesses.require(rooms.training)
+        if accesses.moving:
+            rooms.training.follow()  # traces the stages now, while gradients are enabled
         self.rest()
 
     @property

@@ -72,16 +72,19 @@ class RankState:
         segments: Segments = UNDIVIDED,
         host_work: HostWork | None = None,
     ):
+        config = policy.config
         self.grid = grid
         self.segments = segments
         parts = segments.ranges
         self.memory = memory
         move_buffers(stage, memory.device)
-        parameters = StageParameters(stage, policy.dtype, rounds_gradients=policy.rounds_gradients)
+        parameters = StageParameters(
+            stage, policy.dtype, rounds_gradients=config.train.gradient_dtype == "bf16"
+        )
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}
         elementwise = policy.divides_updates and all(
-            divisible(policy.optim, self.whole_slots[name]) for name in trained
+            divisible(config.optim, self.whole_slots[name]) for name in trained
         )
         tied = frozenset(name for name, placement in trained.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
@@ -110,7 +113,7 @@ class RankState:
             for partition in (self.partition, frozen)
         )
         hosted = {
-            slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)
+            slot.name for slot in self.slots if policy.on_host and divisible(config.optim, slot)
         }
         self.weights = WeightStore(
             parameters,
@@ -121,13 +124,13 @@ class RankState:
             hosted,
         )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        rules = AccumulationRules(policy.defers, tied)
+        rules = AccumulationRules(config.pipeline.split_backward, tied)
         if self.compression is not None:
             rules = replace(
                 rules,
                 factored=self.compression.factored,
                 absent=self.compression.absent,
-                method=policy.compression.gradients,
+                method=config.compression.gradients,
             )
         self.gradients = GradientAccumulator(
             parameters.layout,
@@ -171,7 +174,7 @@ class RankState:
         self.optimizer = GroupedOptimizer(
             [
                 build_optimizer(
-                    policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend
+                    config.optim, [self.slots[i] for i in group], grid.tp, config.kernels.optimizer
                 )
                 for group in (*self._groups, *self._factored_groups)
             ],
@@ -180,7 +183,7 @@ class RankState:
         self.outer: OuterStep | None = None
         if grid.site.size > 1:
             self.outer = OuterStep(
-                policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory
+                config.outer, grid.site, self.slots, self.weights.master_dtype, self.memory
             )
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         dense: list[list[Tensor]] = [shares.owned() for shares in self.shares] or [
@@ -201,7 +204,7 @@ class RankState:
                 self.slots,
                 views,
                 grid.tp,
-                policy.backend,
+                config.kernels.optimizer,
                 factored=rules.factored,
             )
             for gradients, views in zip(where, self._owned, strict=True)

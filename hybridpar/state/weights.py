@@ -95,7 +95,7 @@ class WeightStore:
         splits = policy.splits_weights
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
         self.frozen = FrozenWeights(parameters, frozen, memory, splits=splits)
-        quantizable = parameters.quantizable if policy.fp8 else set()
+        quantizable = parameters.quantizable if policy.config.train.fp8 else set()
         self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], quantizable)
         """Quantized copies of hidden matrices, by slot; frozen parameters come last."""
         self._own_layout = own_layout = partition.layout_of_owned(

@@ -125,10 +125,10 @@ class Engine:
         )
         segments = job.segments(grid.pp.rank)
         # Blocks are built on the meta device; `RankState` allocates their parameters in `memory`.
-        blocks = build_held_blocks(config, grid, segments, states)
+        blocks = build_held_blocks(states, grid, segments)
         stages = build_stages(job, blocks, segments)
         self.stage = Stage(blocks)
-        memory = residency.memory or state_memory(config, device, states)
+        memory = residency.memory or state_memory(states, device)
         self.state = RankState(
             self.stage,
             grid,

@@ -11,7 +11,7 @@ DERIVATIONS = (
     "schedule_of",
     "send_window",
     "PipelineShape.of",
-    "StatePolicy.of",
+    "StatePolicy",
     "Segments.of",
 )
 

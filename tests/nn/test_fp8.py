@@ -293,7 +293,7 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
             }
     for parameter in blocks[1].parameters():
         parameter.requires_grad_(requires_grad=False)
-    state = RankState(Stage(blocks), ProcessGrid(), StatePolicy.of(config, 2, 1), Memory(CPU))
+    state = RankState(Stage(blocks), ProcessGrid(), StatePolicy(config, 2, 1), Memory(CPU))
     refreshed = list[int]()
     refresh = Fp8Weight.refresh
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.config import ModelConfig, OptimConfig, ParallelConfig
+from hybridpar.config import ModelConfig, from_mapping
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.synthetic import SyntheticSamples
 from hybridpar.grid import Axis, ProcessGrid
@@ -192,7 +192,8 @@ def stage_memory(
         return meter.read().peak
 
     stage = Stage(build_blocks(model, Axis("tp"), blocks, dtype=dtype), recompute)
-    policy = StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto")
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    policy = StatePolicy(from_mapping({"train": {"dtype": names[dtype]}}), 1, 1)
     state = RankState(stage, ProcessGrid(), policy, Memory(CPU))
     state.bind(0, (0,))
     samples = SyntheticSamples(model, padding=False)

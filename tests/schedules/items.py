@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hybridpar.schedules.action import PER_BATCH, Action, Kind
 from hybridpar.schedules.passes.lowering import make_plan
 from hybridpar.schedules.passes.residency import Access, Mode, Pool, add_residency
-from hybridpar.schedules.passes.rooms import Budget
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.passes.segments import Division
 from hybridpar.schedules.schedule_table import SCHEDULES, PipelineShape, find_schedule
 
@@ -90,7 +90,7 @@ def string_of(accesses):
 def with_residency(accesses, num_bytes, budget, **options):
     """The list of moves and actions for a row of accesses, and their pool."""
     actions, accesses = string_of(accesses)
-    pool = Pool(accesses, num_bytes, Budget(budget))
+    pool = Pool(accesses, num_bytes, Room(budget))
     return list(add_residency(actions, [pool], **options)), pool
 
 
@@ -131,6 +131,6 @@ def plans(draw, spare=SPARE):
             find_schedule(name), sizes, rank, parts, norms=norms, shared=shared
         )
         least = max(sum(num_bytes[touch.item] for touch in accesses(action)) for action in actions)
-        pools[rank] = [Pool(accesses, num_bytes, Budget(least + room), void=void)]
+        pools[rank] = [Pool(accesses, num_bytes, Room(least + room), void=void)]
         plan[rank] = tuple(add_residency(actions, pools[rank], ahead=ahead))
     return name, sizes, plan, pools

@@ -28,7 +28,7 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement, split_ranges
-from hybridpar.state import Partition, Route, find_divergence
+from hybridpar.state import Partition, Route, StatePolicy, find_divergence
 from hybridpar.state.compression import BatchGradients, Compression
 from hybridpar.state.compression.stream import BlockStream
 from hybridpar.state.gradients import BlockParts
@@ -434,10 +434,8 @@ class Alone:
         self.batch = 0
         partition = Partition(layout, {name: Route(grid.dp)})
         partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]
-        policy = JobPlan(from_mapping({"pipeline": {"num_microbatches": num_blocks}})).state_policy(
-            num_versions=1, num_gradient_buffers=1
-        )
-        policy = replace(policy, compression=settings)
+        config = from_mapping({"pipeline": {"num_microbatches": num_blocks}})
+        policy = StatePolicy(replace(config, compression=settings), 1, 1)
         self.compression = Compression(partition, placements, policy, Memory())
         self.bucket = partition.buckets[0]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hybridpar.config import Config, OptimConfig, ParallelConfig, from_mapping
+from hybridpar.config import Config, OptimConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.job import JobPlan
@@ -94,7 +94,7 @@ def make_store(
     alone = Partition(parameters.layout, routes, uses=uses)
     frozen = Partition(parameters.frozen, {})
     optim = OptimConfig(staleness="prediction" if predict else "none")
-    policy = StatePolicy(dtype, 2, 1, optim, ParallelConfig(), "auto")
+    policy = StatePolicy(Config(optim=optim), 2, 1)
     return WeightStore(parameters, alone, frozen, policy, Memory(CPU))
 
 

@@ -67,7 +67,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     most = probe.moves.accesses.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
-    sharded = StatePolicy.of(config, 1, 1).moved_kinds
+    sharded = StatePolicy(config, 1, 1).moved_kinds
     return Engine(
         JobPlan(replace(config, memory=MemoryConfig(budget=budget, folder=str(folder)))),
         grid,

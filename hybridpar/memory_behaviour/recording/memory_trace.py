@@ -379,7 +379,7 @@ def predict_trace(
 
         job = JobPlan(config)
         states = job.state_policy(1, 1)
-        memory = ghost_memory(config, tracker.device, states)
+        memory = ghost_memory(states, tracker.device, stays=True)
         tier = SlowTier() if job.num_away(grid.pp.rank) else None
         residency = Residency(memory, offloader=ActivationOffloader(tier, GHOSTS))
         engine = Engine(job, grid, tracker.device, wrap_plan=watched, residency=residency)

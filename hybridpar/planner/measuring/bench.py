@@ -80,8 +80,8 @@ class Unit:
     """One block as a stage of its own, with its state."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
-        job = JobPlan(config)
-        policy = replace(job.state_policy(1 if job.schedule.flush else 2, 1), on_host=False)
+        job = JobPlan(replace(config, memory=replace(config.memory, host_optimizer=False)))
+        policy = job.state_policy(1 if job.schedule.flush else 2, 1)
         self.stage = Stage(
             build_blocks(
                 config.model,

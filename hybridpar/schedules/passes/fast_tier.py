@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from hybridpar.schedules.action import Action
 from hybridpar.schedules.kinds import PER_ITEM, Kind
 from hybridpar.schedules.passes.residency import CREATING, Access, Away, Mode, Pool
-from hybridpar.schedules.passes.rooms import RoomOf
+from hybridpar.schedules.passes.rooms import BytesOf
 
 _T = TypeVar("_T")
 
@@ -108,7 +108,7 @@ class FastTier:
     """
 
     pool: Pool
-    room_of: RoomOf
+    room_of: BytesOf
     room: int
     num_bytes: int
     next_room: int | None = None

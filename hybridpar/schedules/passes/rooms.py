@@ -6,35 +6,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hybridpar.schedules.action import Action
 
-RoomOf = Callable[[Action], int]
-"""Returns the bytes of the fast tier while an action runs. It is called with each action in order."""
+BytesOf = Callable[[Action], int]
+"""Returns bytes of memory while an action runs. It is called with each action in order."""
 
 
-class Room(Protocol):
-    """The size of the fast tier, which may change from action to action.
+@dataclass(frozen=True)
+class Room:
+    """Room of a constant size, for the state alone.
 
     Attributes:
         most: Bytes that it never exceeds.
-        field: The setting that decides it.
-        is_constant: It does not depend on what else is in memory.
     """
 
-    @property
-    def most(self) -> int: ...
-    @property
-    def field(self) -> str: ...
-    @property
-    def is_constant(self) -> bool: ...
-    def follow(self) -> RoomOf:
-        """Return the room along a plan that begins with nothing in flight."""
+    most: int
+
+    field = "memory.budget"
+    """The setting that decides it."""
+    is_constant = True
+    """It does not depend on what else is in memory."""
+
+    def follow(self) -> BytesOf:
+        """Return the size of the fast tier along a plan that begins with nothing in flight."""
+        return lambda action: self.most
 
     def beside(self, unsharded: int) -> Room:
         """Return the room of all other items, if unsharded chunks take up to so many bytes."""
+        return replace(self, most=self.most - unsharded)
 
     def at_rest(self, available: int, copies: int, least: int) -> int:
         """Return the bytes of the fast tier while no plan runs.
@@ -44,9 +46,11 @@ class Room(Protocol):
             copies: Bytes of the copies of items that initial weights and checkpoints take.
             least: Bytes that items need in any case.
         """
+        return available
 
     def can_hold(self, num_bytes: int) -> bool:
         """Return whether items of this size, which any plan needs at once, may fit."""
+        return num_bytes <= self.most
 
     def least(self, of_items: int, along: Iterable[tuple[Action, int]]) -> int:
         """Return the smallest `most` with which a plan runs.
@@ -55,6 +59,7 @@ class Room(Protocol):
             of_items: Bytes of the items that any plan needs at once.
             along: Each action of the plan, and the bytes of the items that it needs.
         """
+        return of_items
 
     def excess(self, state: int, total: int) -> int:
         """Return the bytes of the state that are in the slow tier at the peak.
@@ -63,62 +68,28 @@ class Room(Protocol):
             state: Bytes of the state and of unsharded chunks.
             total: Bytes of these and of all other memory.
         """
-
-
-class Rooms(NamedTuple):
-    """The room of a rank's state in training, and in evaluations."""
-
-    training: Room
-    evaluation: Room
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Room of a constant size, for the state alone."""
-
-    most: int
-    field: str = "memory.budget"
-    is_constant: bool = True
-
-    def follow(self) -> RoomOf:
-        return lambda action: self.most
-
-    def beside(self, unsharded: int) -> Budget:
-        return Budget(self.most - unsharded)
-
-    def at_rest(self, available: int, copies: int, least: int) -> int:
-        return available
-
-    def can_hold(self, num_bytes: int) -> bool:
-        return num_bytes <= self.most
-
-    def least(self, of_items: int, along: Iterable[tuple[Action, int]]) -> int:
-        return of_items
-
-    def excess(self, state: int, total: int) -> int:
         return max(state - self.most, 0)
 
 
-UNLIMITED = Budget(sys.maxsize)
+UNLIMITED = Room(sys.maxsize)
 """Room for any state."""
 
 
 @dataclass(frozen=True)
-class Tide:
+class Tide(Room):
     """Room that a limit leaves beside the memory that each action takes for other purposes.
 
     Attributes:
         most: The limit.
-        others: Returns a function that returns this other memory (bytes), unsharded chunks
-            included, for each action in order.
+        others: Returns a function that returns this other memory, unsharded chunks included.
     """
 
-    most: int
-    others: Callable[[], Callable[[Action], int]]
-    field: str = "memory.limit"
-    is_constant: bool = False
+    others: Callable[[], BytesOf]
 
-    def follow(self) -> RoomOf:
+    field = "memory.limit"
+    is_constant = False
+
+    def follow(self) -> BytesOf:
         others = self.others()
         return lambda action: self.most - others(action)
 
@@ -137,3 +108,10 @@ class Tide:
 
     def excess(self, state: int, total: int) -> int:
         return max(total - self.most, 0)
+
+
+class Rooms(NamedTuple):
+    """The room of a rank's state in training, and in evaluations."""
+
+    training: Room
+    evaluation: Room

@@ -92,7 +92,7 @@ class Compression:
         memory: Memory,
     ):
         layout = partition.layout
-        settings = policy.compression
+        settings = policy.config.compression
         shared = policy.splits_gradients
         self.takes_factors = settings.takes_factors
         method = gradient_method(settings.gradients)
@@ -120,7 +120,7 @@ class Compression:
         self._expected: BatchGradients | None = None
         self._start = settings.gradients_start
         self.blocks = split_ranges(
-            policy.num_microbatches, policy.num_blocks if self.takes_factors else 1
+            policy.config.pipeline.num_microbatches, policy.num_blocks if self.takes_factors else 1
         )
         self._scratch: Tensor | None = None
         if shared:
@@ -161,7 +161,7 @@ class Compression:
         memory: Memory,
     ) -> Compression | None:
         """Create the compression of a policy; None if nothing is compressed."""
-        if policy.compression.gradients == "none":
+        if policy.config.compression.gradients == "none":
             return None
         made = Compression(partition, placements, policy, memory)
         return made if made.packed else None

@@ -112,7 +112,7 @@ class Method(ABC):
         scratch: Tensor | None,
     ):
         self.axis = axis
-        self.settings = policy.compression
+        self.settings = policy.config.compression
         self.takes_factors = self.settings.takes_factors
         self.num_blocks = policy.num_blocks
         self.keeps_factors = policy.keeps_factors
@@ -120,7 +120,7 @@ class Method(ABC):
         self.feedback = feedback
         self.device = feedback.device
         self.dtype = feedback.dtype
-        self.kernels = policy.kernels
+        self.kernels = policy.config.kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         main, other = self.most_bytes()

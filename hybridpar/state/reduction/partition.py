@@ -68,11 +68,11 @@ def make_routes(
     def route(name: str, placement: Placement) -> Route:
         tied = placement.along("pp") is Held.PARTIAL and policy.ends_apart
         common_rows = has_shared_rows(placement)
-        cuttable = divisible(policy.optim, ParameterSlot(name, placement, grid.place))
+        cuttable = divisible(policy.config.optim, ParameterSlot(name, placement, grid.place))
         return Route(
             grid.embedding_group if tied and grid.pp.size > 1 else _replicas_of(placement, grid),
             (placement.shard is None, common_rows, block_of(name) if policy.streams else None),
-            sharded=policy.parallel.zero > 0 and not common_rows,
+            sharded=policy.config.parallel.zero > 0 and not common_rows,
             whole=0 if cuttable else prod(placement.shape),
         )
 

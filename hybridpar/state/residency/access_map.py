@@ -12,7 +12,7 @@ from itertools import product
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import PER_ITEM, Action, Kind
 from hybridpar.schedules.passes.residency import Access, Away, Mode, Pool
-from hybridpar.schedules.passes.rooms import Budget, Room
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.schedule_table import PipelineShape
 from hybridpar.state import RankState
 from hybridpar.state.compression.feedback import FEEDBACK
@@ -131,7 +131,7 @@ class AccessMap:
         weights, gradients = self.state.unsharded_bytes(gradients=1)
         others = frozenset(range(self.first)) - self.reduced
         return [
-            Pool(self, self.num_bytes, Budget(most), own=own, away=away, shards=self.shards)
+            Pool(self, self.num_bytes, Room(most), own=own, away=away, shards=self.shards)
             for most, own, away in (
                 (gradients, self.reduced, Away.REDUCED),
                 (weights, others, Away.GATHERED),

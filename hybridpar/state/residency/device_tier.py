@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config
 from hybridpar.state.host import host_work
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.residency.chunks import Chunk, HostMemory
@@ -27,8 +26,9 @@ from hybridpar.state.residency.tiered import TieredMemory, slow_folder
 from hybridpar.state.residency.tiers import Tiers
 
 
-def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> ShardedMemory:
+def state_memory(policy: StatePolicy, device: torch.device) -> ShardedMemory:
     """Create the configured memory of a rank's state."""
+    config = policy.config
     if not config.memory.is_limited:
         return ShardedMemory(device, policy.moved_kinds)
     _, budget = config.memory.limiting

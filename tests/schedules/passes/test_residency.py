@@ -20,7 +20,7 @@ from hybridpar.schedules.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.lowering import lower, make_plan
 from hybridpar.schedules.passes.residency import Access, Pool, add_residency
-from hybridpar.schedules.passes.rooms import Budget
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.proof.check import PlanError, check
 from hybridpar.schedules.schedule_table import PipelineShape
 
@@ -105,7 +105,7 @@ def test_evicted_items_are_added_to_and_made_again():
         ("F4@0: item 2 is still in the fast tier, where it would be out of date", "RELEASE2@0"),
         ("F5@0: item 0 is still in the fast tier, where it would be out of date", "RELEASE0@0"),
     ):
-        tier = FastTiers([Pool(pool.accesses, [1] * 3, Budget(3))])
+        tier = FastTiers([Pool(pool.accesses, [1] * 3, Room(3))])
         assert fault in [tier.follow(action) for action in moves if str(action) != missing]
 
 
@@ -129,7 +129,7 @@ def test_small_items_stay_where_a_large_one_makes_room_enough():
 
 def test_items_resident_at_the_start_and_always():
     actions, touches = string_of(reads([3, 0, 1, 2]))
-    pool = Pool(touches, [1] * 4, Budget(3), pinned={3}, resident={0: False, 2: True})
+    pool = Pool(touches, [1] * 4, Room(3), pinned={3}, resident={0: False, 2: True})
     moves = list(add_residency(actions, [pool]))
     assert text(moves) == "F0 F1 RELEASE0 FETCH1 F2 F3"
     assert not any(map(FastTiers([pool]).follow, moves))
@@ -138,10 +138,10 @@ def test_items_resident_at_the_start_and_always():
 def test_too_small_a_budget_is_refused_at_once_with_the_least_that_works():
     actions, touches = string_of([[Access(0, READ)], [Access(1, READ), Access(2, WRITE)]])
     with pytest.raises(ConfigError, match=r"memory\.budget = 49: .*; try 60") as error:
-        add_residency(actions, [Pool(touches, [10, 20, 30, 10], Budget(49), pinned={3})])
+        add_residency(actions, [Pool(touches, [10, 20, 30, 10], Room(49), pinned={3})])
     least = int(error.value.problems[0].suggestion)
     for budget in (least, least - 1):
-        pool = Pool(touches, [10, 20, 30, 10], Budget(budget), pinned={3})
+        pool = Pool(touches, [10, 20, 30, 10], Room(budget), pinned={3})
         if budget < least:
             with pytest.raises(ConfigError):
                 add_residency(actions, [pool])
@@ -166,7 +166,7 @@ def test_no_choice_fetches_less(items, capacity, ahead):
 )
 def test_spare_room_leaves_the_fewest_fetches(items, capacity, spare, ahead):
     actions, touches = string_of(reads(items))
-    pool = Pool(touches, [1] * 8, Budget(capacity + spare), spare=spare)
+    pool = Pool(touches, [1] * 8, Room(capacity + spare), spare=spare)
     moves = list(add_residency(actions, [pool], ahead=ahead))
     assert fetches(moves) == fewest_fetches(reads(items), 8, capacity)
     assert not any(map(FastTiers([pool]).follow, moves))
@@ -176,7 +176,7 @@ def test_an_action_that_needs_the_spare_room_has_it():
     actions, touches = string_of(
         [[Access(0, READ)], [Access(1, READ), Access(2, READ)], [Access(0, READ)]]
     )
-    moves = list(add_residency(actions, [Pool(touches, [1] * 3, Budget(2), spare=1)]))
+    moves = list(add_residency(actions, [Pool(touches, [1] * 3, Room(2), spare=1)]))
     assert fetches(moves) == 4
     assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
 
@@ -213,7 +213,7 @@ def test_looking_a_period_ahead_is_as_good_as_knowing_all(orders, capacity, ahea
     pool = Pool(
         lambda action: [Access(action.microbatch, READ)] if action.kind is Kind.F else (),
         [1] * 5,
-        Budget(capacity),
+        Room(capacity),
     )
     length = 12 * 6
     known = list(add_residency(islice(endless(), length), [pool], ahead=ahead, batches=1000))
@@ -281,7 +281,7 @@ def test_an_endless_plan_is_taken_as_it_comes():
             taken.append(action)
             yield action
 
-    pool = Pool(touches, num_bytes, Budget(40), void=void)
+    pool = Pool(touches, num_bytes, Room(40), void=void)
     moves = add_residency(watched(), [pool], batches=2)
     assert sum(action.kind is Kind.UPDATE and action.part == 0 for action in taken) == 2
     some = list(islice(moves, 500))
@@ -339,7 +339,7 @@ def test_a_budget_a_byte_smaller_than_what_is_used_is_found(made):
 
     def with_budget(budget):
         (items,) = pools[0]
-        return pools | {0: [Pool(items.accesses, items.num_bytes, Budget(budget), void=items.void)]}
+        return pools | {0: [Pool(items.accesses, items.num_bytes, Room(budget), void=items.void)]}
 
     check(plan, sizes, name, pools=with_budget(most))
     with pytest.raises(PlanError, match=f"{most} bytes are in the fast tier, of {most - 1}"):
@@ -364,7 +364,7 @@ def test_items_that_may_not_move(faulty, fault):
     def touches(action):
         return [Access(0, READ)] if action.kind is Kind.F else [Access(2, WRITE)]
 
-    tier = FastTiers([Pool(touches, [1] * 4, Budget(3), pinned={3}, void={2})])
+    tier = FastTiers([Pool(touches, [1] * 4, Room(3), pinned={3}, void={2})])
     *right, wrong = parse_actions(faulty)
     assert not any(map(tier.follow, right))
     assert tier.follow(wrong).startswith(fault)
@@ -377,7 +377,7 @@ def test_moves_are_of_ranks_of_which_something_is_known():
         check(plan, sizes, "1f1b")
     plan = {0: (Action(Kind.FETCH, 1, 0), *plan[0][1:])}
     with pytest.raises(PlanError, match="FETCH0@1 is on rank 0, which does not hold its stage"):
-        check(plan, sizes, "1f1b", pools={0: [Pool(lambda _: (), [1], Budget(1))]})
+        check(plan, sizes, "1f1b", pools={0: [Pool(lambda _: (), [1], Room(1))]})
 
 
 @given(plans())
@@ -390,5 +390,5 @@ def test_without_moves_the_plan_is_as_it_was(made):
     assert check(bare, sizes, name).peaks == check(plan, sizes, name, pools=pools).peaks
     touches = pools[0][0].accesses
     num_bytes = pools[0][0].num_bytes
-    roomy = Pool(touches, num_bytes, Budget(sum(num_bytes)), pinned=range(len(num_bytes)))
+    roomy = Pool(touches, num_bytes, Room(sum(num_bytes)), pinned=range(len(num_bytes)))
     assert tuple(add_residency(bare[0], [roomy])) == bare[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.schedules.action import parse_actions
-from hybridpar.schedules.passes.rooms import UNLIMITED, Budget, Tide
+from hybridpar.schedules.passes.rooms import UNLIMITED, Room, Tide
 
 ACTIONS = parse_actions("F0@0v0 B0@0v0")
 OTHERS = {"F0@0v0": 30, "B0@0v0": 50}
@@ -15,7 +15,7 @@ def limit(most: int) -> Tide:
 
 
 def test_a_budget_is_for_the_state_alone() -> None:
-    room = Budget(100).beside(unsharded=10)
+    room = Room(100).beside(unsharded=10)
     assert list(map(room.follow(), ACTIONS)) == [90, 90]
     assert room.at_rest(available=90, copies=40, least=60) == 90
     assert room.can_hold(90)

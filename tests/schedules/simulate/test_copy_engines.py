@@ -11,7 +11,7 @@ from hybridpar.schedules.draw.perfetto import trace_entries, waits
 from hybridpar.schedules.draw.svg import draw_svg
 from hybridpar.schedules.passes.fast_tier import FastTiers
 from hybridpar.schedules.passes.residency import Access, Pool, add_residency
-from hybridpar.schedules.passes.rooms import Budget
+from hybridpar.schedules.passes.rooms import Room
 from hybridpar.schedules.simulate.copy_engines import MIB
 from hybridpar.schedules.simulate.costs import Costs
 from hybridpar.schedules.simulate.hosts import HostEngines
@@ -26,7 +26,7 @@ def run(text, mode=READ, room=1, **costs):
     pool = Pool(
         lambda action: [] if action.kind in PER_ITEM else [Access(action.part, mode)],
         [MIB] * 3,
-        Budget(room * MIB),
+        Room(room * MIB),
     )
     return simulate({0: parse_actions(text)}, Costs(**costs), {0: [pool]})
 
@@ -107,7 +107,7 @@ def test_spare_room_hides_moves():
         pool = Pool(
             lambda action: [Access(action.part, UPDATE)],
             [MIB] * 6,
-            Budget(room * MIB),
+            Room(room * MIB),
             spare=spare * MIB,
         )
         plan = {0: tuple(add_residency(actions, [pool]))}

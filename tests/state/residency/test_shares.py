@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridpar.config import ParallelConfig, from_mapping
+from hybridpar.config import from_mapping
 from hybridpar.grid import Axis
 from hybridpar.prediction import measure
 from hybridpar.state import Partition, Route, StatePolicy
@@ -20,9 +20,7 @@ USES = {"stays": BufferUsage((0, 1), stays=True), "a": BufferUsage((0,)), "b": B
 
 
 def test_chunks_come_and_go() -> None:
-    policy = StatePolicy(
-        torch.float32, 1, 1, from_mapping({}).optim, ParallelConfig(dp=2, zero=3), "auto"
-    )
+    policy = StatePolicy(from_mapping({"parallel": {"dp": 2, "zero": 3}}), 1, 1)
     with measure(CPU) as meter:
         memory = ShardedMemory(CPU, policy.moved_kinds)
         whole = Buffer(LAYOUT, torch.float32, memory, cut(LAYOUT, USES.__getitem__), "weights/0")
