@@ -53,74 +53,67 @@ def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterato
     offloaded, evenly spread; the choice depends only on their place in the list.
     """
     away = min(away, in_flight - _LEAST)
-    return _Pass(actions, away, in_flight).run() if away > 0 else iter(actions)
+    return _offload(actions, away, in_flight) if away > 0 else iter(actions)
 
 
-class _Pass:
-    def __init__(self, actions: Iterable[Action], away: int, in_flight: int):
-        self._source = iter(actions)
-        self._away = away
-        self._most = in_flight - _LEAST
-        self._room = in_flight - away
-        self._read = deque[Action]()
-        self._num_computing = 0  # computations read
-        self._num_forwards = 0  # forwards done
-        self._num_here = 0  # micro-batches in memory
-        self._gone: set[tuple[int, int]] = set()
+def _offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:
+    """Yield the actions and the moves that `add_offload` adds."""
+    most = in_flight - _LEAST
+    room = in_flight - away
+    num_here = 0  # micro-batches in memory
+    num_forwards = 0
+    gone = set[tuple[int, int]]()
+    leaving: Action | None = None
 
-    def run(self) -> Iterator[Action]:
-        leaving: Action | None = None
-        while action := self._next():
-            if action.kind not in COMPUTE:
-                yield action
-                continue
-            yield from self._bring(action)
-            following = next(self._computing(), None)
-            if following is not None and self._num_here + (action.kind is Kind.F) < self._room:
-                yield from self._bring(following)
-            yield action
-            self._num_here += ACTION_SPECS[action.kind].holds
-            if leaving is not None:
-                yield self._move(Kind.EVICT, leaving)
-            leaving = action if action.kind is Kind.F and self._leaves(action) else None
-            if leaving is not None:
-                yield self._move(Kind.OFFLOAD, leaving)
-
-    def _next(self) -> Action | None:
-        while self._num_computing <= _GAP and (action := next(self._source, None)) is not None:
-            self._read.append(action)
-            self._num_computing += action.kind in COMPUTE
-        if not self._read:
-            return None
-        action = self._read.popleft()
-        self._num_computing -= action.kind in COMPUTE
-        return action
-
-    def _computing(self) -> Iterator[Action]:
-        """Yield the next forwards and backwards."""
-        return (action for action in self._read if action.kind in COMPUTE)
-
-    def _bring(self, action: Action) -> Iterator[Action]:
+    def bring(action: Action) -> Iterator[Action]:
         """Yield the RELOAD of the activations that an action needs, if they are offloaded."""
-        if action.kind in INPUTS and _key(action) in self._gone:
-            yield self._move(Kind.RELOAD, action)
+        nonlocal num_here
+        if action.kind in INPUTS and _key(action) in gone:
+            gone.remove(_key(action))
+            num_here += 1
+            yield Action(Kind.RELOAD, *_key(action))
 
-    def _move(self, kind: Kind, action: Action) -> Action:
-        if kind is Kind.EVICT:
-            self._gone.add(_key(action))
-            self._num_here -= 1
-        elif kind is Kind.RELOAD:
-            self._gone.remove(_key(action))
-            self._num_here += 1
-        return Action(kind, action.stage, action.microbatch)
+    for action, following in _with_following(actions):
+        if action.kind not in COMPUTE:
+            yield action
+            continue
+        yield from bring(action)
+        if following and num_here + (action.kind is Kind.F) < room:
+            yield from bring(following[0])
+        yield action
+        num_here += ACTION_SPECS[action.kind].holds
+        if leaving is not None:
+            gone.add(_key(leaving))
+            num_here -= 1
+            yield Action(Kind.EVICT, *_key(leaving))
+            leaving = None
+        if action.kind is Kind.F:
+            is_its_turn = num_forwards * away % most < away
+            num_forwards += 1
+            has_time = len(following) == _GAP and _key(action) not in map(_key, following)
+            if is_its_turn and has_time:
+                leaving = action
+                yield Action(Kind.OFFLOAD, *_key(action))
 
-    def _leaves(self, forward: Action) -> bool:
-        """Return whether it is this forward's turn, with enough time until its backward."""
-        number = self._num_forwards
-        soon = list(self._computing())[:_GAP]
-        self._num_forwards += 1
-        near = len(soon) < _GAP or any(_key(one) == _key(forward) for one in soon)
-        return number * self._away % self._most < self._away and not near
+
+def _with_following(actions: Iterable[Action]) -> Iterator[tuple[Action, list[Action]]]:
+    """Yield each action; with a forward or backward, also the next ones, at most _GAP."""
+    read = deque[Action]()
+    num_computing = 0
+
+    def leave() -> tuple[Action, list[Action]]:
+        nonlocal num_computing
+        head = read.popleft()
+        num_computing -= head.kind in COMPUTE
+        return head, [one for one in read if one.kind in COMPUTE]
+
+    for action in actions:
+        read.append(action)
+        num_computing += action.kind in COMPUTE
+        while num_computing > _GAP:
+            yield leave()
+    while read:
+        yield leave()
 
 
 def _key(action: Action) -> tuple[int, int]:
