@@ -172,7 +172,7 @@ def _sent(engine: Engine) -> int:
     """Bytes that a rank put on the wire; of all-reduces, its gradient once."""
     traffic = engine.grid.dp.traffic.num_bytes
     compression = engine.state.compression
-    return traffic["all_reduce"] + (0 if compression is None else compression.sent().num_bytes)
+    return traffic["all_reduce"] + compression.sent().num_bytes
 
 
 # -- what arrives
@@ -216,7 +216,7 @@ def arrived() -> dict[str, dict[str, float]]:
     """Share of gradients that has arrived after all batches, and of bytes that were sent, by
     compressor. Collectives: called on all ranks."""
     grid = ProcessGrid(dp=dist.get_world_size())
-    layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
+    layout = FlatLayout(SIZES, torch.float32)
     placements = {
         name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),), factored=True)
         for name, size in SIZES.items()
@@ -224,34 +224,31 @@ def arrived() -> dict[str, dict[str, float]]:
     found = {}
     for method in METHODS:
         partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
-        compression = Compression.of(
-            partition, placements, policy_of(method, grid.dp.size), Memory()
-        )
-        reducer = GradientReducer(partition, compression=compression)
+        compression = Compression(partition, placements, policy_of(method, grid.dp.size), Memory())
+        reducer = GradientReducer(partition, compression)
         flat = layout.zeros()
         totals = _totals()
         for batch, gradients in islice(enumerate(stream(grid.dp.rank)), WHOLE, None):
             for name, view in layout.views(flat).items():
                 view.copy_(gradients[name])
-            if compression is not None:
-                factors: BlockParts = {
-                    (name, block): [Product(torch.eye(len(x)) / BLOCKS, x)]
-                    for name, x in gradients.items()
-                    if name in compression.factored
-                    for block in range(BLOCKS)
-                }
-                compression.expect(BatchGradients(batch, factors))
-                compression.open()
+            factors: BlockParts = {
+                (name, block): [Product(torch.eye(len(x)) / BLOCKS, x)]
+                for name, x in gradients.items()
+                if name in compression.factored
+                for block in range(BLOCKS)
+            }
+            compression.expect(BatchGradients(batch, factors))
+            compression.open()
             reducer.arm(flat)
             reducer.flush()
             reducer.wait()
             applied = layout.views(flat)
-            if compression is not None:
-                applied |= {name: compression.total(name) for name in compression.kept_as_factors}
-                compression.close(made=True)
+            applied |= {name: compression.total(name) for name in compression.kept_as_factors}
+            compression.close(made=True)
             _note(totals, gradients, applied)
-        sent = None if compression is None else compression.sent()
-        found[method] = _share(totals, 1.0 if sent is None else sent.num_bytes / sent.whole_bytes)
+        sent = compression.sent()
+        share = sent.num_bytes / sent.whole_bytes if compression.packed else 1.0
+        found[method] = _share(totals, share)
     module = Given()
     model = DistributedDataParallel(module)
     hook = hook_of(model)
@@ -381,7 +378,7 @@ def shares_sent(engine: Engine, steps: int) -> dict[str, float]:
     site = engine.grid.site
     compression = engine.state.compression
     elements = num_bytes = 1.0
-    if compression is not None:
+    if compression.packed:
         sent = compression.sent()
         elements = sent.elements / sent.whole_elements
         num_bytes = sent.num_bytes / sent.whole_bytes

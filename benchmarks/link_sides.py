@@ -325,7 +325,7 @@ class Side:
         if self.method.tp == 1:
             pair = alone / free.simulated(1.0, 0.0)
             numbers["share_simulated"] = round(alone / self.simulated(pair, wire), 3)
-        if (compression := self.engine.state.compression) is not None:
+        if (compression := self.engine.state.compression).packed:
             numbers["elements"] = round(
                 compression.sent().elements / compression.sent().whole_elements, 5
             )

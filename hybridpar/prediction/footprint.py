@@ -342,7 +342,7 @@ class TracedStage:
     def num_blocks(self) -> int:
         """Number of blocks of a batch that are exchanged one after the other, or 0."""
         compression = self.state.compression
-        return 0 if compression is None or compression.stream is None else len(compression.blocks)
+        return len(compression.blocks) if compression.packed else 0
 
     def block(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
         """Run the end of a block of micro-batches, and return the peak of its last weight gradients,
@@ -350,7 +350,6 @@ class TracedStage:
         """
         if not self.num_blocks:
             return 0, 0, 0
-        assert self.state.compression is not None
         stop = self.state.compression.blocks[0][1]
         self.state.begin(0)
         # of another block, because a batch's first gradients overwrite, and later ones are added

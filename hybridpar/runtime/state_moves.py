@@ -198,10 +198,10 @@ class StateMoves:
             if use.parts[0] != part:
                 continue
             reduction = state.reducer.of(use)
-            if state.compression is None:
-                self._hold(i, reduction)
-            else:
+            if state.compression.packed:
                 reduction.wait()
+            else:
+                self._hold(i, reduction)
 
     def hold_weights(self, version: int, group: int) -> None:
         """Keep the weights of an update group resident while they are gathered from replicas."""

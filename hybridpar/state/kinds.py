@@ -267,14 +267,11 @@ class Unsent(StateKind):
         return stored.share(slot, cls.name)
 
     def tensors(self) -> dict[str, Tensor]:
-        compression = self.holder.compression
-        if compression is None:
-            return {}
-        return {self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
+        feedback = self.holder.compression.feedback
+        return {self.key(name): tensor for name, tensor in feedback.kept.items()}
 
     def memory(self) -> list[Tensor]:
-        compression = self.holder.compression
-        return [] if compression is None else compression.feedback.memory[0]
+        return self.holder.compression.feedback.memory[0]
 
 
 class Learned(StateKind):
@@ -292,7 +289,7 @@ class Learned(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        if compression is None or compression.takes_factors == self.differs:
+        if compression.takes_factors == self.differs:
             return {}
         return {
             f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()
@@ -326,7 +323,7 @@ class Messages(RoomKind):
 
     def memory(self) -> list[Tensor]:
         compression = self.holder.compression
-        return [] if compression is None else compression.feedback.memory[1] + compression.rooms
+        return compression.feedback.memory[1] + compression.rooms
 
 
 class HostRoom(RoomKind):

@@ -46,41 +46,30 @@ class FlatLayout:
     elements has 64 bytes of padding, so that no two parameters start at one offset.
 
     Args:
+        shapes: Shapes of the parameters, by name.
         offset_dtype: Narrowest dtype of the buffers that use these offsets, such as a master copy
             and its working copies; each parameter is aligned in all of them.
 
     Attributes:
-        offsets: First element of each parameter.
-        ends: Element after the last one of each parameter, with the padding.
+        ranges: Elements (start, stop) of each parameter with its padding, by name.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        shapes: Mapping[str, Sequence[int]],
         dtype: torch.dtype,
         offset_dtype: torch.dtype | None = None,
     ):
-        assert len(set(names)) == len(names) == len(shapes), (
-            "parameter names must be unique, one shape each"
-        )
-        self.names = tuple(names)
-        self.shapes = tuple(torch.Size(shape) for shape in shapes)
+        self.names = tuple(shapes)
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.dtype = dtype
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self.numel = 0
         align = ALIGN_BYTES // (offset_dtype or dtype).itemsize
-        offsets = [0]
-        for shape in self.shapes:
-            offsets.append(offsets[-1] + max(-(-prod(shape) // align), 1) * align)
-        self.offsets = tuple(offsets[:-1])
-        self.ends = tuple(offsets[1:])
-        self.numel = offsets[-1]
-
-    @staticmethod
-    def of(
-        tensors: Mapping[str, Tensor], dtype: torch.dtype, offset_dtype: torch.dtype | None = None
-    ) -> FlatLayout:
-        """Create the layout of tensors by name, in their order."""
-        return FlatLayout(list(tensors), [t.shape for t in tensors.values()], dtype, offset_dtype)
+        for name, shape in shapes.items():
+            start = self.numel
+            self.numel = start + max(-(-prod(shape) // align), 1) * align
+            self.ranges[name] = start, self.numel
 
     def zeros(self, device: torch.device | str | None = None) -> Tensor:
         """Allocate a flat buffer of zeros."""
@@ -92,8 +81,8 @@ class FlatLayout:
             f"expected {self.numel} elements, got {tuple(flat.shape)}"
         )
         return {
-            name: flat[offset : offset + prod(shape)].view(shape)
-            for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
+            name: flat[start : start + prod(self.shapes[name])].view(self.shapes[name])
+            for name, (start, _) in self.ranges.items()
         }
 
     def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
@@ -104,9 +93,8 @@ class FlatLayout:
             parts: Contiguous parts, ascending.
             base: Element of the buffer at which the parts' storage starts.
         """
-        padded: dict[int, int] = {
-            offset + prod(shape): end
-            for offset, shape, end in zip(self.offsets, self.shapes, self.ends, strict=True)
+        padded = {
+            start + prod(self.shapes[name]): stop for name, (start, stop) in self.ranges.items()
         }
         spans: list[list[int]] = []
         for part in parts:
@@ -135,11 +123,11 @@ class FlatLayout:
         buckets: list[Bucket] = []
         names: list[str] = []
         stop = self.numel
-        for i in reversed(range(len(self.names))):
-            start = self.offsets[i]
-            names.append(self.names[i])
+        for i, name in reversed(list(enumerate(self.names))):
+            start, _ = self.ranges[name]
+            names.append(name)
             full = (stop - start) * self.dtype.itemsize >= bucket_bytes
-            if full or i == 0 or group(self.names[i - 1]) != group(self.names[i]):
+            if full or i == 0 or group(self.names[i - 1]) != group(name):
                 buckets.append(Bucket(start, stop, tuple(reversed(names))))
                 names = []
                 stop = start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.state.fp8 import fp8_parameters
@@ -46,23 +46,17 @@ class StageParameters:
         self.quantizable = fp8_parameters(stage)
         self.placements: dict[str, Placement] = {}
         by_id: dict[int, str] = {}
-        parameters: dict[str, Tensor] = {}
+        shapes: dict[str, torch.Size] = {}
         for name, parameter, placement in sorted(named_placements(stage), key=_layout_order):
             self.placements[name] = placement
             by_id[id(parameter)] = name
-            parameters[name] = parameter
-        trained = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if self.placements[name].trainable
-        }
+            shapes[name] = parameter.shape
+        trained = {n: shape for n, shape in shapes.items() if self.placements[n].trainable}
         gradient_dtype = dtype if rounds_gradients else self.master_dtype
-        self.layout = FlatLayout.of(trained, gradient_dtype, offset_dtype=dtype)
-        self.frozen = FlatLayout.of(
-            {name: parameter for name, parameter in parameters.items() if name not in trained},
-            dtype,
-        )
-        self.blocks: dict[str, list[int]] = {name: [] for name in parameters}
+        frozen = {name: shape for name, shape in shapes.items() if name not in trained}
+        self.layout = FlatLayout(trained, gradient_dtype, offset_dtype=dtype)
+        self.frozen = FlatLayout(frozen, dtype)
+        self.blocks: dict[str, list[int]] = {name: [] for name in shapes}
         """Numbers of the blocks that have a parameter, by its name."""
         for path, module in stage.named_modules():
             for parameter in module._parameters.values():

@@ -123,15 +123,14 @@ class RankState:
             memory,
             hosted,
         )
-        self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        rules = AccumulationRules(config.pipeline.split_backward, tied)
-        if self.compression is not None:
-            rules = replace(
-                rules,
-                factored=self.compression.factored,
-                absent=self.compression.absent,
-                method=config.compression.gradients,
-            )
+        self.compression = Compression(self.partition, self.placements, policy, self.memory)
+        rules = AccumulationRules(
+            config.pipeline.split_backward,
+            tied,
+            self.compression.factored,
+            self.compression.absent,
+            config.compression.gradients,
+        )
         self.gradients = GradientAccumulator(
             parameters.layout,
             memory,
@@ -145,12 +144,12 @@ class RankState:
             self.memory,
             "gradients",
             split=policy.moves_gradients
-            or (policy.splits_gradients and self.compression is not None),
+            or (policy.splits_gradients and bool(self.compression.packed)),
             of_all=not policy.moves_gradients,
         )
         self._bind_layers(parameters)
         self._moves_gradients = policy.moves_gradients
-        self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
+        self.reducer = GradientReducer(self.partition, self.compression, self.is_kept)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
         num_hosted = self.num_groups if policy.on_host else 0
@@ -166,7 +165,7 @@ class RankState:
         # a second group for the weights that the device updates
         if policy.on_host and not elementwise:
             self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
-        factored = frozenset() if self.compression is None else self.compression.kept_as_factors
+        factored = self.compression.kept_as_factors
         self._factored_groups = runs_of(self.slots, factored)
         if factored:
             assert len(self._groups) == 1, "gradients that are kept as factors, in segments"
@@ -216,8 +215,6 @@ class RankState:
         self, dense: Sequence[Tensor], factored: frozenset[str]
     ) -> list[Tensor | FactoredGradient]:
         """Return this rank's shards of the reduced gradients by slot; dense: without the factored."""
-        if self.compression is None:
-            return list(dense)
         views = iter(dense)
         total = self.compression.total
         return [
@@ -289,20 +286,18 @@ class RankState:
         """
         index = self.gradients.buffer_index(batch)
         self.gradients.begin(index)
-        if self.compression is not None:
-            gradients = BatchGradients(
-                batch,
-                self.gradients.parts(index),
-                scale,
-                self.gradients.views(index),
-                self.shares[index] if self.shares else None,
-            )
-            self.compression.expect(gradients)
+        gradients = BatchGradients(
+            batch,
+            self.gradients.parts(index),
+            scale,
+            self.gradients.views(index),
+            self.shares[index] if self.shares else None,
+        )
+        self.compression.expect(gradients)
 
     def close(self, batch: int) -> None:
         """Call before the last backward of a batch: gradients may be reduced once final."""
-        if self.compression is not None:
-            self.compression.open()
+        self.compression.open()
         self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
 
     def bind(
@@ -332,8 +327,7 @@ class RankState:
     def collect(self, key: Hashable) -> None:
         """Call before a backward to inputs only: `apply(key)` computes the weight gradients."""
         self.gradients.collect(key)
-        if self.compression is not None:
-            self.compression.stream.disarm()
+        self.compression.stream.disarm()
 
     def apply(
         self, key: Hashable, *, last: bool = False, part: int = 0, microbatch: int = 0
@@ -347,18 +341,15 @@ class RankState:
     def _arm(self, microbatch: int, part: int, *, last: bool) -> None:
         """Prepare for the weight gradients of a micro-batch in a segment."""
         report = self._reporter(part) if last else None
-        block = None
-        if self.compression is not None:
-            block, ends_block = self.compression.block_of(microbatch)
-            if ends_block:
-                self.compression.stream.arm(part)
-                report = self.compression.stream.ready
+        block, ends_block = self.compression.block_of(microbatch)
+        if ends_block:
+            self.compression.stream.arm(part)
+            report = self.compression.stream.ready
         self.gradients.arm(report, block)
 
     def end_backward(self) -> None:
         """Call after a backward and its weight gradients: a block of micro-batches may be complete."""
-        if self.compression is not None:
-            self.compression.stream.end()
+        self.compression.stream.end()
 
     def is_kept(self, use: BufferUsage) -> bool:
         """Return whether gradients of a use are never sharded, and reduced once a batch."""
@@ -401,7 +392,7 @@ class RankState:
     def await_sums(self, batch: int) -> None:
         """Wait for the reductions of a batch, the oldest under way."""
         self.reducer.wait()
-        if self.compression is not None and self.shares:
+        if self.shares and not self._moves_gradients:
             index = self.gradients.buffer_index(batch)
             for name in self.shares[index].views.keys() - self.compression.packed:
                 self.shares[index].put(name, self.gradients.views(index)[name])
@@ -443,7 +434,7 @@ class RankState:
         """
         if not group:
             self.await_copy()
-            self._settle(made=factor is not None)
+            self.compression.close(made=factor is not None)
         version = batch + 1
 
         def make(number: int, gradients: Sequence[Tensor]) -> None:
@@ -515,13 +506,8 @@ class RankState:
         self._settle_here(made=factor is not None)
 
     def _settle_here(self, *, made: bool) -> None:
-        """Call `_settle` after an update on the device, which has multiplied factors out."""
+        """Tell the compression of an update on the device, which has multiplied factors out."""
         if not self.host.num_groups:
-            self._settle(made=made)
-
-    def _settle(self, *, made: bool) -> None:
-        """Tell the compression whether the oldest batch's step is made (then the rest is kept)."""
-        if self.compression is not None:
             self.compression.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def test_adds_in_place(dtype: torch.dtype) -> None:
     """The buffer stays the buffer, hooks run once in each backward, also where the weight has
     another use."""
     w, w_ref = pair(dtype, 7, 5)
-    accumulator = GradientAccumulator(FlatLayout(["w"], [(7, 5)], dtype))
+    accumulator = GradientAccumulator(FlatLayout({"w": (7, 5)}, dtype))
     flat = accumulator.buffers[0].tensors[0][:35]
     flat.fill_(float("nan"))
     accumulator.begin(0)
@@ -122,7 +122,7 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
     monkeypatch.setattr(matmul, "ONEDNN_BLOCK", 4 * 65)
     inputs = [torch.randn(shape).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    accumulator = GradientAccumulator(FlatLayout(["w"], [(17, 65)], torch.float32))
+    accumulator = GradientAccumulator(FlatLayout({"w": (17, 65)}, torch.float32))
     accumulator.buffers[0].tensors[0].fill_(float("nan"))
     accumulator.begin(0)
     accumulator.bind({"w": inputs[1]}, 0)

@@ -95,7 +95,7 @@ def test_gradients_go_straight_into_the_buffer(dtype: torch.dtype) -> None:
     each backward."""
     layer = VocabParallelEmbedding(11, 6, Axis("tp"), dtype=dtype)
     torch.nn.init.normal_(layer.weight)
-    accumulator = GradientAccumulator(FlatLayout(["w"], [(11, 6)], torch.float32))
+    accumulator = GradientAccumulator(FlatLayout({"w": (11, 6)}, torch.float32))
     accumulator.buffers[0].tensors[0].fill_(torch.nan)
     accumulator.begin(0)
     layer.bind_parameter("weight", ParameterBinding(accumulator.consumer("w")))

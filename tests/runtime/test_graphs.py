@@ -521,7 +521,7 @@ def test_ranks_that_keep_their_activations_are_recorded() -> None:
 
 
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
+    no_gradients = GradientAccumulator(FlatLayout({}, torch.float32))
     with caplog.at_level("INFO"):
         assert (
             recorder(

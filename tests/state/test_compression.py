@@ -99,7 +99,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
     state = engine.state
     compression = engine.state.compression
     ran = Ran(engine.grid.rank, {})
-    if compression is not None:
+    if compression.packed:
         names = list(compression.feedback.kept)
         ran.axes = {name: state.partition.axis_of(name).ranks for name in names}
         sums: Callable[..., Any] = compression.start
@@ -130,7 +130,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
         ),
     )
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
-    if compression is not None:
+    if compression.packed:
         ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
         ran.sent = compression.sent()
         ran.dense = sum(

@@ -117,9 +117,7 @@ def gradients_of(config: Config) -> tuple[set[str], dict[str, Tensor]]:
             {name: gradient.clone() for name, gradient in gradients.items()}
         ),
     )
-    return set(() if engine.state.compression is None else engine.state.compression.packed), found[
-        0
-    ]
+    return set(engine.state.compression.packed), found[0]
 
 
 @pytest.mark.thorough(keep=1)

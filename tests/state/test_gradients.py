@@ -19,15 +19,13 @@ SHAPES = {"w": (4, 3), "b": (3,), "tied": (5, 4), "unused": (2,)}
 
 def make_leaves(dtype, seed=0):
     """Leaves that are views into one flat buffer, as the weight store makes them."""
-    layout = FlatLayout(list(SHAPES), list(SHAPES.values()), dtype)
+    layout = FlatLayout(SHAPES, dtype)
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return {name: view.detach().requires_grad_() for name, view in layout.views(flat).items()}
 
 
 def make_accumulator(dtype, num_buffers=1):
-    return GradientAccumulator(
-        FlatLayout(list(SHAPES), list(SHAPES.values()), dtype), num_buffers=num_buffers
-    )
+    return GradientAccumulator(FlatLayout(SHAPES, dtype), num_buffers=num_buffers)
 
 
 def loss(leaves, ids):
@@ -105,7 +103,7 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
     for defers in (False, True):
         leaves = {name: x.clone().requires_grad_() for name, x in layers.items()}
         accumulator = GradientAccumulator(
-            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer),
+            FlatLayout(SHAPES, buffer),
             rules=AccumulationRules(defers=defers),
         )
         final = []
@@ -165,7 +163,7 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
     layers = {"column": torch.randn(6, 4), "row": torch.randn(4, 6)}
     leaves = {name: x.requires_grad_() for name, x in layers.items()}
     accumulator = GradientAccumulator(
-        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32),
+        FlatLayout({name: x.shape for name, x in layers.items()}, torch.float32),
         rules=AccumulationRules(defers=True),
     )
     take = accumulator.take
@@ -191,7 +189,7 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
 def test_waiting_parts_keep_no_graph_alive():
     leaves = make_leaves(torch.float32)
     accumulator = GradientAccumulator(
-        FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32),
+        FlatLayout(SHAPES, torch.float32),
         rules=AccumulationRules(defers=True),
     )
     accumulator.begin(0)

@@ -64,7 +64,7 @@ def run(
 ) -> Ran:
     engine, samples = start(config, policy=Skips(JobPlan(config)) if skips else None)
     state, compression, ran = engine.state, engine.state.compression, Ran()
-    assert compression is not None
+    assert compression.packed
     watch(state)
     methods = compression._methods.values()
     ran.dense = sum(entry.numel for method in methods for entry in method.dense)
@@ -421,7 +421,7 @@ class Alone:
     """The method for one matrix of [64, 48] in one process."""
 
     def __init__(self, rank: int = 3, num_blocks: int = 8, dtype: torch.dtype = torch.float64):
-        layout = FlatLayout(["w"], [(64, 48)], dtype)
+        layout = FlatLayout({"w": (64, 48)}, dtype)
         name = "w"
         settings = CompressionConfig(
             gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks

@@ -71,7 +71,7 @@ class Compression:
 
     A parameter is compressed if it has at least `gradients_smallest` elements and its gradient is
     reduced over several ranks. Gradients that are partial along tp are small or rare, so they are
-    sent uncompressed.
+    sent uncompressed. If no parameter is compressed, there are no buffers, and calls do nothing.
 
     Args:
         partition: Which rank updates which shard.
@@ -95,15 +95,15 @@ class Compression:
         settings = policy.config.compression
         shared = policy.splits_gradients
         self.takes_factors = settings.takes_factors
-        method = gradient_method(settings.gradients)
-        shapes = dict(zip(layout.names, layout.shapes, strict=True))
-        starts = dict(zip(layout.names, layout.offsets, strict=True))
+        shapes = layout.shapes
         self.packed = frozenset(
             name
-            for name in layout.names
+            for name in (layout.names if settings.gradients != "none" else ())
             if partition.axis_of(name).size > 1
             and _is_packed(shapes[name], placements[name], settings)
         )
+        # the method's file is read only if it is used
+        method = gradient_method(settings.gradients) if self.packed else Method
         kept = {name: shapes[name] for name in layout.names if name in self.packed}
         learned = {
             f"{name}.{what}": shape
@@ -123,13 +123,13 @@ class Compression:
             policy.config.pipeline.num_microbatches, policy.num_blocks if self.takes_factors else 1
         )
         self._scratch: Tensor | None = None
-        if shared:
-            largest = max((prod(shape) for shape in kept.values()), default=0)
+        if shared and self.packed:
+            largest = max(prod(shape) for shape in kept.values())
             self._scratch = zeros(largest, layout.dtype, memory.device)
         self._methods = {
             bucket: method(
                 [
-                    Entry(name, shapes[name], starts[name], name in self.packed)
+                    Entry(name, shapes[name], layout.ranges[name][0], name in self.packed)
                     for name in bucket.names
                 ],
                 axis,
@@ -152,19 +152,6 @@ class Compression:
             },
             self._start_block,
         )
-
-    @staticmethod
-    def of(
-        partition: Partition,
-        placements: Mapping[str, Placement],
-        policy: StatePolicy,
-        memory: Memory,
-    ) -> Compression | None:
-        """Create the compression of a policy; None if nothing is compressed."""
-        if policy.config.compression.gradients == "none":
-            return None
-        made = Compression(partition, placements, policy, memory)
-        return made if made.packed else None
 
     @property
     def factored(self) -> frozenset[str]:
@@ -204,13 +191,14 @@ class Compression:
         """Note which gradients come next. Blocks of them may be exchanged as soon as the update of
         the batch before is made.
         """
-        self._expected = gradients
-        self.stream.begin()
+        if self.packed:
+            self._expected = gradients
+            self.stream.begin()
 
     def open(self) -> None:
         """Start to reduce the expected gradients."""
         gradients = self._expected
-        if gradients is None:  # a block has been exchanged
+        if gradients is None:  # a block has been exchanged, or nothing is compressed
             return
         assert not self._is_open, "the update of the batch before is not made"
         self._expected = None
@@ -222,7 +210,9 @@ class Compression:
             method.begin(gradients.parts, gradients.sums)
 
     def close(self, *, made: bool) -> None:
-        """End the batch that was opened, if any. made: its update was made, not skipped."""
+        """End the batch that was opened, if any. made: its update was made, not skipped; then the
+        unsent rest is kept.
+        """
         self._is_open = False
         self.feedback.close(made=made)
 
@@ -290,9 +280,8 @@ def _is_packed(shape: Sequence[int], placement: Placement, settings: Compression
     """Return whether a parameter of that local shape is compressed if it is reduced over several
     ranks.
     """
-    packs = gradient_method(settings.gradients).packs(shape, placement)
     return (
-        packs
+        gradient_method(settings.gradients).packs(shape, placement)
         and prod(shape) >= max(settings.gradients_smallest, 1)
         and placement.along("tp") is not Held.PARTIAL
         and not has_shared_rows(placement)

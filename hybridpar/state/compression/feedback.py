@@ -67,19 +67,17 @@ class Feedback:
     ):
         self.dtype = dtype
         self.device = memory.device
-        layouts = [
-            FlatLayout(list(part), list(part.values()), dtype)
-            for part in (shapes.kept, shapes.learned)
-        ]
+        layouts = [FlatLayout(part, dtype) for part in (shapes.kept, shapes.learned)]
         cuts = [cut(layouts[0], uses), cut(layouts[1], lambda name: BufferUsage(stays=True))]
+        parts = list(zip(layouts, cuts, strict=True)) if shapes.kept or shapes.learned else []
         self._states = [
             [
                 Buffer(layout, dtype, memory, chunks, f"{FEEDBACK}{i}")
-                for layout, chunks in list(zip(layouts, cuts, strict=True))[in_place * i :]
+                for layout, chunks in parts[in_place * i :]
             ]
             for i in range(2)
         ]
-        self._views = [[buffer.views() for buffer in state] for state in self._states]
+        self._views = [[buffer.views() for buffer in state] or [{}] for state in self._states]
         self._settled = 0
         self._is_open = False
         self._in_place = in_place

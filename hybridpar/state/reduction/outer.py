@@ -85,7 +85,7 @@ class OuterStep:
         self.settings = settings
         self.site = site
         self.timeline = OuterTimeline(settings)
-        layout = FlatLayout([slot.name for slot in slots], [slot.shape for slot in slots], dtype)
+        layout = FlatLayout({slot.name: slot.shape for slot in slots}, dtype)
         self._form = Precision(settings.precision, dtype)
         kinds = ["anchor", "outer", *["remainder"] * self._form.is_lossy]
         self.buffers = {kind: Buffer(layout, dtype, memory, kind=kind) for kind in kinds}

@@ -123,10 +123,6 @@ class Partition:
     ):
         self.layout = layout
         self.uses = uses
-        self._ranges = dict(
-            zip(layout.names, zip(layout.offsets, layout.ends, strict=True), strict=True)
-        )
-        self._shapes = dict(zip(layout.names, layout.shapes, strict=True))
         self._routes = routes
         keys = {
             name: (route.axis.name, route.sharded, route.group, uses(name))
@@ -227,7 +223,7 @@ class Partition:
         parameters that `flat` does not have.
         """
         return (
-            flat[o.start : o.stop].view(self._shapes[o.name] if o.part is None else (-1,))
+            flat[o.start : o.stop].view(self.layout.shapes[o.name] if o.part is None else (-1,))
             for o in self.owned
             if o.name not in without and wanted(self.uses(o.name))
         )
@@ -253,11 +249,11 @@ class Partition:
     ) -> FlatLayout:
         """Return the layout of this rank's shards, in order: complete parameters, or vectors."""
         own = {
-            o.name: self._shapes[o.name] if o.part is None else (o.stop - o.start,)
+            o.name: self.layout.shapes[o.name] if o.part is None else (o.stop - o.start,)
             for o in self.owned
             if wanted(self.uses(o.name))
         }
-        return FlatLayout(list(own), list(own.values()), dtype, offset_dtype=offset_dtype)
+        return FlatLayout(own, dtype, offset_dtype=offset_dtype)
 
     def _cut(self, bucket: Bucket, axis: Axis) -> Iterator[tuple[int, int, int]]:
         load = self._load[axis.name]
@@ -265,8 +261,8 @@ class Partition:
         for whole, run in groupby(bucket.names, lambda name: self._routes[name].whole > 0):
             names = list(run)
             if not whole:
-                start = self._ranges[names[0]][0]
-                stop = self._ranges[names[-1]][1]
+                start = self.layout.ranges[names[0]][0]
+                stop = self.layout.ranges[names[-1]][1]
                 units = (stop - start) // align
                 cuts = [start + units * i // axis.size * align for i in range(axis.size)]
                 yield from (
@@ -279,8 +275,8 @@ class Partition:
                 load[owner] += self._routes[name].whole
                 yield (
                     owner,
-                    self._ranges[name][0] - bucket.start,
-                    self._ranges[name][1] - bucket.start,
+                    self.layout.ranges[name][0] - bucket.start,
+                    self.layout.ranges[name][1] - bucket.start,
                 )
 
     def _owned(self) -> Iterator[Owned]:
@@ -289,8 +285,8 @@ class Partition:
                 (bucket.start + a, bucket.start + b) for owner, a, b in parts if owner == axis.rank
             ]
             for name in bucket.names:
-                start = self._ranges[name][0]
-                size = prod(self._shapes[name])
+                start = self.layout.ranges[name][0]
+                size = prod(self.layout.shapes[name])
                 if not parts or self._owner_of_whole.get(name, -1) == axis.rank:
                     yield Owned(name, start, start + size, None, shared=not parts)
                 elif name not in self._owner_of_whole:

@@ -27,8 +27,8 @@ class GradientReducer:
     partition is sharded.
 
     Args:
-        reduces: Selects the uses that this object reduces.
         compression: Compresses the buckets that it covers.
+        reduces: Selects the uses that this object reduces.
 
     Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the
     buckets on every rank. A bucket that fills early is held back until the earlier buckets have
@@ -39,8 +39,8 @@ class GradientReducer:
     def __init__(
         self,
         partition: Partition,
+        compression: Compression,
         reduces: Callable[[BufferUsage], bool] = lambda use: True,
-        compression: Compression | None = None,
     ):
         self.partition = partition
         own = [
@@ -64,7 +64,7 @@ class GradientReducer:
         """Parameters of each bucket that any stream may reduce, because the reduction needs no
         memory besides the gradients. Empty if gradients are compressed or nothing is reduced.
         """
-        if self._compression is not None:
+        if self._compression.packed:
             return []
         return [
             bucket.names
@@ -124,8 +124,7 @@ class GradientReducer:
 
         Reductions over several stages, whose plans are at different places, are left to `wait`.
         """
-        if self._compression is not None:
-            self._compression.proceed()
+        self._compression.proceed()
         for works in self._started:
             _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
 
@@ -152,7 +151,7 @@ class GradientReducer:
             self._next += 1
 
     def _start(self, bucket: Bucket, buffer: Tensor | Buffer, axis: Axis, parts: Parts) -> Waitable:
-        if self._compression is not None and self._compression.covers(bucket):
+        if self._compression.covers(bucket):
             return self._compression.start(bucket, buffer)
         flat = buffer[bucket.start : bucket.stop]
         return reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)

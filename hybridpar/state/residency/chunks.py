@@ -175,15 +175,10 @@ def cut(
         absent: Parameters that get no memory.
     """
     runs = [
-        (key, list(run))
-        for key, run in groupby(
-            range(len(layout.names)),
-            lambda i: None if layout.names[i] in absent else use(layout.names[i]),
-        )
+        (key, [layout.ranges[name] for name in run])
+        for key, run in groupby(layout.names, lambda name: None if name in absent else use(name))
     ]
-    return tuple(
-        Chunk(layout.offsets[run[0]], layout.ends[run[-1]], key) for key, run in runs if key
-    ) or (EMPTY,)
+    return tuple(Chunk(run[0][0], run[-1][1], key) for key, run in runs if key) or (EMPTY,)
 
 
 class Buffer:
@@ -236,8 +231,8 @@ class Buffer:
         layout = self.layout
         found = dict[str, Tensor]()
         places = [
-            (name, shape, offset, offset + prod(shape))
-            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)
+            (name, layout.shapes[name], start, start + prod(layout.shapes[name]))
+            for name, (start, _) in layout.ranges.items()
             if names is None or name in names
         ]
         for number, inside in groupby(places, lambda place: self._number(*place[2:])):

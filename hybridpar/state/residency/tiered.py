@@ -61,8 +61,8 @@ class ItemMemory(ShardedMemory):
         """Return zeros of the slots' shapes, an item for each use. what: name of the state."""
         found: dict[str, Tensor] = {}
         for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
-            names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
-            layout = FlatLayout(list(names), list(names.values()), dtype)
+            own = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
+            layout = FlatLayout(own, dtype)
             flat = self._add(f"optimizer/{what}", use, layout.numel, dtype)
             with self.viewing(flat):
                 found |= layout.views(flat)

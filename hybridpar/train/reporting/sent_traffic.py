@@ -108,12 +108,11 @@ def _weight_gradients(engine: Engine) -> dict[Stream, Sent]:
     streams = {}
     for axis in {axis.name: axis for axis in partition.axes if axis.size > 1}.values():
         plain_bytes = sum(axis.traffic.num_bytes[name] for name in _REDUCTIONS)
-        if compression is not None:
-            packed = compression.sent(axis)
-            plain_bytes -= compression.uncoded_bytes_over(axis)
-            if packed.whole_elements:
-                codec = engine.config.compression.gradients
-                streams[Stream(axis.name, WEIGHT_GRADIENTS, codec)] = packed
+        plain_bytes -= compression.uncoded_bytes_over(axis)
+        packed = compression.sent(axis)
+        if packed.whole_elements:
+            codec = engine.config.compression.gradients
+            streams[Stream(axis.name, WEIGHT_GRADIENTS, codec)] = packed
         if plain_bytes:
             numel = plain_bytes // item
             plain = Sent(numel, plain_bytes, numel, plain_bytes)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from state.plain_reducer import plain_reducer
 from torch import Tensor
 
 from hybridpar.comm import all_gather_async, all_reduce, reduce_scatter_async
@@ -21,7 +22,7 @@ from hybridpar.nn import Init, ParallelModule, Placement, named_placements, redu
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot
 from hybridpar.optim.norm import counted, sums_of_squares
-from hybridpar.state import GradientReducer, Partition, Route
+from hybridpar.state import Partition, Route
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.reduction.partition import make_routes
 
@@ -34,11 +35,15 @@ def rank_of(num_ranks: int, rank: int) -> Axis:
     return Axis("dp", rank, tuple(range(num_ranks)), group)
 
 
+def numbered(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {f"p{i}": shape for i, shape in enumerate(shapes)}
+
+
 def partitions(
     shapes: Shapes, num_ranks: int, whole: set[int], alone: set[int], bucket_bytes: int
 ) -> list[Partition]:
     """The partition of every rank; parameters in `alone` are not sharded."""
-    layout = FlatLayout([f"p{i}" for i in range(len(shapes))], shapes, torch.float32)
+    layout = FlatLayout(numbered(shapes), torch.float32)
     return [
         Partition(
             layout,
@@ -78,7 +83,7 @@ def test_every_element_has_one_owner(
         assert starts == sorted(starts)
         for owned in partition.owned:
             i = int(owned.name[1:])
-            offset = layout.offsets[i]
+            offset, _ = layout.ranges[owned.name]
             assert owned.shared == (i in alone or num_ranks == 1)
             assert owned.part is None or (offset + owned.part[0], offset + owned.part[1]) == (
                 owned.start,
@@ -90,7 +95,8 @@ def test_every_element_has_one_owner(
             owners[owned.start : owned.stop] += 1
     for i, size in enumerate(sizes):
         count = num_ranks if i in alone else 1
-        assert (owners[layout.offsets[i] : layout.offsets[i] + size] == count).all()
+        start, _ = layout.ranges[f"p{i}"]
+        assert (owners[start : start + size] == count).all()
 
 
 def test_the_work_is_balanced() -> None:
@@ -105,7 +111,7 @@ def test_uneven_tensor_parts_of_one_replica_own_the_same_whole_parameters() -> N
 
     def owned_by(rows: int) -> list[list[str]]:
         shapes: Shapes = [(rows + i, 8) for i in range(6)]
-        layout = FlatLayout([f"p{i}" for i in range(6)], shapes, torch.float32)
+        layout = FlatLayout(numbered(shapes), torch.float32)
         return [
             [
                 o.name
@@ -128,13 +134,13 @@ def exchange(bucket_bytes: int) -> bool:
     twice, overlapping."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     shapes: Shapes = [(7, 9), (33,), (5, 5), (2, 100), (3,)]
-    layout = FlatLayout([f"p{i}" for i in range(5)], shapes, torch.float64)
+    layout = FlatLayout(numbered(shapes), torch.float64)
     routes = {
         f"p{i}": Route(axis, group=i == 2, sharded=i != 2, whole=25 if i == 3 else 0)
         for i in range(5)
     }
     partition = Partition(layout, routes, bucket_bytes)
-    reducer = GradientReducer(partition)
+    reducer = plain_reducer(partition)
     assert partition.is_sharded
     for batch in range(3):
         generators = [torch.Generator().manual_seed(10 * batch + r) for r in range(axis.size)]
@@ -189,14 +195,14 @@ def partial_gradients(zero: int) -> list[Tensor]:
         initialize(named_placements(module), 1, grid.place)
         module(x).backward()
     wanted, mine = ({name: p.grad for name, p in module.named_parameters()} for module in modules)
-    layout = FlatLayout.of(mine, torch.float64)
+    layout = FlatLayout({name: x.shape for name, x in mine.items()}, torch.float64)
     config = from_mapping({"parallel": {"tp": 2, "dp": 2, "zero": zero}})
     policy = JobPlan(config).state_policy(num_versions=1, num_gradient_buffers=1)
     partition = Partition(layout, make_routes(policy, modules[1].placements, grid))
     flat = layout.zeros()
     for name, view in layout.views(flat).items():
         view.copy_(mine[name])
-    reducer = GradientReducer(partition)
+    reducer = plain_reducer(partition)
     reducer.arm(flat)
     reducer.flush()
     reducer.wait()

@@ -4,10 +4,11 @@ from itertools import pairwise
 import pytest
 import torch
 from ranks import run_ranks
+from state.plain_reducer import plain_reducer
 from torch import nn
 
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.state import GradientAccumulator, GradientReducer, Partition, Route
+from hybridpar.state import GradientAccumulator, Partition, Route
 from hybridpar.state.layout import FlatLayout
 
 SIZES = [7, 16, 33, 16, 5]
@@ -37,10 +38,10 @@ def overlapped(bucket_bytes, num_buffers, local=()):
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     model = network()
     leaves = dict(model.named_parameters())
-    layout = FlatLayout.of(leaves, torch.float64)
+    layout = FlatLayout({name: x.shape for name, x in leaves.items()}, torch.float64)
     accumulator = GradientAccumulator(layout, num_buffers=num_buffers)
     routes = {name: Route(Axis("alone") if name in local else axis) for name in leaves}
-    reducer = GradientReducer(Partition(layout, routes, bucket_bytes))
+    reducer = plain_reducer(Partition(layout, routes, bucket_bytes))
     results = []
     early = []
     for batch in range(BATCHES):
@@ -123,8 +124,8 @@ def shuffled(num_buckets):
     """Every rank calls its gradients final in an order of its own."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     names = [f"p{i}" for i in range(num_buckets)]
-    layout = FlatLayout(names, [(3 + i,) for i in range(num_buckets)], torch.float32)
-    reducer = GradientReducer(one_axis(layout, axis, bucket_bytes=1))
+    layout = FlatLayout({name: (3 + i,) for i, name in enumerate(names)}, torch.float32)
+    reducer = plain_reducer(one_axis(layout, axis, bucket_bytes=1))
     assert len(reducer.buckets) == num_buckets
     flat = layout.zeros()
     views = layout.views(flat)
@@ -149,8 +150,8 @@ def test_buckets_start_in_one_order_whatever_the_order_of_gradients():
 
 
 def test_starts_early_and_in_order():
-    layout = FlatLayout(["a", "b", "c"], [(4,)] * 3, torch.float32)
-    reducer = GradientReducer(one_axis(layout, Axis("dp"), bucket_bytes=1))
+    layout = FlatLayout(dict.fromkeys("abc", (4,)), torch.float32)
+    reducer = plain_reducer(one_axis(layout, Axis("dp"), bucket_bytes=1))
     reducer.arm(layout.zeros())
     reducer.ready("b")
     assert reducer._next == 0  # held back: c comes first
@@ -161,8 +162,8 @@ def test_starts_early_and_in_order():
 
 
 def test_one_replica_needs_no_special_case():
-    layout = FlatLayout(["a", "b"], [(4,)] * 2, torch.float32)
-    reducer = GradientReducer(one_axis(layout, Axis("dp")))
+    layout = FlatLayout(dict.fromkeys("ab", (4,)), torch.float32)
+    reducer = plain_reducer(one_axis(layout, Axis("dp")))
     flat = torch.ones(layout.numel)
     reducer.wait()  # nothing under way
     reducer.arm(flat)
@@ -174,8 +175,8 @@ def test_one_replica_needs_no_special_case():
 
 
 def test_misuse_fails():
-    layout = FlatLayout(["a", "b"], [(4,)] * 2, torch.float32)
-    reducer = GradientReducer(one_axis(layout, Axis("dp")))
+    layout = FlatLayout(dict.fromkeys("ab", (4,)), torch.float32)
+    reducer = plain_reducer(one_axis(layout, Axis("dp")))
     reducer.arm(layout.zeros())
     with pytest.raises(AssertionError, match="not flushed"):
         reducer.arm(layout.zeros())

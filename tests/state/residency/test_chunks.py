@@ -22,7 +22,9 @@ NAMES = [
     *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
     *(f"blocks.{n}.weight" for n in range(4)),
 ]
-LAYOUT = FlatLayout(NAMES, [(40,)] * 9 + [(7, 30)] * 4, torch.float32)
+LAYOUT = FlatLayout(
+    {name: (7, 30) if name in NAMES[9:] else (40,) for name in NAMES}, torch.float32
+)
 
 
 def test_blocks_of_names() -> None:
@@ -50,12 +52,12 @@ def test_neighbours_of_equal_use_are_a_chunk() -> None:
     assert [c.use for c in chunks] == [
         pairs(name) for name in (NAMES[0], NAMES[1], NAMES[9], NAMES[11])
     ]
-    assert [c.start for c in chunks] == [LAYOUT.offsets[i] for i in (0, 1, 9, 11)]
+    assert [c.start for c in chunks] == [LAYOUT.ranges[NAMES[i]][0] for i in (0, 1, 9, 11)]
     assert cut(LAYOUT, lambda name: WHOLE) == (Chunk(0, LAYOUT.numel),)
 
 
 def test_an_empty_layout_is_one_chunk_of_nothing() -> None:
-    empty = FlatLayout([], [], torch.float32)
+    empty = FlatLayout({}, torch.float32)
     assert cut(empty, pairs) == (EMPTY,)
     assert Buffer(empty, torch.float32, Memory()).chunks == (Chunk(0, 0),)
 

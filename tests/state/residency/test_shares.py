@@ -15,7 +15,7 @@ from hybridpar.state.residency.chunks import Buffer, BufferUsage, cut
 from hybridpar.state.residency.shares import ShardedMemory, Shares, room
 
 CPU = torch.device("cpu")
-LAYOUT = FlatLayout(["stays", "a", "b"], [(1000,), (300, 300), (400, 500)], torch.float32)
+LAYOUT = FlatLayout({"stays": (1000,), "a": (300, 300), "b": (400, 500)}, torch.float32)
 USES = {"stays": BufferUsage((0, 1), stays=True), "a": BufferUsage((0,)), "b": BufferUsage((1,))}
 
 

@@ -63,7 +63,7 @@ def train(config: Config) -> tuple[dict[Stream, Sent], tuple[int, int], dict[str
     }
     engine.evaluate(loader, 1)  # sends messages, which do not count
     layout = engine.state.partition.layout
-    return gather_sent(engine), (layout.numel, sum(map(prod, layout.shapes))), counted
+    return gather_sent(engine), (layout.numel, sum(map(prod, layout.shapes.values()))), counted
 
 
 def train_each(configs: list[Config]) -> list[Any]:
