@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.config import JOB, Config, Launch, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.config import (
+    JOB,
+    MAX_TOML,
+    Config,
+    Launch,
+    from_mapping,
+    load_toml,
+    to_mapping,
+    to_short_toml,
+    to_toml,
+)
 from hybridpar.config.old_keys import REMOVED, translate_flags
 from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
+from hybridpar.reading import read_toml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").glob("*.toml"))
 
@@ -24,6 +35,19 @@ def test_toml_round_trip(path: Path, tmp_path: Path) -> None:
     copy.write_text(to_toml(config))
     assert load_toml(copy) == config
     assert config.run.name == path.stem
+    copy.write_text(to_short_toml(config))
+    assert load_toml(copy) == config
+
+
+def test_a_short_file_has_what_differs_and_what_a_user_changes_first(tmp_path: Path) -> None:
+    path = tmp_path / "short.toml"
+    config = from_mapping({"optim": {"betas": [0.9, 0.99]}, "data": {"valid_sets": {"a": ["b"]}}})
+    path.write_text(to_short_toml(config))
+    found = read_toml(path, MAX_TOML)
+    assert found["optim"] == {"name": "adamw", "lr": config.optim.lr, "betas": [0.9, 0.99]}
+    assert found["data"]["valid_sets"] == {"a": ["b"]}
+    assert {"num_layers", "seq_length"} <= found["model"].keys()
+    assert not {"kernels", "anomalies"} & found.keys()
 
 
 @given(

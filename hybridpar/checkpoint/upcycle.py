@@ -20,7 +20,7 @@ from hybridpar.checkpoint.finding import read_held
 from hybridpar.checkpoint.format.files import new_folder, write_text
 from hybridpar.checkpoint.load import MergedWeights
 from hybridpar.checkpoint.save import save_weights
-from hybridpar.config import Config, ModelConfig, ParallelConfig, to_toml
+from hybridpar.config import Config, ModelConfig, ParallelConfig, to_short_toml
 from hybridpar.data.tokenizer import Tokenizer
 from hybridpar.data.tokenizer_folder import TOKENIZER
 from hybridpar.errors import ConfigError, config_error
@@ -133,7 +133,7 @@ def _make(full: MergedWeights, model: ModelConfig, output: Path) -> Upcycled:
         return weight
 
     with new_folder(output) as aside:
-        write_text(aside / "config.toml", to_toml(config))
+        write_text(aside / "config.toml", to_short_toml(config))
         for name, text in (tokenizer.files() if tokenizer else {}).items():
             (aside / name).parent.mkdir(exist_ok=True)
             write_text(aside / name, text)

@@ -54,6 +54,7 @@ from hybridpar.config.toml import (
     load_toml,
     read_run_config,
     to_mapping,
+    to_short_toml,
     to_toml,
     unloaded_code,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "spec_folder",
     "spec_name",
     "to_mapping",
+    "to_short_toml",
     "to_toml",
     "triton_is_interpreted",
     "unloaded_code",

@@ -42,6 +42,25 @@ _EXAMPLES = {
 MODEL_FOLDER = "model_folder"
 """Name of a file beside a run's configuration: the folders of the modules that it names, a line
 each."""
+_SHOWN = {
+    "model": (
+        "spec",
+        "kind",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "seq_length",
+        "vocab_size",
+        "position",
+        "norm",
+        "activation",
+    ),
+    "optim": ("name", "lr"),
+    "train": ("num_steps", "micro_batch_size", "dtype", "start_from"),
+    "data": ("corpus", "tokenizer"),
+    "run": ("name",),
+}
+"""Keys by section that a short file has even with their defaults."""
 _MOST_FILES = 8
 """Most files of a folder that a message lists."""
 _SECTIONS = {
@@ -253,9 +272,29 @@ def as_typed(config: Config) -> Config:
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML; `load_toml` reads back an equal one."""
+    return _dumped(to_mapping(config))
+
+
+def to_short_toml(config: Config) -> str:
+    """The configuration as TOML without settings at their defaults, except the ones that a user
+    changes first; `load_toml` reads back an equal one."""
+    usual = to_mapping(Config(type(config.model)()))
+    short = {}
+    for section, table in to_mapping(config).items():
+        changed = {
+            key: value
+            for key, value in table.items()
+            if key in _SHOWN.get(section, ()) or value != usual[section][key]
+        }
+        if changed:
+            short[section] = changed
+    return _dumped(short)
+
+
+def _dumped(tables: Mapping[str, Any]) -> str:
     import tomli_w  # here, so that operators and benchmarks run without it
 
-    return tomli_w.dumps(to_mapping(config))
+    return tomli_w.dumps(tables)
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

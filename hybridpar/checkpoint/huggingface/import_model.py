@@ -21,7 +21,7 @@ from hybridpar.checkpoint.huggingface.names import Entry, Match, Plan, match, pl
 from hybridpar.checkpoint.huggingface.source import CONFIG, DTYPES, WeightFiles, Weights, read_json
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, tokenizer_of
 from hybridpar.checkpoint.save import save_weights
-from hybridpar.config import Config, ModelConfig, ParallelConfig, TrainConfig, to_toml
+from hybridpar.config import Config, ModelConfig, ParallelConfig, TrainConfig, to_short_toml
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES as OUR_DTYPES
 from hybridpar.nn.init import initialize
@@ -104,7 +104,7 @@ def make_checkpoint(
         kept = replace(config.checkpoint, family=family.model_type)
         config = replace(config, checkpoint=kept)
     with new_folder(output) as aside:
-        write_text(aside / "config.toml", to_toml(config))
+        write_text(aside / "config.toml", to_short_toml(config))
         for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
             (aside / name).parent.mkdir(exist_ok=True)
             write_text(aside / name, text)
