@@ -63,11 +63,7 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     output = Path(output)
     if not source.is_dir():
         near = nearest_path(source)
-        works = (
-            f"try {near}"
-            if near
-            else "download the model first, such as by huggingface-cli download"
-        )
+        works = f"try {near}" if near else "download the model first, such as by hf download"
         raise CheckpointError(
             f"{source}: is not a folder, and only local folders can be imported; {works}"
         )
