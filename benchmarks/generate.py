@@ -4,9 +4,9 @@
 
 Both sides have the same weights, which transformers made at random, and go on greedily from the
 same prompts. The logits after the prompts are compared first, and in fp32 all tokens; in bf16 some
-differ, where two logits are nearly equal. Ours is the time of all the tokens of a text, from the
-prompt's ids to text; theirs that of `generate(do_sample=False)`, to ids. Prompts in a batch have
-different lengths, padded on the left over there.
+differ, where two logits are nearly equal. Our time is of all the tokens of a text, from the
+prompt's ids to text; their time is of `generate(do_sample=False)`, from ids to ids. Prompts in a
+batch have different lengths, which transformers pads on the left.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ COMPARED = {
     "blocks.1.attention.out.weight": "model.layers.0.self_attn.o_proj.weight",
     "blocks.1.mlp.down.weight": "model.layers.0.mlp.down_proj.weight",
 }
-"""Parameters that are a tensor of transformers as it is."""
+"""Parameters that equal a tensor of transformers, with no other layout."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Operation:
 
 
 def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str, Operation]:
-    """Name in `ops` of each operator, by its name here, after what is fused with it."""
+    """Return the operations to time, by the names that the table prints."""
     t = size.tokens
     h = size.hidden
     n = size.num_heads

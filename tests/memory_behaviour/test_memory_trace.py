@@ -259,21 +259,31 @@ def in_full(config: Config, rank: int, times: Times, steps: int) -> tuple[Header
     return header, list(retimed(spans, times))
 
 
+def compared_stretches(
+    config: Config, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> list[Stretch]:
+    """Compare the trace of each stage with the trace of all micro-batches; return what was
+    extended."""
+    traced: list[Stretch] = []
+    monkeypatch.setattr(
+        memory_trace, "extend", lambda *args: traced.append(args[3]) or extend(*args)
+    )
+    each = config.parallel.num_ranks // config.parallel.pp
+    for rank in range(0, config.parallel.num_ranks, each):
+        times = simulated_times(preview(JobPlan(config), steps).timeline, rank // each)
+        found = predict_timed_trace(config, rank, times, steps=steps)
+        assert found == in_full(config, rank, times, steps)
+    return traced
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("case", "m"), ALIKE, ids=str)
 def test_a_long_trace_is_a_short_one_extended(
     case: tuple[dict[str, Any], ...], m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Event by event, block by block, on every stage."""
-    traced = []
-    monkeypatch.setattr(
-        memory_trace, "extend", lambda *args: traced.append(args[3]) or extend(*args)
-    )
     config = config_of(case, m)
-    each = config.parallel.num_ranks // config.parallel.pp
-    for rank in range(0, config.parallel.num_ranks, each):
-        times = simulated_times(preview(JobPlan(config), 3).timeline, rank // each)
-        assert predict_timed_trace(config, rank, times, steps=3) == in_full(config, rank, times, 3)
+    traced = compared_stretches(config, 3, monkeypatch)
     assert len(traced) == config.parallel.pp
     assert all(stretch.short < stretch.long == m for stretch in traced)
 
@@ -291,15 +301,8 @@ def test_a_long_trace_is_a_short_one_extended(
 def test_equal_batches_of_a_pipeline_that_drains_are_traced_once(
     case: tuple[dict[str, Any], ...], m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced = []
-    monkeypatch.setattr(
-        memory_trace, "extend", lambda *args: traced.append(args[3]) or extend(*args)
-    )
     config = config_of(case, m)
-    each = config.parallel.num_ranks // config.parallel.pp
-    for rank in range(0, config.parallel.num_ranks, each):
-        times = simulated_times(preview(JobPlan(config), 5).timeline, rank // each)
-        assert predict_timed_trace(config, rank, times, steps=5) == in_full(config, rank, times, 5)
+    traced = compared_stretches(config, 5, monkeypatch)
     assert [stretch.batches for stretch in traced] == [(3, 5)] * config.parallel.pp
 
 

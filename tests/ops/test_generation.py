@@ -133,8 +133,10 @@ def test_products_of_few_rows_in_bfloat16_are_rounded_once(
 @needs_native
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 1.5}], ids=str)
 def test_attention_of_a_next_token_in_bfloat16(options: dict[str, Any]) -> None:
-    """As in float64, but for the kept key and value and the output, which have 8 bits."""
-    texts, groups, d = 3, (2, 3), 34
+    """The result in float64, with the kept key and value and the output rounded to 8 bits."""
+    texts = 3
+    groups = (2, 3)
+    d = 34
     turn = RotarySettings(100.0, 20, "torch")
     how = NextToken(groups, options.get("window", 0), 0.4, options.get("softcap", 0.0), turn)
     qkv = normal(texts, 1, (sum(groups) + 2 * len(groups)) * d, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Which actions wait for activations that move, and until when."""
+"""Actions wait for activations that move: which ones, and until when."""
 
 from __future__ import annotations
 
