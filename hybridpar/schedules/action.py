@@ -38,9 +38,12 @@ from hybridpar.schedules.kinds import Kind as Kind
 NO_VERSION = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Action:
     """One step of one rank; prints as, for example, `F12@1v3`.
+
+    Actions are never changed. They are not frozen, because a frozen one takes three times as long to
+    make, and plans have millions.
 
     Attributes:
         microbatch: Counts from 0 over the whole run (its batch is microbatch // m). REDUCE, NORM,

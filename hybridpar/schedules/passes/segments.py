@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
+from operator import attrgetter
 
 from hybridpar.errors import config_error
 from hybridpar.schedules.action import Action
@@ -213,10 +214,10 @@ class PartCounts:
 
     def __init__(self, actions: Iterable[Action]):
         self._counts: dict[tuple[Kind, int], int] = {}  # actions that are divided
-        for action in actions:
-            if action.part:
-                key = self._key(action.kind, action.stage)
-                self._counts[key] = max(self._counts.get(key, 1), action.part + 1)
+        for kind, stage, part in set(map(attrgetter("kind", "stage", "part"), actions)):
+            if part:
+                key = self._key(kind, stage)
+                self._counts[key] = max(self._counts.get(key, 1), part + 1)
 
     @staticmethod
     def _key(kind: Kind, stage: int) -> tuple[Kind, int]:

@@ -46,9 +46,7 @@ class MemoryMoves:
         p = max(len(ranks), 1)
         self._engines = [RankEngines(pools.get(rank, ()), costs, rank, p) for rank in range(p)]
         self._moves_items = any(pools.values())
-        self._offloads = any(
-            action.kind is Kind.OFFLOAD for rank in ranks for action in rank.actions
-        )
+        self._offloads = any(Kind.OFFLOAD in rank.kinds for rank in ranks)
 
     def concern(self, kind: Kind) -> bool:
         """Return whether actions of a kind move or access what moves."""

@@ -151,7 +151,7 @@ class Hosts:
         times = list(zip(*rows, strict=True))
         self._hosts: dict[int, HostEngines] = {}
         for rank in ranks:
-            if not any(action.kind is Kind.HOST for action in rank.actions):
+            if Kind.HOST not in rank.kinds:
                 continue
             r = rank.index
             shares = _group_shares(costs, parts[r], r)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from hybridpar.errors import HybridparError
 from hybridpar.schedules.action import Action
+from hybridpar.schedules.kinds import Kind
+
+_step = attrgetter("kind", "stage")
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +31,14 @@ class Rank:
     clock: float = 0.0
     waits_for: Any = None
     """The Channel, Meeting, HostEngines or queue of sends that it waits for."""
+    stages: frozenset[tuple[Kind, int]] = field(init=False)
+    """The kinds of its actions, each with a stage."""
+    kinds: frozenset[Kind] = field(init=False)
+    """The kinds of its actions."""
+
+    def __post_init__(self) -> None:
+        self.stages = frozenset(map(_step, self.actions))
+        self.kinds = frozenset(kind for kind, _ in self.stages)
 
 
 Dependency = Callable[[Rank, Action, float], float | None]

@@ -27,7 +27,7 @@ result, because every queue has one writer and one reader: one run that ends is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -146,9 +146,9 @@ class Simulation:
         self.costs = costs
         self.ranks = [Rank(r, plan[r]) for r in range(p)]
         self.shape = PipelineShape.found(
-            {a.stage: r for r, actions in plan.items() for a in actions if a.kind in COMPUTE}, p
+            {stage: rank.index for rank in self.ranks for stage in _stages(rank, COMPUTE)}, p
         )
-        self.shape = replace(self.shape, num_frozen=_num_frozen(plan, self.shape))
+        self.shape = replace(self.shape, num_frozen=_num_frozen(self.ranks, self.shape))
         self.homes = [self.shape.rank_of(stage) for stage in range(self.shape.num_stages)]
         self.parts = [PartCounts(rank.actions) for rank in self.ranks]
         self.transfers = Transfers(self.ranks, self.shape, self.homes, costs, self.arrived)
@@ -339,15 +339,14 @@ class Simulation:
         )
 
 
-def _num_frozen(plan: Plan, shape: PipelineShape) -> int:
+def _stages(rank: Rank, kinds: Collection[Kind]) -> list[int]:
+    """Return the stages of a rank's actions of these kinds."""
+    return [stage for kind, stage in rank.stages if kind in kinds]
+
+
+def _num_frozen(ranks: Sequence[Rank], shape: PipelineShape) -> int:
     """Return how many of the first stages receive no gradient, though they run backwards."""
-    kinds = {action.kind for actions in plan.values() for action in actions}
-    if not kinds & {Kind.B, Kind.I}:
+    if all(rank.kinds.isdisjoint((Kind.B, Kind.I)) for rank in ranks):
         return 0
-    receiving = [
-        action.stage
-        for actions in plan.values()
-        for action in actions
-        if action.kind is Kind.RECV_B
-    ]
+    receiving = [stage for rank in ranks for stage in _stages(rank, (Kind.RECV_B,))]
     return min(receiving, default=shape.num_stages - 1)
