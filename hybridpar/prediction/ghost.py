@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridpar.autograd import QuietMode, backward_from
 from hybridpar.prediction.meter import Usage
+from hybridpar.prediction.shapes import result_of
 
 _META = torch.device("meta")
 ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
@@ -173,6 +174,12 @@ class Tracker(QuietMode):
             return _add_nothing(func, ghosts[0])
         if _is_fused_in_place(func):  # has no meta kernel, and takes no memory
             return None
+        if _writes_first(func):
+            return args[0]
+        if _writes_out(func):
+            return kwargs["out"]
+        if len(found) == 1 and _views_first(func):
+            return self._view(func, args, kwargs)
         key = (
             (func, _signature(args), _signature(tuple(kwargs.items())))
             if _makes_new_tensors(func)
@@ -184,9 +191,9 @@ class Tracker(QuietMode):
             meta_kwargs = {name: _map(value, _to_meta) for name, value in kwargs.items()}
             if "device" in meta_kwargs:
                 meta_kwargs["device"] = _META
-            out = func(*metas, **meta_kwargs)
-            if args and out is metas[0] and not isinstance(args[0], Ghost):
-                return args[0]  # the argument is real, and the operator has written to it
+            out = None if key is None else result_of(func, metas, kwargs, tensors_in(metas))
+            if out is None:
+                out = func(*metas, **meta_kwargs)
             if key is not None:
                 self._results[key] = _map(
                     out, _alike
@@ -197,6 +204,12 @@ class Tracker(QuietMode):
             out = _map(out, _alike)
         sources = ghosts if key is None else ()  # storages that the result may share
         return _map(out, lambda x: self._wrap(x, sources))
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Ghost:
+        """Return a view of the first argument, which is the only tensor."""
+        ghost: Ghost = args[0]
+        meta = func(ghost.meta, *args[1:], **kwargs)
+        return ghost if meta is ghost.meta else Ghost(meta, ghost.block)
 
     def _wrap(self, out: Any, ghosts: Sequence[Ghost]) -> Any:
         """Wrap the result of an operation on meta tensors: an argument itself, a view of one, or a
@@ -313,6 +326,39 @@ def _makes_new_tensors(func: Any) -> bool:
     return not func._schema.is_mutable and all(
         out.alias_info is None for out in func._schema.returns
     )
+
+
+@cache
+def _writes_first(func: Any) -> bool:
+    """Return whether an operator writes to its first argument and returns it with the same shape."""
+    is_written = _returns_argument(func, 0, is_write=True)
+    return is_written and torch.Tag.inplace_view not in func.tags
+
+
+@cache
+def _writes_out(func: Any) -> bool:
+    """Return whether an operator writes to its argument `out` and returns it."""
+    return func._schema.arguments[-1].name == "out" and _returns_argument(func, -1, is_write=True)
+
+
+@cache
+def _views_first(func: Any) -> bool:
+    """Return whether an operator returns one view of its first argument."""
+    return _returns_argument(func, 0, is_write=False)
+
+
+def _returns_argument(func: Any, index: int, *, is_write: bool) -> bool:
+    """Return whether an operator returns one tensor, which shares the memory of an argument."""
+    if len(func._schema.returns) != 1:
+        return False
+    result = func._schema.returns[0]
+    argument = func._schema.arguments[index]
+    if any(not isinstance(one.type, torch.TensorType) for one in (result, argument)):
+        return False
+    infos = (result.alias_info, argument.alias_info)
+    if None in infos or infos[0].before_set != infos[1].before_set:
+        return False
+    return bool(infos[0].is_write == is_write)
 
 
 def _is_factory(kwargs: Any) -> bool:
