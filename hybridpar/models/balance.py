@@ -102,16 +102,9 @@ def even_out(
         return sizes
     prefix = np.array([0.0, *accumulate(costs)])
     best = np.array(sizes)
-    held = np.array(
-        [
-            [
-                stage
-                for stage in range(len(best))
-                if rank_of_stage(stage, num_ranks, placement) == rank
-            ]
-            for rank in range(num_ranks)
-        ]
-    )
+    homes = [rank_of_stage(stage, num_ranks, placement) for stage in range(len(best))]
+    # the stages of each rank, in order
+    held = np.argsort(homes, kind="stable").reshape(num_ranks, -1)
 
     def worth(splits: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[list[float]]]:
         """Return the costs of the ranks for each split (a row), and what splits are compared by.

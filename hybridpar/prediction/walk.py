@@ -111,6 +111,7 @@ class MemoryWalk:
         self.footprints = footprints
         self.state = state
         self._evaluates = evaluates
+        self._neighbours: dict[tuple[int, int, int], tuple[bool, Footprint | None]] = {}
         self._num_hosted = 0  # parts of updates that the host is making
         self._m = shape.num_microbatches
         # gradients that an I has allocated
@@ -200,12 +201,17 @@ class MemoryWalk:
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
         """Return whether the model has a segment before (after) the action's, and its footprint if
         it is on this rank."""
-        part = action.part + step
-        parts = self.footprints[action.stage]
-        if 0 <= part < len(parts):
-            return True, parts[part]
-        there = 0 <= action.stage + step <= self._last
-        other = self.footprints.get(action.stage + step)
+        key = (action.stage, action.part, step)
+        if key not in self._neighbours:
+            self._neighbours[key] = self._neighbour(*key)
+        return self._neighbours[key]
+
+    def _neighbour(self, stage: int, part: int, step: int) -> tuple[bool, Footprint | None]:
+        parts = self.footprints[stage]
+        if 0 <= part + step < len(parts):
+            return True, parts[part + step]
+        there = 0 <= stage + step <= self._last
+        other = self.footprints.get(stage + step)
         if not other:
             return there, None
         return there, other[0 if step > 0 else -1]

@@ -107,7 +107,8 @@ class MemoryCheck:
         """Return whether the estimated peak of every rank is within the limit."""
         if self.least(cost) > max(cost.limits):
             return False
-        if self._most(cost) < _SURELY * min(cost.limits):
+        surely = _SURELY * min(cost.limits)
+        if self._largest_state(cost) < surely and self._most(cost) < surely:
             return True
         return all(
             sum(
@@ -143,20 +144,25 @@ class MemoryCheck:
         schedule = cost.schedule
         ranks = range(cost.pp)
         whole = self._whole(cost)
-        versions = max(map(cost.job.num_versions, ranks))
         in_flight = max(schedule.max_live_activations(cost.shape, rank) for rank in ranks)
         one = max(whole.kept, whole.waiting) + whole.message
         activations = in_flight * one + 2 * cost.shape.virtual_stages * whole.message
-        state = (
-            versions * whole.weights
-            + schedule.num_gradient_buffers * whole.gradients
-            + whole.master
-            + whole.optimizer
-        )
         return (
-            _in_memory(cost, state)
+            self._largest_state(cost)
             + b * (activations + max(whole.forward, whole.first_backward))
             + max(whole.norm, whole.update)
+        )
+
+    def _largest_state(self, cost: StepCost) -> float:
+        """Return an upper bound in bytes for a rank's state: the unsharded model's."""
+        whole = self._whole(cost)
+        versions = max(map(cost.job.num_versions, range(cost.pp)))
+        return _in_memory(
+            cost,
+            versions * whole.weights
+            + cost.schedule.num_gradient_buffers * whole.gradients
+            + whole.master
+            + whole.optimizer,
         )
 
     def _whole(self, cost: StepCost) -> Footprint:

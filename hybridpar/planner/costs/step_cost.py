@@ -78,14 +78,24 @@ class StepCost(StageCosts):
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
+        return [
+            self._link(
+                flow if r + 1 < self.pp else -flow,
+                self._sent_bytes(flow, r),
+                self._sent_bytes(1, r),
+                crossed or [(self.machine.inner, 1)],
+            )
+            for r, crossed in enumerate(self._crossed)
+        ]
+
+    @cached_property
+    def _crossed(self) -> list[list[tuple[AnyLink, float]]]:
+        """The links of the machine that each link between ranks crosses, and the number of flows
+        that share each of them."""
         size = self.replicas * self.tp
         sources = np.arange(self.shape.num_links * size).reshape(-1, size)
         targets = (sources + size) % (self.pp * size)
-        crossed: list[list[tuple[AnyLink, float]]] = [
-            []
-            for _ in sources
-            # by link: the links of the machine that it crosses, and the flows that share each of them
-        ]
+        crossed: list[list[tuple[AnyLink, float]]] = [[] for _ in sources]
         for of_group, link, links in self.machine.borders:
             groups = sources // of_group
             others = targets // of_group
@@ -100,21 +110,7 @@ class StepCost(StageCosts):
                 ).max(axis=1)
                 for of_link, number in zip(crossed, most.tolist(), strict=True):
                     of_link += [(link, max(number / links, 1))] if number else []
-        return [
-            self._link(
-                flow if flat[0] < flat[1] else -flow,
-                self._sent_bytes(flow, r),
-                self._sent_bytes(1, r),
-                of_link or [(self.machine.inner, 1)],
-            )
-            for r, (flat, of_link) in enumerate(
-                zip(
-                    zip(sources[:, 0].tolist(), targets[:, 0].tolist(), strict=True),
-                    crossed,
-                    strict=True,
-                )
-            )
-        ]
+        return crossed
 
     def _link(
         self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]

@@ -399,18 +399,22 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     parameters = sums([cost.block(n).parameters for n in blocks])
     kept = sums([cost.block(n).kept or likely.get(cost.kind(n), 0.0) for n in blocks])
 
+    # the exact number would take as long to compute as the plan
+    filled = schedule.flush and schedule.activations in vee.ENDLESS
+
+    @cache
+    def of_numbers(versions: int, held: int) -> Matrix:
+        state = versions * cost.item + rest
+        return state * parameters + held / sizes.virtual_stages * kept
+
     @cache
     def of_rank(rank: int) -> Matrix:
-        state = schedule.max_live_versions(sizes, rank) * cost.item + rest
-        filled = (
-            schedule.flush and schedule.activations in vee.ENDLESS
-        )  # the exact number would take as long to compute as the plan
         held = (
             vee.room(sizes, schedule.activations)
             if filled
             else schedule.max_live_activations(sizes, rank)
         )
-        return state * parameters + held / sizes.virtual_stages * kept
+        return of_numbers(schedule.max_live_versions(sizes, rank), held)
 
     return lambda stage, again: of_rank(sizes.rank_of(stage))
 
