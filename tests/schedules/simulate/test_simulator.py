@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules.items import text_of
 
-from hybridpar.schedules.action import Action, Kind, parse_actions
+from hybridpar.schedules.action import COMPUTE, Action, Kind, parse_actions
 from hybridpar.schedules.passes.lowering import forward_actions, make_plan
 from hybridpar.schedules.proof.liveness import Live, peak_live
 from hybridpar.schedules.schedule_options import ScheduleOptions
@@ -344,6 +344,19 @@ def test_live_counts():
         Live(2, 2, 2),
         Live(1, 1, 2),  # the last stage is done with W(t-1) at UPDATE
     ]
+
+
+def test_the_last_stage_needs_two_versions_after_a_drain():
+    shape = PipelineShape(2, 4)
+    before = make_plan("2bw", shape, 0, 3)[1]
+    after = make_plan("2bw", shape, 3, 1)[1]
+    texts = [str(a) for a in before if a.kind in (*COMPUTE, Kind.UPDATE)]
+    assert texts.index("B7@1v0") + 1 == texts.index("UPDATE0@1"), "W(0) is done with"
+    assert texts.index("UPDATE0@1") + 1 == texts.index("F8@1v1")
+    assert texts[-1] == "UPDATE2@1", "an evaluation or a checkpoint needs W(3)"
+    assert next(str(a) for a in after if a.kind is Kind.F) == "F12@1v2"
+    assert peak_live(before, 4).versions == 1
+    assert peak_live([*before, *after], 4).versions == 2
 
 
 def test_evaluation_runs():
