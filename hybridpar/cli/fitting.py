@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import Config, Launch
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 if TYPE_CHECKING:
     from hybridpar.planner.machines.machine import Machine
@@ -179,7 +180,7 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
     step = cost.step_time
     exposed = exposed_moves(cost)
     plain |= {"step_ms": 1e3 * step, "exposed_moves_ms": 1e3 * exposed}
-    lines = [f"predicted: {1e3 * step:.4g} ms a step, {speed(cost)}"]
+    lines = [f"predicted: {milliseconds(step)} ms a step, {speed(cost)}"]
     if cost.moves is not None:
         waits = f"{1e3 * exposed:.3g} ms of it ({exposed / step:.0%}) are waiting for"
         lines.append(

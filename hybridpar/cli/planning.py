@@ -23,6 +23,7 @@ from hybridpar.cli.values import (
 from hybridpar.config import Config, Launch, PipelineConfig, read_run_config, to_toml
 from hybridpar.errors import config_error
 from hybridpar.schedules.simulate.predict import predict_timeline
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 if TYPE_CHECKING:
     from hybridpar.planner.costs.step_cost import StepCost
@@ -214,7 +215,7 @@ class Plan:
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
             lines = [f"  {line}" for line in self._assumptions(machine)]
-            print("taken for granted:", *lines, sep="\n")
+            print("assumed:", *lines, sep="\n")
 
     def _assumptions(self, machine: Machine) -> list[str]:
         from hybridpar.planner.machines.assumptions import assumption_lines, document_lines
@@ -232,7 +233,7 @@ class Plan:
         price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
         print(
-            f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
+            f"plan: {report.describe(best.config)}: {milliseconds(best.cost.step_time)} ms a step, "
             f"{report.speed(best.cost)} "
             f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
             file=out,
@@ -243,7 +244,7 @@ class Plan:
             if (fewer := as_fast_on_fewer(self.config, machine, request, best)) is not None:
                 number = fewer.cost.machine.num_devices
                 print(
-                    f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
+                    f"  {number} devices are as fast: {milliseconds(fewer.cost.step_time)} ms with "
                     f"{report.describe(fewer.config)} (--ranks {number})",
                     file=out,
                 )

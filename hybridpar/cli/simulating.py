@@ -15,6 +15,7 @@ from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.planning import cost_on_machine, resolved
 from hybridpar.cli.values import ConfigFile, Overrides, Within
 from hybridpar.config import Config, Launch
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 if TYPE_CHECKING:
     from hybridpar.train.forecasts.preview import Preview
@@ -83,23 +84,26 @@ class Simulate:
         time = f"{shown.step_time:.2f} times the forward of the costliest {rank_name}"
         if run:
             time = (
-                f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one "
+                f"{milliseconds(shown.step_time)} ms, from the costs of {self.measured} (where one "
                 "took "
-                f"{1e3 * run.measured.step_time:.4g} ms with {run.schedule_options.schedule} and "
+                f"{milliseconds(run.measured.step_time)} ms with {run.schedule_options.schedule} and "
                 f"{run.shape.num_microbatches} micro-batches)"
             )
         elif costs:
             time = (
-                f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
+                f"{milliseconds(shown.step_time)} ms on {config.parallel.num_ranks} ranks, "
                 f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s"
             )
         out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
+        number = job.shape.virtual_stages
+        each = f" (each counted on its {number} stages)" if number > 1 else ""
         for rank, bubble in enumerate(shown.bubble):
+            versions = shown.peak_versions[rank]
             print(
                 f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most "
-                f"{shown.peak_activations[rank]} "
-                f"micro-batches in flight, {shown.peak_versions[rank]} weight versions",
+                f"{shown.peak_activations[rank]} micro-batches in flight{each}, {versions} weight "
+                f"version{'s' * (versions > 1)}",
                 file=out,
             )
         if self.json:

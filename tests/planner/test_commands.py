@@ -81,7 +81,7 @@ def test_check_says_before_a_run_that_a_link_is_too_slow(
     assert code == 0, err
     assert "predicted time of a step" in out
     assert "stages 0 - 1: " in out
-    assert "1 Mbit/s there: link-bound by " in out
+    assert "1 Mbit/s available: link-bound by " in out
 
 
 def test_a_plan_for_a_cluster_and_its_pictures(

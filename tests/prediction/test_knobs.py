@@ -19,6 +19,7 @@ from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.events import Category
 from hybridpar.memory_behaviour.pictures.sections import (
     Section,
+    action_notes,
     as_json,
     as_text,
     ranks_section,
@@ -244,10 +245,22 @@ def test_the_report_says_what_can_leave_and_what_knobs_save(account: Account) ->
     links = found["what could leave over a link and be back without costing time"].rows
     assert [row[0] for row in links] == ["link", *(swap.link for swap in account.swaps)]
     assert all(int(row[1].replace(",", "")) <= int(row[2].replace(",", "")) for row in links[1:])
-    section = found["knobs, by what they save of the predicted peak of 0.00 MiB"]
+    section = found["settings, by what they save of the predicted peak of 0.00 MiB"]
     assert section.rows[1] == ["model.logits_chunk = 64", "1.00", "3.00"]
     assert "checkpoint" in section.notes[0]
-    assert not any(title.startswith("knobs") for title in sections_of(account))
+    assert not any(title.startswith("settings") for title in sections_of(account))
+
+
+def test_the_report_explains_actions_and_categories(account: Account) -> None:
+    assert action_notes("I111@47v1") == [
+        "I111@47v1: backward to the input of micro-batch 111 on stage 47, with weight version 1 "
+        "(numbers count from 0)."
+    ]
+    assert action_notes("NORM3@0") == ["NORM3@0: norm of step 3 on stage 0 (numbers count from 0)."]
+    assert action_notes("") == action_notes("evaluation") == action_notes("FETCH2@0") == []
+    peak = next(iter(sections_of(account).values()))
+    assert "optimizer: its moments" in peak.notes[-1]
+    assert "messages" not in peak.notes[-1], "one rank sends none"
     spans = list(account.spans)
     untimed = examine(replace(HEADER, predicted=True), analyse(spans), lambda: spans, timed=False)
     assert "no time is known" in as_text(report(untimed, STAGE, []))

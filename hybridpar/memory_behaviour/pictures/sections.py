@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hybridpar.errors import ConfigError
 from hybridpar.memory_behaviour.analysis.account import Account, offloading, place_text
 from hybridpar.memory_behaviour.analysis.behaviour import Behaviour
 from hybridpar.memory_behaviour.analysis.distribution import Distribution
+from hybridpar.memory_behaviour.analysis.swap import LINKS, Link
 from hybridpar.memory_behaviour.events import Category, Header
 from hybridpar.memory_behaviour.pictures.chart import lasting, sized
 from hybridpar.prediction.knobs import Saving
 from hybridpar.prediction.memory_report import aligned, shares
 from hybridpar.prediction.walk import StageMemory
+from hybridpar.schedules.action import NO_VERSION, parse_action
+from hybridpar.schedules.kinds import ACTION_SPECS
 
 _MIB = 2**20
 _MOST = 8
 """Most rows of a table of blocks or layers; the rest is summed up in one more row."""
 _SAID = 1000
 """Divisor of the peak: smallest saving that is reported."""
+_MEANING = {
+    Category.MASTER: "weights in fp32",
+    Category.OPTIMIZER: "its moments",
+    Category.INPUTS: "inputs of stages, kept until the backward",
+    Category.ACTIVATIONS: "kept by layers until the backward",
+    Category.FACTORS: "inputs and gradients of layers, kept until the weight gradients are computed",
+    Category.TEMPORARIES: "used within one action",
+    Category.COMMUNICATION: "messages between stages",
+}
+"""What blocks of a category are, if its name alone does not say it."""
 
 
 @dataclass(frozen=True)
@@ -155,17 +169,21 @@ def _peak(account: Account) -> Iterator[Section]:
     where = f"in {peak.action}" if peak.action else "between two actions"
     when = f", {lasting(peak.time)} into the trace" if account.timed else ""
     categories = {c.value: peak.by_category[c] for c in Category if peak.by_category.get(c)}
-    yield _parts(
+    named = "; ".join(
+        f"{c.value}: {meaning}" for c, meaning in _MEANING.items() if c.value in categories
+    )
+    parts = _parts(
         f"{account.name}: a peak of {sized(peak.num_bytes)} {where} of step {peak.step}{when}",
         "category",
         dict(sorted(categories.items(), key=lambda item: -item[1])),
     )
+    yield replace(parts, notes=[*action_notes(peak.action), *([f"{named}."] if named else [])])
     layers = sorted(peak.by_layer.items(), key=lambda item: -item[1])
-    named = {"none" if layer < 0 else str(layer): part for layer, part in layers[:_MOST]}
+    blocks = {"none" if layer < 0 else str(layer): part for layer, part in layers[:_MOST]}
     if rest := sum(part for _, part in layers[_MOST:]):
-        named[f"{len(layers) - _MOST} others"] = rest
-    if named:
-        yield _parts("its activations, by the model's block that made them", "block", named)
+        blocks[f"{len(layers) - _MOST} others"] = rest
+    if blocks:
+        yield _parts("its activations, by the model's block that made them", "block", blocks)
     yield Section(
         "its largest blocks",
         [
@@ -186,6 +204,25 @@ def _peak(account: Account) -> Iterator[Section]:
     )
 
 
+def action_notes(text: str) -> list[str]:
+    """Return a line that explains an action; none for what is not an action of a plan."""
+    try:
+        action = parse_action(text)
+    except ConfigError:
+        return []
+    row = ACTION_SPECS[action.kind]
+    if row.per_item:
+        return []
+    number = "step" if row.per_batch else "micro-batch"
+    version = (
+        ""
+        if action.version == NO_VERSION or row.makes
+        else f", with weight version {action.version}"
+    )
+    what = f"{row.name} of {number} {action.microbatch} on stage {action.stage}{version}"
+    return [f"{text}: {what} (numbers count from 0)."]
+
+
 def _knobs(memory: StageMemory, savings: Sequence[Saving]) -> Iterator[Section]:
     copy = (
         f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is "
@@ -194,7 +231,7 @@ def _knobs(memory: StageMemory, savings: Sequence[Saving]) -> Iterator[Section]:
     )
     if savings:
         yield Section(
-            f"knobs, by what they save of the predicted peak of {_mib(memory.total)} MiB",
+            f"settings, by what they save of the predicted peak of {_mib(memory.total)} MiB",
             [["", "saves MiB", "leaves MiB"], *map(_saving, savings)],
             notes=[copy] * (memory.checkpoint > 0),
         )
@@ -254,8 +291,9 @@ def _lifetimes(account: Account) -> Section:
         "lifetimes and access intervals",
         rows,
         notes=[
-            "Half of the blocks live no longer, 90 % no longer; intervals are between two "
-            f"accesses of a tensor: a block, or a weight or gradient in it.{unit}"
+            "50 % and 90 % are percentiles: half of the blocks live no longer than the first says. "
+            "An interval is the time between two accesses of a tensor: a block, or a weight or "
+            f"gradient in it.{unit}"
         ],
     )
 
@@ -298,7 +336,15 @@ def _swaps(account: Account) -> Iterator[Section]:
                 for swap in account.swaps
             ),
         ],
+        notes=[
+            "intervals: those long enough to copy the tensor to the host and back. "
+            f"{', '.join(_link(LINKS[swap.link]) for swap in account.swaps)}."
+        ],
     )
+
+
+def _link(link: Link) -> str:
+    return f"{link.name}: {link.d2h / 1e9:.3g} GB/s to the host, {link.h2d / 1e9:.3g} back"
 
 
 def _fragmentation(account: Account) -> Section:

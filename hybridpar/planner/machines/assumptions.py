@@ -77,7 +77,8 @@ def _links(machine: Machine) -> Iterator[str]:
             f"{1e6 * link.latency:.3g} us"
             for link in found
         )
-        + " (a table in the place of the name: gbit_per_s, share, latency_us)"
+        + " (other numbers: in the cluster file, a table with gbit_per_s, share and latency_us instead "
+        "of the name)"
     )
 
 
@@ -90,8 +91,8 @@ def _device(device: Device) -> str:
         f"{device.name}: large matrix products at {device.matmul_share:.0%} of "
         f"{1e-12 * device.peak_flops:,.4g} "
         f"TFLOP/s (matmul_share), element-wise kernels at {device.memory_share:.0%} of "
-        f"{1e-9 * device.memory_bandwidth:,.4g} GB/s; small products less, by their shapes; a CPU "
-        f"launches a kernel in {1e6 * device.launch:.3g} us (launch_us)"
+        f"{1e-9 * device.memory_bandwidth:,.4g} GB/s; small products at less, by their shapes; the CPU "
+        f"takes {1e6 * device.launch:.3g} us to launch a kernel (launch_us)"
     )
 
 
@@ -115,7 +116,7 @@ def _overlap(machine: Machine) -> Iterator[str]:
             "(stragglers)"
         )
     )
-    yield f"messages between stages and sums of gradients run beside kernels and do not slow them down; {late}"
+    yield f"messages between stages and reductions of gradients overlap with kernels and do not slow them down; {late}"
 
 
 def _memory(machine: Machine) -> str:

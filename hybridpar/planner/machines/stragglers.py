@@ -18,6 +18,7 @@ from statistics import quantiles
 
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.schedules.simulate.costs import Costs, expand
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 DRAWS = 40
 
@@ -31,8 +32,8 @@ class Spread:
 
     def __str__(self) -> str:
         return (
-            f"with stragglers {1e3 * self.median:.4g} ms in the median, in 95 % within "
-            f"{1e3 * self.late:.4g} ms"
+            f"with stragglers {milliseconds(self.median)} ms in the median, in 95 % within "
+            f"{milliseconds(self.late)} ms"
         )
 
 

@@ -26,6 +26,7 @@ from hybridpar.planner.costs.stage_cost import gradient_item
 from hybridpar.planner.costs.step_cost import StepCost
 from hybridpar.planner.searching.plan_report import parts_of, speed
 from hybridpar.schedules.schedule_table import make_schedule
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 CODECS = tuple(
     (name, row.bytes_per_number)
@@ -88,7 +89,7 @@ class LinkNeed:
         return asdict(self) | {"factor": self.factor, "ratio": self.ratio, "codec": self.codec}
 
     def __str__(self) -> str:
-        rates = f"{self.name}: {_rate(self.needs)} needed, {_rate(self.gives)} there"
+        rates = f"{self.name}: {_rate(self.needs)} needed, {_rate(self.gives)} available"
         if not self.is_bound:
             times = "over a hundred" if self.factor < 0.01 else f"{1 / self.factor:.2g}"
             return f"{rates}: compute-bound, {times} times what it needs"
@@ -120,7 +121,7 @@ class LinkNeed:
 def step_line(cost: StepCost) -> str:
     """Return the predicted step as one line."""
     return (
-        f"predicted time of a step: {1e3 * cost.step_time:.4g} ms, {speed(cost)}; "
+        f"predicted time of a step: {milliseconds(cost.step_time)} ms, {speed(cost)}; "
         f"{parts_of(cost).bound_by}"
     )
 
@@ -157,9 +158,9 @@ def _hidden(cost: StepCost) -> Iterator[str]:
             return
         if seconds < _WORTH * cost.step_time:
             yield (
-                f'pipeline.schedule = "2bw", pipeline.warmup = "{warmup}": {1e3 * seconds:.4g} ms '
+                f'pipeline.schedule = "2bw", pipeline.warmup = "{warmup}": {milliseconds(seconds)} ms '
                 "a step, "
-                f"{1e3 * cost.step_time:.4g} ms now"
+                f"{milliseconds(cost.step_time)} ms now"
             )
             return
 

@@ -18,6 +18,7 @@ from hybridpar.planner.searching.candidates import Candidate
 from hybridpar.planner.searching.search import ERROR, STALE_GAIN, Result, handicaps
 from hybridpar.runtime.graphs import unsupported
 from hybridpar.schedules.kinds import PER_ITEM, Kind
+from hybridpar.schedules.simulate.timeline import milliseconds
 
 _MIB = 2**20
 _SHOWN_FAILURES = 3
@@ -224,7 +225,7 @@ def _how(config: Config, recompute: str) -> list[str]:
     if pipeline.stage_layout == "v":
         schedule += f" on a V ({pipeline.activations})"
     elif pipeline.num_virtual_stages > 1:
-        schedule += f" ({pipeline.num_virtual_stages} chunks)"
+        schedule += f" ({pipeline.num_virtual_stages} stages a rank)"
     if pipeline.zero_bubble:
         schedule += " with zero bubbles"
     again = [f"recompute {recompute}"] if recompute != "none" else []
@@ -298,7 +299,7 @@ def table(result: Result) -> Table:
             f"{cost.shape.num_microbatches} x {config.train.micro_batch_size}",
             ", ".join(_how(config, _short(pipeline.recompute))),
             _short(_sizes(pipeline.split)),
-            f"{1e3 * cost.step_time:.4g}",
+            milliseconds(cost.step_time),
             f"{cost.tokens_per_s:,.0f}",
             f"{100 * cost.mfu:.1f} %" if cost.mfu else "-",
             memory,
@@ -310,8 +311,9 @@ def table(result: Result) -> Table:
 def _caption(result: Result) -> str:
     """Return why the order differs from the order of step times."""
     text = (
-        f"Memory over {TIGHT:.0%} full must make a configuration {ERROR:.1%} faster: so far "
-        "predictions may be off."
+        "micro-batches: their number on each replica x samples. split: blocks of each stage; 2x7: "
+        f"two stages of 7. A plan with memory over {TIGHT:.0%} full is ranked as if its steps took "
+        f"{ERROR:.1%} longer, because predictions may be off by that."
     )
     if any(one.is_stale for one in result.ranked):
         text += f" Old gradients must make it {STALE_GAIN:.0%} faster. {_COST_OF_STALENESS}"
@@ -360,7 +362,9 @@ def speed(cost: StepCost) -> str:
 
 def failures(result: Result) -> list[str]:
     """Return a line for each of the most likely candidates that cannot run."""
-    lines = [f"not {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]]
+    lines = [
+        f"rejected: {describe(one.config)}: {one.reason}" for one in result.failed[:_SHOWN_FAILURES]
+    ]
     more = len(result.failed) - len(lines)
     return [*lines, f"and {more} more that do not fit"] if more > 0 else lines
 

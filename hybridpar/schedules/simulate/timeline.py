@@ -11,6 +11,12 @@ from hybridpar.schedules.kinds import BESIDE, COMPUTE, PER_ITEM, Kind
 from hybridpar.schedules.pipeline_shape import PipelineShape
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds: four digits, from a second on all digits in front of the
+    point."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Times at which each action of a plan ran.

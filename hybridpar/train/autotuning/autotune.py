@@ -16,6 +16,7 @@ from hybridpar.config import FOUND, Config, PipelineConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.job import JobPlan
 from hybridpar.schedules.simulate.predict import smallest_early_switch
+from hybridpar.schedules.simulate.timeline import milliseconds
 from hybridpar.train.autotuning.auto_offload import find_numbers_for, require_room
 from hybridpar.train.autotuning.auto_schedule import find_schedule_for, of_first_rank
 from hybridpar.train.autotuning.trial import Build, Trial, try_out
@@ -60,8 +61,9 @@ def autotune(
             if name != "order" and getattr(best.pipeline, name) != getattr(PipelineConfig, name)
         )
         say(
-            f"pipeline: {found or 'schedule = 1f1b'}, the fastest here: {1e3 * best.step_time:.4g} "
-            f"ms a step by what its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms"
+            f"pipeline: {found or 'schedule = 1f1b'}, the fastest here: "
+            f"{milliseconds(best.step_time)} ms a step by what its actions cost, 1f1b "
+            f"{milliseconds(usual.step_time)} ms"
         )
     if config.pipeline.early_switch == "auto":
         trial = tried(replace(config, pipeline=replace(config.pipeline, early_switch="off")))

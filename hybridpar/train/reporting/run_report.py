@@ -13,6 +13,7 @@ from hybridpar.config import UNCOMPRESSED, Config
 from hybridpar.config.row_names import valid_name
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.schedules.draw.svg import draw_svg
+from hybridpar.schedules.simulate.timeline import milliseconds
 from hybridpar.state.compression.method import Sent
 from hybridpar.state.residency.tiered import slow_folder
 from hybridpar.train import folder as run_folder
@@ -378,6 +379,6 @@ class RunReport:
             if taken:
                 busy = f"; other programs took {taken} % of the cores while it was measured"
             self.reporter.detail(
-                f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
-                f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}"
+                f"plan: a step takes {milliseconds(took / 1e3)} ms (median of {len(self._step_seconds)}), "
+                f"{milliseconds(plan.step_ms / 1e3)} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}"
             )

@@ -54,7 +54,7 @@ def test_shares_of_links_kernels_and_memory_are_said(tmp_path: Path) -> None:
     assert "infiniband-ndr at 90% of 400 Gbit/s and 5 us" in lines
     assert "h100-80gb: large matrix products at 82% of 989 TFLOP/s (matmul_share)" in lines
     assert "memory: training may take 75.4 of 80 GiB" in lines
-    assert "run beside kernels" in lines
+    assert "overlap with kernels" in lines
     other = '[[others]]\nservers = 2\ndevice = "a100-80gb"\n'
     assert "a100-80gb: large matrix products" in said(tmp_path, SERVERS + other)
     assert "slower than the fastest by 5%" in said(tmp_path, "stragglers = 0.05\n" + SERVERS)

@@ -138,13 +138,13 @@ def test_the_most_exact_codec_that_does(item: int, factor: float, codec: str) ->
 
 def test_text_for_people() -> None:
     assert str(LinkNeed("stages 0 - 1", 6e6, 1e6, 4, 3, 2, 4, 7)) == (
-        "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s there: link-bound by 6: messages 6.3 times "
+        "stages 0 - 1: 48 Mbit/s needed, 8 Mbit/s available: link-bound by 6: messages 6.3 times "
         "smaller "
         '(compression.messages = "int4"), '
         "or 2 more layers a stage (3 now; parallel.pp = 4 instead of 7 for this model)"
     )
     assert str(LinkNeed("replicas of stage 0", 2e9, 1e9, 4)) == (
-        "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s there: link-bound by 2: gradients 2.1 "
+        "replicas of stage 0: 16 Gbit/s needed, 8 Gbit/s available: link-bound by 2: gradients 2.1 "
         "times smaller, "
         "or 2.1 times as many tokens in a batch"
     )

@@ -302,7 +302,7 @@ def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
     planned = report.planned(result.ranked[0])
     assert problems(planned, 4) == []
     assert len(planned.plan.memory_mib) == 4
-    assert "interleaved (4 chunks)" in report.describe(best)
+    assert "interleaved (4 stages a rank)" in report.describe(best)
 
 
 def test_interleaving_pays_for_its_messages() -> None:
