@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -172,17 +173,18 @@ class Tracker(QuietMode):
             return 0.0
         if len(found) > len(ghosts) and any(t.layout is not torch.strided for t in found):
             return _add_nothing(func, ghosts[0])
-        if _is_fused_in_place(func):  # has no meta kernel, and takes no memory
+        returns = _returns_of(func)
+        if returns is _Returns.NOTHING:
             return None
-        if _writes_first(func):
+        if returns is _Returns.FIRST:
             return args[0]
-        if _writes_out(func):
+        if returns is _Returns.OUT:
             return kwargs["out"]
-        if len(found) == 1 and _views_first(func):
+        if returns is _Returns.VIEW and len(found) == 1:
             return self._view(func, args, kwargs)
         key = (
             (func, _signature(args), _signature(tuple(kwargs.items())))
-            if _makes_new_tensors(func)
+            if returns is _Returns.NEW
             else None
         )
         out = None if key is None else self._results.get(key)
@@ -318,33 +320,34 @@ def _alike(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
 
 
-@cache
-def _makes_new_tensors(func: Any) -> bool:
-    """Return whether results are neither arguments nor views of them."""
-    if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
-        return False
-    return not func._schema.is_mutable and all(
-        out.alias_info is None for out in func._schema.returns
-    )
+class _Returns(Enum):
+    """What an operator returns."""
+
+    NOTHING = "nothing"  # fused updates, which have no meta kernels and take no memory
+    FIRST = "its first argument, which it writes"
+    OUT = "its argument out, which it writes"
+    VIEW = "a view of its first argument"
+    NEW = "tensors that share nothing with arguments"
+    OTHER = "something else"
 
 
 @cache
-def _writes_first(func: Any) -> bool:
-    """Return whether an operator writes to its first argument and returns it with the same shape."""
-    is_written = _returns_argument(func, 0, is_write=True)
-    return is_written and torch.Tag.inplace_view not in func.tags
-
-
-@cache
-def _writes_out(func: Any) -> bool:
-    """Return whether an operator writes to its argument `out` and returns it."""
-    return func._schema.arguments[-1].name == "out" and _returns_argument(func, -1, is_write=True)
-
-
-@cache
-def _views_first(func: Any) -> bool:
-    """Return whether an operator returns one view of its first argument."""
-    return _returns_argument(func, 0, is_write=False)
+def _returns_of(func: Any) -> _Returns:
+    """Return what an operator returns. Its hash, which the cache asks for, is a Python function."""
+    schema = func._schema
+    if "::_fused_" in func.name() and not schema.returns:
+        return _Returns.NOTHING
+    if _returns_argument(func, 0, is_write=True) and torch.Tag.inplace_view not in func.tags:
+        return _Returns.FIRST
+    if schema.arguments[-1].name == "out" and _returns_argument(func, -1, is_write=True):
+        return _Returns.OUT
+    if _returns_argument(func, 0, is_write=False):
+        return _Returns.VIEW
+    # the schema of _unsafe_view does not say that it returns a view
+    is_new = not schema.is_mutable and all(out.alias_info is None for out in schema.returns)
+    if is_new and func is not torch.ops.aten._unsafe_view.default:
+        return _Returns.NEW
+    return _Returns.OTHER
 
 
 def _returns_argument(func: Any, index: int, *, is_write: bool) -> bool:
@@ -375,11 +378,6 @@ def _makes_floats(func: Any, kwargs: Any) -> bool:
 def _operation(func: Any) -> str:
     """Return the name of an operation, such as 'add' for aten.add_.Tensor."""
     return func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
-
-
-@cache
-def _is_fused_in_place(func: Any) -> bool:
-    return "::_fused_" in func.name() and not func._schema.returns
 
 
 def _is_fresh(func: Any, out: Any) -> bool:

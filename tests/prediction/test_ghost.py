@@ -105,6 +105,16 @@ def test_tensors_written_in_place_stay_one() -> None:
         assert tracker.read().current == 400
 
 
+def test_an_operator_returns_the_argument_that_it_writes() -> None:
+    with Tracker(CPU) as tracker:
+        x = torch.zeros(3, 4)
+        out = torch.empty(3, 5)
+        before = tracker.read()
+        assert torch.mm(x, torch.zeros(4, 5), out=out) is out
+        assert x.add_(1) is x
+        assert tracker.read().current == before.current
+
+
 def test_outside_of_its_tracker_a_ghost_is_of_no_use() -> None:
     with Tracker(CPU):
         x = torch.zeros(2)
