@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
@@ -107,7 +108,7 @@ class Account:
             )
         return f"{which} of {self.behaviour.num_steps} {source}"
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorIntervals]:
         """Access intervals of each named tensor; first the ones whose longest interval times bytes
         is the largest."""
@@ -118,7 +119,7 @@ class Account:
         tensors = [TensorIntervals(*key, sorted(seconds)) for key, seconds in found.items()]
         return sorted(tensors, key=lambda one: (-one.longest * one.num_bytes, one.tensor))
 
-    @property
+    @cached_property
     def start(self) -> float:
         """Time at which the shown steps begin."""
         return next(span.start for span in self.spans if span.step >= self.first_step)
