@@ -79,6 +79,18 @@ class Shape:
     kind: Literal["gpt", "bert"] = "gpt"
 
     @property
+    def section(self) -> dict[str, Any]:
+        """The section [model] of a configuration that trains on text, with rotary positions."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden,
+            "num_heads": self.num_heads,
+            "seq_length": self.seq_length,
+            "vocab_size": self.vocab,
+            "position": "rotary",
+        }
+
+    @property
     def model(self) -> ModelConfig:
         return ModelConfig(
             kind=self.kind,

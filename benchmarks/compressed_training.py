@@ -4,7 +4,7 @@
 
 A GPT of four layers learns the source text of Python's standard library on two replicas, 512 tokens
 a batch, with a warm-up of a fiftieth of the steps and a cosine decay. At equal tokens: validation
-loss at the end, over that of whole gradients with the same optimizer and seed, and its 95 %
+loss at the end, over the loss of whole gradients with the same optimizer and seed, and its 95 %
 confidence interval over the seeds.
 """
 
@@ -84,14 +84,7 @@ def settings(variant: Variant, seed: int, steps: int, cache: str) -> Config:
     }
     return from_mapping(
         {
-            "model": {
-                "num_layers": STUDY.num_layers,
-                "hidden_size": STUDY.hidden,
-                "num_heads": STUDY.num_heads,
-                "seq_length": STUDY.seq_length,
-                "vocab_size": STUDY.vocab,
-                "position": "rotary",
-            },
+            "model": STUDY.section,
             "parallel": {"dp": REPLICAS},
             "pipeline": {"num_microbatches": 1},
             "optim": OPTIMIZERS[variant.optimizer] | {"min_lr": 1e-4, "warmup_steps": steps // 50},
@@ -189,7 +182,7 @@ def main() -> None:
             shapes={"study": STUDY},
             meaning=(
                 "valid_loss: at the end, of the whole model; elements, bytes: that a rank sent, "
-                "of those of whole gradients"
+                "as a share of whole gradients"
             ),
         )
     print(*table(cases), sep="\n")

@@ -322,15 +322,7 @@ def losses(
     size = dist.get_world_size()
     config: Config = from_mapping(
         {
-            "model": {
-                "num_layers": LOSSES.num_layers,
-                "hidden_size": LOSSES.hidden,
-                "num_heads": LOSSES.num_heads,
-                "seq_length": LOSSES.seq_length,
-                "vocab_size": LOSSES.vocab,
-                "position": "rotary",
-                "init_std": 0.05,
-            },
+            "model": LOSSES.section | {"init_std": 0.05},
             "parallel": {"sites": size, "dp": 1} if apart else {"dp": size},
             "pipeline": {"schedule": schedule, "num_microbatches": 4},
             "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},

@@ -51,15 +51,7 @@ def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cach
     """The pipeline whose training is imitated."""
     return from_mapping(
         {
-            "model": {
-                "num_layers": STUDY.num_layers,
-                "hidden_size": STUDY.hidden,
-                "num_heads": STUDY.num_heads,
-                "seq_length": STUDY.seq_length,
-                "vocab_size": STUDY.vocab,
-                "position": "rotary",
-                "init_std": 0.05,
-            },
+            "model": STUDY.section | {"init_std": 0.05},
             "parallel": {"pp": stages, "dp": 1},
             "pipeline": {"schedule": schedule, "num_microbatches": M},
             "optim": {

@@ -321,7 +321,7 @@ def _alike(value: Any) -> Any:
 
 
 class _Returns(Enum):
-    """What an operator returns."""
+    """The result of an operator."""
 
     NOTHING = "nothing"  # fused updates, which have no meta kernels and take no memory
     FIRST = "its first argument, which it writes"

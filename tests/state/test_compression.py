@@ -217,7 +217,7 @@ def whole_until(start: int, method: Method) -> Method:
 
 
 def oracle_of(settings: CompressionConfig) -> Method:
-    """What two replicas do with these settings."""
+    """Return what two replicas do with these settings."""
     if settings.gradients == "dct":
         return whole_until(settings.gradients_start, thresholds_of(settings))
     method = {"bf16": rounded, "int4": integers}[settings.gradients]

@@ -34,7 +34,7 @@ _MEANING = {
     Category.TEMPORARIES: "used within one action",
     Category.COMMUNICATION: "messages between stages",
 }
-"""What blocks of a category are, if its name alone does not say it."""
+"""Meanings of categories whose names alone do not say them."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ messages_values.
 Messages between stages (`TopK`, `FixedIndices`) have the largest features of each token.
 
 Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times
-as many as intended pass a new threshold. The warm-up is that of Deep Gradient Compression (arXiv
+as many as intended pass a new threshold. The warm-up is from Deep Gradient Compression (arXiv
 1712.01887, section 3.3).
 """
 
