@@ -247,7 +247,7 @@ def test_ctrl_c_while_it_is_loaded_ends_it_without_a_word(monkeypatch: pytest.Mo
         (["--run.name", "x" * 300], "File name too long"),
         (
             ["--train.device", "cuda", "--train.threads", "1"],
-            "train.device = 'cuda': requires one GPU per process; this machine has 0 GPUs",
+            "train.device = 'cuda': requires one GPU per process; GPUs on this machine: 0",
         ),
     ],
 )
