@@ -1,6 +1,6 @@
 """Claim: a layer of experts, forward and backward, is faster than transformers' Mixtral block with
-the fastest of its implementations of experts, on one thread and on two: 1.3 times or more where an
-expert has up to a hundred tokens.
+the fastest of its implementations of experts, on one thread and on two: 1.2 times or more on two, and
+on one where an expert has up to a hundred tokens.
 
     python -m benchmarks.experts
 
