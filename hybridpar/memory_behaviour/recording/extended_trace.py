@@ -106,12 +106,14 @@ class _Owner(NamedTuple):
         maker: Kind, stage and part.
         batches: Its batch, counted from the batch of the action that accesses.
         number: Its micro-batch.
+        is_first: It belongs to the first batch, and the one that accesses to a later one.
     """
 
     origin: _Origin
     maker: _Maker
     batches: int
     number: int
+    is_first: bool = False
 
 
 _Event = tuple[What, int, int, int, str, float, int, str]
@@ -313,7 +315,8 @@ class _Templates:
             if block not in self._born:
                 raise NotAlikeError(f"block {block} was not allocated")
             made_by, born, nth = self._born[block]
-            number = owners.setdefault(self._owner(made_by, born, place), len(owners))
+            owner = self._owner(made_by, born, place)._replace(is_first=born[0] == 0 < place[0])
+            number = owners.setdefault(owner, len(owners))
             events.append((what, number, nth, num_bytes, op, moments[time], layer, name))
             if what is What.FREE:
                 del self._born[block]
@@ -379,9 +382,7 @@ class _Writer:
         self, action: str, step: int, place: Place, template: _Template, start: float
     ) -> None:
         each = (self._now - start) / template.num_operators
-        owners = [
-            self._blocks[owner.maker, self._resolve(owner, place)] for owner in template.owners
-        ]
+        owners = [self._blocks_of(owner, place) for owner in template.owners]
         events = []
         for what, owner, nth, num_bytes, op, time, layer, name in template.events:
             blocks = owners[owner]
@@ -395,6 +396,18 @@ class _Writer:
             now = start + (time + 0.5) * each
             events.append(MemoryEvent(what, block, num_bytes, op, now, layer, name))
         self.spans.append(Span(step, action, start, self._now, events))
+
+    def _blocks_of(self, owner: _Owner, place: Place) -> dict[int, int]:
+        """Return the living blocks of an owner, seen from an action at `place`, by their index.
+
+        Where the owner's action has none in its own batch, it allocated them in the first batch
+        alone, for all later ones.
+        """
+        born = self._resolve(owner, place)
+        found = self._blocks[owner.maker, born]
+        if owner.is_first and not found:
+            return self._blocks[owner.maker, (0, born[1])]
+        return found
 
     def _resolve(self, owner: _Owner, place: Place) -> Place:
         """Return the place of an owner, seen from an action at `place`."""
