@@ -68,7 +68,7 @@ class _Group:
 
 def _products(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """Return x W^T of each group of rows. Shapes: as `grouped_linear`."""
-    if _has_grouped_mm(x):
+    if len(x) and _has_grouped_mm(x):
         stack = _stacked(weights)
         if stack is not None:
             return _by_grouped_mm(x, counts, stack)

@@ -172,6 +172,17 @@ def test_unaligned_weights_take_a_product_each(
     assert not calls
 
 
+def test_no_rows_take_no_kernel(calls: list[Tensor]) -> None:
+    """A rank of ep may get no token."""
+    group = flat_layers((16, 24))
+    x = torch.zeros(0, 16, dtype=torch.bfloat16, requires_grad=True)
+    y = grouped_linear(x, [0] * len(group), group)
+    assert y.shape == (0, 24)
+    y.sum().backward()
+    assert x.grad is not None
+    assert not calls
+
+
 def test_weights_of_their_own_memory_take_a_product_each(calls: list[Tensor]) -> None:
     forward_and_backward(layers(torch.bfloat16))
     group = flat_layers((16, 24))
