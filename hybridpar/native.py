@@ -46,7 +46,7 @@ def constant_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_EXPECTED = "436f4536"
+_EXPECTED = "bafcdd90"
 """`arguments_digest` of the extension that this checkout's sources build."""
 
 constant_when_traced(missing)

@@ -24,8 +24,6 @@ from .tiles import Tile, has_copy_engine, is_matrix, matrix, tiles_of
 OPERATORS = {
     "attention": (),
     "attention_backward": (),
-    "attention_block": (),
-    "attention_block_backward": (),
 }
 
 _NO_WINDOW = 1 << 30
@@ -49,6 +47,8 @@ def attention(
     threshold: int,
     keep_scale: float,
     start: int,
+    mask_row: Tensor | None = None,
+    mask_keys: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse; for a query that sees no key lse is +infinity and out is zero.
 
@@ -61,31 +61,32 @@ def attention(
         threshold: Dropout if above 0: probability (head, position, key) of a sample has the bits of
             index start + (head * s + position) * s + key, stays if they are at least `threshold`,
             and is then multiplied by `keep_scale`.
+        mask_row: The row of dropout's mask for each query, if k and v are a block of a sample's
+            keys: its position in the sample. None: its position among the keys.
+        mask_keys: Columns of dropout's mask: keys of the sample. 0: as many as there are here.
 
     Shapes: q [b, n, queries, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s]; first int32
-    [b, queries]; position int32 [queries] -> [b, queries, n, d], float32 [b, n, queries].
+    [b, queries]; position, mask_row int32 [queries] -> [b, queries, n, d], float32 [b, n, queries].
     """
-    return attention_block(
-        q,
-        k,
-        v,
-        real,
-        first,
-        position,
-        kv_head,
-        scale,
-        softcap,
-        causal,
-        window,
-        key0,
-        key1,
-        counter,
-        threshold,
-        keep_scale,
-        start,
-        None,
-        0,
-    )
+    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel():
+        common = _common(
+            q,
+            k,
+            v,
+            Limits(causal, real, first, position, window),
+            (kv_head, scale, softcap),
+            Dropout(key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys),
+        )
+        _launch(
+            attention_kernels.forward_kernel,
+            common,
+            out_ptr=out,
+            lse_ptr=lse,
+            **_strides(q=q, k=k, v=v),
+        )
+    return out, lse
 
 
 def attention_backward(
@@ -109,112 +110,11 @@ def attention_backward(
     threshold: int,
     keep_scale: float,
     start: int,
+    mask_row: Tensor | None = None,
+    mask_keys: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv,
     d]."""
-    return attention_block_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        real,
-        first,
-        position,
-        kv_head,
-        scale,
-        softcap,
-        causal,
-        window,
-        key0,
-        key1,
-        counter,
-        threshold,
-        keep_scale,
-        start,
-        None,
-        0,
-    )
-
-
-def attention_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    real: Tensor | None,
-    first: Tensor | None,
-    position: Tensor | None,
-    kv_head: list[int],
-    scale: float,
-    softcap: float,
-    causal: bool,
-    window: int,
-    key0: int,
-    key1: int,
-    counter: Tensor | None,
-    threshold: int,
-    keep_scale: float,
-    start: int,
-    mask_row: Tensor | None,
-    mask_keys: int,
-) -> tuple[Tensor, Tensor]:
-    """Return `attention` over a block of a sample's keys, with the dropout of the full sample.
-
-    Args:
-        mask_row: The position of each query in the sample: its row of dropout's mask. None: its
-            position among the keys.
-        mask_keys: Number of keys of the sample: columns of dropout's mask. 0: as many as there are.
-
-    Shapes: mask_row int32 [queries]; otherwise see `attention`.
-    """
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if q.numel():
-        common = _common(
-            q,
-            k,
-            v,
-            Limits(causal, real, first, position, window),
-            (kv_head, scale, softcap),
-            Dropout(key0, key1, counter, threshold, keep_scale, start, mask_row, mask_keys),
-        )
-        _launch(
-            attention_kernels.forward_kernel,
-            common,
-            out_ptr=out,
-            lse_ptr=lse,
-            **_strides(q=q, k=k, v=v),
-        )
-    return out, lse
-
-
-def attention_block_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    real: Tensor | None,
-    first: Tensor | None,
-    position: Tensor | None,
-    kv_head: list[int],
-    scale: float,
-    softcap: float,
-    causal: bool,
-    window: int,
-    key0: int,
-    key1: int,
-    counter: Tensor | None,
-    threshold: int,
-    keep_scale: float,
-    start: int,
-    mask_row: Tensor | None,
-    mask_keys: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v through a block of a sample's keys. Shapes: see
-    `attention_backward`; mask_row as in `attention_block`."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
@@ -247,7 +147,7 @@ def attention_block_backward(
 
 
 class Dropout(NamedTuple):
-    """The probabilities that dropout keeps: see `attention` and `attention_block`."""
+    """The probabilities that dropout keeps: see `attention`."""
 
     key0: int
     key1: int

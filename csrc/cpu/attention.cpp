@@ -123,9 +123,9 @@ Problem<T> problem(const char* op, const Tensor& q, const Tensor& k, const Tenso
           mask_keys ? mask_keys : s};
 }
 
-// out [samples, queries, heads, d], lse [samples, heads, queries]. mask_row, mask_keys: of a block of a sample's keys, whose
-// dropout has the rows mask_row and mask_keys columns
-std::tuple<Tensor, Tensor> attention_block(const Tensor& q, const Tensor& k, const Tensor& v,
+// out [samples, queries, heads, d], lse [samples, heads, queries]. If the keys are a block of a sample's, dropout's mask has
+// the rows mask_row and mask_keys columns
+std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Optional& real, const Optional& first, const Optional& position,
                                      const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
                                      int64_t window, int64_t key0, int64_t key1, const Optional& counter,
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor> attention_block(const Tensor& q, const Tensor& k, con
 }
 
 // dq like out, dk and dv [samples, keys, kv heads, d]
-std::tuple<Tensor, Tensor, Tensor> attention_block_backward(
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
     double scale, double softcap, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter,
@@ -167,24 +167,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_block_backward(
   return {dq, dk, dv};
 }
 
-std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                     const Optional& real, const Optional& first, const Optional& position,
-                                     const std::vector<int64_t>& kv_head, double scale, double softcap, bool causal,
-                                     int64_t window, int64_t key0, int64_t key1, const Optional& counter,
-                                     int64_t threshold, double keep_scale, int64_t start) {
-  return attention_block(q, k, v, real, first, position, kv_head, scale, softcap, causal, window, key0, key1, counter,
-                         threshold, keep_scale, start, {}, 0);
-}
-
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const Optional& real, const Optional& first, const Optional& position, const std::vector<int64_t>& kv_head,
-    double scale, double softcap, bool causal, int64_t window, int64_t key0, int64_t key1, const Optional& counter,
-    int64_t threshold, double keep_scale, int64_t start) {
-  return attention_block_backward(dout, q, k, v, out, lse, real, first, position, kv_head, scale, softcap, causal, window,
-                                  key0, key1, counter, threshold, keep_scale, start, {}, 0);
-}
-
 }  // namespace
 }  // namespace hybridpar
 
@@ -194,20 +176,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor? first, Tensor? position, int[] kv_head, float "
       "scale, float softcap, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float "
-      "keep_scale, SymInt start) -> (Tensor, Tensor)");
+      "keep_scale, SymInt start, Tensor? mask_row=None, SymInt mask_keys=0) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
       "Tensor? first, Tensor? position, int[] kv_head, float scale, float softcap, bool causal, int window, int key0, "
-      "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start) -> (Tensor, Tensor, Tensor)");
-  library.def(  // of a block of keys, with dropout of the full sample
-      "attention_block(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor? first, Tensor? position, int[] kv_head, float "
-      "scale, float softcap, bool causal, int window, int key0, int key1, Tensor? counter, int threshold, float "
-      "keep_scale, SymInt start, Tensor? mask_row, SymInt mask_keys) -> (Tensor, Tensor)");
-  library.def(
-      "attention_block_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? real, "
-      "Tensor? first, Tensor? position, int[] kv_head, float scale, float softcap, bool causal, int window, int key0, "
-      "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start, Tensor? mask_row, SymInt mask_keys) -> "
-      "(Tensor, Tensor, Tensor)");
+      "int key1, Tensor? counter, int threshold, float keep_scale, SymInt start, Tensor? mask_row=None, SymInt "
+      "mask_keys=0) -> (Tensor, Tensor, Tensor)");
   library.def(  // of Hopper GPUs alone (csrc/cuda)
       "attention_hopper(Tensor q, Tensor k, Tensor v, int[] kv_head, float scale, bool causal) -> (Tensor, Tensor)");
 }
@@ -215,6 +189,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(hybridpar, library) {
 STABLE_TORCH_LIBRARY_IMPL(hybridpar, CPU, library) {
   library.impl("attention", TORCH_BOX(&attention));
   library.impl("attention_backward", TORCH_BOX(&attention_backward));
-  library.impl("attention_block", TORCH_BOX(&attention_block));
-  library.impl("attention_block_backward", TORCH_BOX(&attention_block_backward));
 }

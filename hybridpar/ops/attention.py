@@ -498,7 +498,5 @@ def _gradients(dout: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Ten
 PASSES: Shapes = {
     "attention": _output_and_sums,
     "attention_backward": _gradients,
-    "attention_block": _output_and_sums,
-    "attention_block_backward": _gradients,
     "attention_hopper": _output_and_sums,
 }

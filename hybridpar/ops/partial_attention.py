@@ -294,9 +294,7 @@ class DroppingPasses(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """See AttentionPasses."""
-        found: tuple[Tensor, Tensor] = self.library.attention_block(
-            q, k, v, *self._arguments(q, call)
-        )
+        found: tuple[Tensor, Tensor] = self.library.attention(q, k, v, *self._arguments(q, call))
         return found
 
     def backward(
@@ -304,7 +302,7 @@ class DroppingPasses(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """See AttentionPasses."""
         arguments = self._arguments(saved.q, call)
-        found: tuple[Tensor, ...] = self.library.attention_block_backward(dout, *saved, *arguments)
+        found: tuple[Tensor, ...] = self.library.attention_backward(dout, *saved, *arguments)
         return found
 
     def _arguments(self, q: Tensor, call: AttentionCall) -> tuple[Any, ...]:
