@@ -97,6 +97,11 @@ class MemoryCheck:
         self.limit = limit
         self._footprints = Footprints()
         self._known: dict[object, Footprint] = {}
+        self._kinds: set[object] = set()
+
+    def knows(self, cost: StepCost) -> bool:
+        """Return whether some stage of this grid's kind is traced."""
+        return _kind(cost) in self._kinds
 
     def measure(self, candidate: Candidate) -> None:
         """Predict the candidate's memory exactly."""
@@ -105,6 +110,7 @@ class MemoryCheck:
 
     def fits(self, cost: StepCost) -> bool:
         """Return whether the estimated peak of every rank is within the limit."""
+        self._kinds.add(_kind(cost))
         if self.least(cost) > max(cost.limits):
             return False
         surely = _SURELY * min(cost.limits)
@@ -405,6 +411,12 @@ class MemoryCheck:
             trace = self._footprints if exact else self._footprints.rough
             self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]
+
+
+def _kind(cost: StepCost) -> object:
+    """Return what the footprint of a layer depends on that a search chooses."""
+    parallel = cost.config.parallel
+    return parallel.tp, parallel.cp, parallel.ep, parallel.sequence
 
 
 def _buffers(cost: StepCost, stage: int) -> Buffers:

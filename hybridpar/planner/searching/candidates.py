@@ -62,6 +62,7 @@ class Candidate:
     """One configuration under consideration.
 
     `reason` says why it cannot run ("" if it can). `because` says why its state moves, if it does.
+    With `is_simulated` its bound is the simulated step time.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Candidate:
     reason: str = ""
     because: str = ""
     tried_recomputation: bool = False
+    is_simulated: bool = False
 
     def reject(self, reason: str) -> None:
         """Record why the candidate cannot run."""
@@ -92,6 +94,15 @@ class Candidate:
     def least_time(self) -> float:
         """A lower bound on the step time."""
         return least_time(self.cost)
+
+    @property
+    def bound(self) -> float:
+        """The step time if it is simulated, else a lower bound on it."""
+        return self.cost.step_time if self.is_simulated else self.least_time
+
+    def simulate(self) -> None:
+        """Make the simulated step time the bound."""
+        self.is_simulated = True
 
     @property
     def peak(self) -> float:

@@ -130,12 +130,12 @@ class _Search:
 
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
-        least = _less_sure(candidate) * candidate.least_time
+        least = _less_sure(candidate) * candidate.bound
         if (
             not candidate.config.parallel.zero
         ):  # of its variants, only ZeRO-1 may be faster, by its shorter update
             update = max(rank.update for rank in candidate.cost.ranks)
-            least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.least_time - update))
+            least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.bound - update))
         heapq.heappush(self._queue, (least, self._pushed, candidate))
 
     def _consider_later(self, config: Config, machine: Machine) -> None:
@@ -150,7 +150,13 @@ class _Search:
         while self._queue and self._queue[0][0] < (
             within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))
         ):
-            self._consider(heapq.heappop(self._queue)[-1])
+            candidate = heapq.heappop(self._queue)[-1]
+            if not candidate.is_simulated and not self.memory.knows(candidate.cost):
+                # a simulation takes less time than tracing the stages of another grid
+                candidate.simulate()
+                self._push(candidate)
+            else:
+                self._consider(candidate)
 
     def _consider(self, candidate: Candidate) -> None:
         """Rank a candidate that is estimated to fit; otherwise queue it again with recomputation,

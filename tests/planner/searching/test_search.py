@@ -135,6 +135,24 @@ def big(dp: int = 0) -> Config:
     return replace(config, parallel=made.ParallelConfig(dp=dp))
 
 
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("megabytes", [14, 8, 18, 24, 32])
+def test_memory_of_slow_grids_is_not_traced(
+    megabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grid whose stages are not traced yet is simulated first: the search finds the same, and
+    considers no more."""
+    config = big()
+    on = made.any_grid(config, memory=megabytes * 1e6 + 1.5 * 2**30)
+    request = Request(top=2)
+    found = search(config, on, request)
+    monkeypatch.setattr(MemoryCheck, "knows", lambda *_: True)
+    whole = search(config, on, request)
+    assert [one.config for one in found.ranked] == [one.config for one in whole.ranked]
+    assert found.considered <= whole.considered
+    assert whole.ranked
+
+
 @pytest.mark.thorough
 def test_recomputes_and_splits_by_memory() -> None:
     config = big()
