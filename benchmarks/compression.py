@@ -369,7 +369,7 @@ def shares_sent(engine: Engine, steps: int) -> dict[str, float]:
     """Elements and bytes that a rank has sent, of those of the gradients of as many steps."""
     site = engine.grid.site
     compression = engine.state.compression
-    elements = num_bytes = 1.0
+    elements = num_bytes = float(engine.grid.num_replicas > 1)
     if compression.packed:
         sent = compression.sent()
         elements = sent.elements / sent.whole_elements

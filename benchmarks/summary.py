@@ -217,6 +217,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "cases/plan/cpu_s",
             "plan_speed",
         ),
+        Row(
+            "`plan` for 175 billion parameters on 1,024 devices: seconds of one core",
+            "plan_speed",
+            "cases/plan_175b/cpu_s",
+            "plan_speed",
+        ),
     ),
     "Slow links, between emulated hosts": (
         Row(

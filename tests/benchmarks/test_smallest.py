@@ -38,7 +38,10 @@ SLOW = {
         "--rounds 1 --models tiny --dtypes fp32 --threads 1 --batches 2 --prompts 8 --tokens 4"
     ),
     "budget": ("--rounds 1 --shapes curve host --schedules 1f1b --shares 1 --threads 1 --turns 1"),
-    "compressed_training": "--steps 4 --seeds 0 --variants muon muon-dct-warmup",
+    "compressed_training": (
+        "--steps 4 --seeds 0 --variants muon muon-dct-warmup adamw-dct-rows "
+        "adamw-dct-own-momentum adamw-dct-masked adamw-messages-threshold muon-sites-100"
+    ),
     "checkpoint": "--rounds 1 --shapes tiny --steps 1 --load-rounds 1",
     "context_parallel": "--rounds 1 --shapes tiny --dtypes fp32",
     "estimates": "",
