@@ -5,9 +5,9 @@
 A GPT of four layers learns the source text of Python's standard library, 512 tokens a batch, with a
 warm-up of a fiftieth of the steps and a cosine decay: on two replicas that compress gradients, on
 two sites that train apart, or, where messages are compressed, in one process with the link of two
-stages in it. Some variants have rules that hybridpar does not have (compression_rules). At equal
-tokens: validation loss at the end, over the loss without compression and with the same optimizer
-and seed, and its 95 % confidence interval over the seeds.
+stages in it. Some variants have rules that hybridpar does not have (compression_rules). Validation
+loss at the end, over the loss without compression and with the same optimizer and seed, and its
+95 % confidence interval over the seeds. Tokens are equal, but half where a replica trains alone.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def study(args: argparse.Namespace, cache: str) -> Iterator[dict[str, Any]]:
 
 
 def table(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each variant: its loss, and how far that is above whole gradients'."""
+    """Yield a line for each variant: its loss, and how far that is above the one without compression."""
     losses: dict[str, dict[int, float]] = {}
     sent: dict[str, list[float]] = {}
     for case in cases:

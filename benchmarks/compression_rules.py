@@ -121,8 +121,8 @@ class NoLimit(Thresholds):
 class Clipped(Thresholds):
     """Clip the gradient of each replica before it is added to what waits.
 
-    The limit is that of the batch over the root of the number of replicas (Deep Gradient
-    Compression, arXiv 1712.01887, section 3.2).
+    The limit is LARGEST_NORM / sqrt(replicas) (Deep Gradient Compression, arXiv 1712.01887, section
+    3.2).
     """
 
     def steps(self, buffer: Any, bucket: Bucket, batch: int) -> Iterator[Works]:

@@ -9,6 +9,7 @@ counter under malloc itself.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -179,9 +180,13 @@ Meter = CudaMeter | CpuMeter
 def measure(device: torch.device) -> Iterator[Meter]:
     """Measure what the code inside allocates on `device`; `read()` works inside and afterwards.
 
+    Garbage is collected first: a collection during a reading, when nothing is reported, would free
+    blocks of an earlier measurement as if they were from this one.
+
     On a CPU torch's profiler is used, so neither another profiler nor another measurement can run
     inside.
     """
+    gc.collect()
     meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
     try:
         yield meter

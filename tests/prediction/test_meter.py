@@ -3,18 +3,22 @@ malloc's count."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hybridpar.prediction import Usage, measure
+from hybridpar.prediction import meter as meter_module
 
 CPU = torch.device("cpu")
 HERE = Path(__file__).parent
@@ -71,6 +75,28 @@ def test_another_thread_may_be_the_last_to_hold_a_tensor() -> None:
         thread.start()
         thread.join()
         assert meter.read() == Usage(0, 4000)
+
+
+def test_a_collection_during_a_reading_frees_nothing_from_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reading makes many objects, so the collector may run in it, where nothing is reported."""
+    allocations = meter_module._allocations
+
+    def with_collection(roots: Iterable[Any]) -> list[Any]:
+        gc.collect()
+        return allocations(roots)
+
+    with measure(CPU):  # the allocator knows the sizes of what is made inside a measurement
+        garbage: list[object] = [torch.empty(1000)]
+    garbage.append(garbage)
+    del garbage
+    monkeypatch.setattr(meter_module, "_allocations", with_collection)
+    with measure(CPU) as meter:
+        inside = torch.empty(500)
+        meter.read()
+        assert meter.read().current == 2000
+    del inside
 
 
 def test_readings_in_between_lose_nothing() -> None:

@@ -136,21 +136,29 @@ def big(dp: int = 0) -> Config:
 
 
 @pytest.mark.thorough(keep=1)
-@pytest.mark.parametrize("megabytes", [14, 8, 18, 24, 32])
-def test_memory_of_slow_grids_is_not_traced(
-    megabytes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("devices", "keep", "megabytes"),
+    [(8, {"pp": 4}, 30), (8, {"pp": 4}, 10), (4, {}, 14), (4, {}, 24)],
+)
+def test_memory_of_candidates_that_lose_is_not_estimated(
+    devices: int, keep: dict[str, int], megabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grid whose stages are not traced yet is simulated first: the search finds the same, and
-    considers no more."""
+    """A candidate whose grid is not traced yet is simulated first; the search finds the same."""
     config = big()
-    on = made.any_grid(config, memory=megabytes * 1e6 + 1.5 * 2**30)
-    request = Request(top=2)
+    on = made.any_grid(config, devices, memory=megabytes * 1e6 + 1.5 * 2**30)
+    request = Request(keep=keep, batch_size=16, top=1)
+    estimated: list[StepCost] = []
+    fits = MemoryCheck.fits
+    monkeypatch.setattr(
+        MemoryCheck, "fits", lambda self, cost: estimated.append(cost) or fits(self, cost)
+    )
     found = search(config, on, request)
+    num_estimated = len(estimated)
     monkeypatch.setattr(MemoryCheck, "knows", lambda *_: True)
     whole = search(config, on, request)
     assert [one.config for one in found.ranked] == [one.config for one in whole.ranked]
-    assert found.considered <= whole.considered
     assert whole.ranked
+    assert num_estimated < len(estimated) - num_estimated
 
 
 @pytest.mark.thorough
